@@ -1,0 +1,44 @@
+# Every target sets itself up: the first one run makes .venv with the pinned versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: demo test check format bench fuzz gpu clean
+.DEFAULT_GOAL := test
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnmesh needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	@echo "setting up $(VENV) with the versions of constraints.txt (a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/ready            ## what this installation can do, each kernel proved against the reference
+	$(RUN)/attnmesh check
+
+test: $(VENV)/ready            ## the whole suite, on the CPU
+	$(RUN)/pytest -m 'not gpu'
+
+check: $(VENV)/ready           ## format, lint, types
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+
+format: $(VENV)/ready
+	$(RUN)/ruff format .
+	$(RUN)/ruff check --fix .
+
+bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
+	$(RUN)/attnmesh bench kernel
+
+SECONDS ?= 60
+fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS
+	$(RUN)/python -m tests.fuzz --seconds $(SECONDS)
+
+gpu: $(VENV)/ready             ## the suite and the bench on one GPU
+	$(RUN)/attnmesh check
+	$(RUN)/pytest -m gpu
+	$(RUN)/attnmesh bench kernel
+
+clean:
+	rm -rf $(VENV)

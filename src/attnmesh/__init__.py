@@ -1,0 +1,17 @@
+"""Exact attention across a mesh of devices."""
+
+from attnmesh.attention import attention as attention
+from attnmesh.energy import energy as energy
+from attnmesh.kernel.attend import attend as attend
+from attnmesh.layout import Contiguous as Contiguous
+from attnmesh.layout import Striped as Striped
+from attnmesh.layout import Zigzag as Zigzag
+from attnmesh.mask import Causal as Causal
+from attnmesh.mask import Documents as Documents
+from attnmesh.mask import Full as Full
+from attnmesh.mask import Mask as Mask
+from attnmesh.mask import Window as Window
+from attnmesh.partial import Partial as Partial
+from attnmesh.partial import merge as merge
+
+__version__ = "0.1.0"

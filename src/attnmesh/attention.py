@@ -1,0 +1,77 @@
+"""Attention over a mesh of devices, as a layer of a model calls it; on one device it is `attend` and its sinks."""
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.errors import KernelError, LayoutError, ShapeError
+from attnmesh.inputs import check_mask, check_qkv, check_same_kind, check_scale
+from attnmesh.kernel.attend import operator
+from attnmesh.layout import Layout, Zigzag
+from attnmesh.mask import Causal, Mask
+
+EXCHANGES = ("auto", "bulk", "pipelined", "ring")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh | None = None,
+    mask: Mask = Causal(),
+    layout: Layout = Zigzag(),
+    exchange: str = "auto",
+    scale: float | None = None,
+    kernel: str = "auto",
+    sinks: Tensor | None = None,
+    length: int | None = None,
+    key_layout: Layout | None = None,
+    key_length: int | None = None,
+) -> Tensor:
+    """Attention of this rank's queries over the keys of every rank: shards in, the same shard out.
+
+    `sinks` is one learned logit a query head, which takes a share of the softmax and gives nothing. On one device the
+    shard is the whole and every layout is the order of the tokens. A mesh of several ranks is refused for now.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
+    True
+    """
+    check_qkv("attention", q, k, v)
+    check_mask("attention", mask, q.shape[2], k.shape[2])
+    _check_mesh(mesh, exchange, layout, key_layout)
+    _check_length("length", length, q)
+    _check_length("key_length", key_length, k)
+    _check_sinks(sinks, q)
+    scale = check_scale("attention", scale, q)
+    out: Tensor = operator(q, k, v, sinks, None, None, mask.encode(), scale, kernel)[0]
+    return out
+
+
+def _check_mesh(mesh: DeviceMesh | None, exchange: str, layout: Layout, key_layout: Layout | None) -> None:
+    if mesh is not None and mesh.size() > 1:
+        given = f"a mesh of {mesh.size()} ranks"
+        raise KernelError("attention mesh", "None or a mesh of one rank", given, "call attend on each shard and merge")
+    if exchange not in EXCHANGES:
+        raise KernelError("attention exchange", f"one of {', '.join(EXCHANGES)}", repr(exchange), 'leave it at "auto"')
+    for name, value in (("layout", layout), ("key_layout", key_layout or layout)):
+        if isinstance(value, type) or not hasattr(value, "positions"):
+            fix = "make one by calling it, as in Zigzag()"
+            raise LayoutError(f"attention {name}", "Contiguous(), Zigzag() or Striped()", repr(value), fix)
+
+
+def _check_length(name: str, length: int | None, x: Tensor) -> None:
+    if length is not None and length != x.shape[2]:
+        given = f"{name}={length} with {x.shape[2]} tokens"
+        raise ShapeError("attention", f"{name} to count the tokens given", given, f"leave {name} out on one device")
+
+
+def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    if sinks is None:
+        return
+    if tuple(sinks.shape) != (q.shape[1],):
+        fix = "give each query head one logit"
+        raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)
+    check_same_kind("attention sinks", {"sinks": sinks.to(q.dtype), "q": q})

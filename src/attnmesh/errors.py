@@ -1,0 +1,45 @@
+"""What attnmesh raises when it is asked for something it cannot do exactly.
+
+Every message says what was expected, what was given and how to fix it. All are `ValueError`s, and picklable, so that
+one rank can tell another what went wrong.
+"""
+
+
+class InputError(ValueError):
+    """Something given to attnmesh contradicts itself or the rest.
+
+    >>> raise ShapeError("q", "4 dims (batch, heads, length, dim)", "3 dims", "add the batch with q[None]")
+    Traceback (most recent call last):
+    attnmesh.errors.ShapeError: q: expected 4 dims (batch, heads, length, dim), given 3 dims. Fix: add the batch with q[None].
+    """
+
+    def __init__(self, subject: str, expected: str, given: str, fix: str) -> None:
+        super().__init__(subject, expected, given, fix)
+
+    def __str__(self) -> str:
+        subject, expected, given, fix = self.args
+        return f"{subject}: expected {expected}, given {given}. Fix: {fix}."
+
+
+class ShapeError(InputError):
+    """Dims, lengths, widths or head counts that disagree."""
+
+
+class DtypeError(InputError):
+    """A dtype that is not supported, or dtypes that disagree."""
+
+
+class DeviceError(InputError):
+    """Tensors that live on different devices."""
+
+
+class MaskError(InputError):
+    """A mask that means nothing, or not for this length."""
+
+
+class LayoutError(InputError):
+    """A layout, or positions, that do not describe the tokens given."""
+
+
+class KernelError(InputError):
+    """A kernel that is unknown, or cannot serve what was asked of it."""

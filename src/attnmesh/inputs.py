@@ -1,0 +1,72 @@
+"""What every public function asks of its q, k and v, checked once at the public edge."""
+
+from torch import Tensor
+
+from attnmesh import errors
+from attnmesh.mask import Mask
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+SHAPE = "(batch, heads, length, dim)"
+
+
+def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are one attention problem; heads may be grouped, values may have another width."""
+    named = {"q": q, "k": k, "v": v}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise errors.DtypeError(f"{subject} {name}", "a tensor", type(x).__name__, "use torch.as_tensor")
+        if x.ndim != 4:
+            fix = "add or split the missing dims; the heads come before the length"
+            raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
+    check_same_kind(subject, named)
+    _check_shapes(subject, q, k, v)
+
+
+def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
+    """Raise unless the tensors share one supported dtype and one device."""
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
+    if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
+        raise errors.DtypeError(subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), "cast them with .to(dtype)")
+    devices = {name: str(x.device) for name, x in named.items()}
+    if len(set(devices.values())) > 1:
+        raise errors.DeviceError(subject, "one device", _listed(devices), "move them with .to(device)")
+
+
+def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
+    """The scale to use: 1/sqrt(dim) unless given."""
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        given = f"{scale!r} of {type(scale).__name__}"
+        raise errors.DtypeError(f"{subject} scale", "a number or None", given, "pass a Python float")
+    return float(scale)
+
+
+def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
+    """Raise unless it is a mask, and one whose documents, if any, add up to each of the lengths."""
+    if not isinstance(mask, Mask):
+        fix = "say which keys a query sees as a function of positions; a bool or float tensor is not supported"
+        given = f"{mask.__name__} itself" if callable(mask) and hasattr(mask, "__name__") else type(mask).__name__
+        raise errors.MaskError(f"{subject} mask", "Full(), Causal(), Window(left), Documents(lengths) or a & of them", given, fix)
+    for length in lengths:
+        mask.check_length(f"{subject} mask", length)
+
+
+def _check_shapes(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+    def require(true: bool, expected: str, fix: str) -> None:
+        if not true:
+            raise errors.ShapeError(subject, expected, shapes, fix)
+
+    require(q.shape[0] == k.shape[0] == v.shape[0], "one batch size", "expand the smaller batch")
+    require(k.shape[1:3] == v.shape[1:3], "k and v with the same heads and length", "pair each key with its value")
+    require(q.shape[3] == k.shape[3], "q and k of one width", "project q and k to the same dim")
+    require(q.shape[3] > 0 and v.shape[3] > 0, "widths of at least 1", "give q, k and v at least one dim")
+    require(q.shape[1] > 0 and k.shape[1] > 0, "at least one head", "give q, k and v at least one head")
+    divides = k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    require(divides, "query heads a multiple of key heads", "group the query heads evenly over the key heads")
+
+
+def _listed(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -1,0 +1,192 @@
+"""`attend` as an operator of PyTorch: differentiable, traceable by `torch.compile`, the same on every kernel.
+
+The mask and the positions are turned into a band inside the operator, where they may be read without breaking a graph.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import LayoutError, MaskError, ShapeError
+from attnmesh.inputs import check_mask, check_qkv, check_scale
+from attnmesh.kernel import choose
+from attnmesh.kernel.blocks import Band
+from attnmesh.kernel.walk import Answer, backward, forward, wide
+from attnmesh.mask import Full, Mask
+from attnmesh.partial import Partial, merge
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = Full(),
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> Partial:
+    """Attention of q over k and v on one device: the normalised `out` and its `lse`, both differentiable.
+
+    The mask is a function of positions. They are 0, 1, 2, ... unless given, for q and for k alike: the first query
+    stands at the first key, also when there are fewer queries than keys. Tokens may come in any order.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> last = am.attend(q[:, :, -1:], k, v, mask=am.Causal(), q_positions=torch.tensor([7]))
+    >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
+    True
+    """
+    check_qkv("attend", q, k, v)
+    in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
+    check_mask("attend", mask, *in_order)
+    q_positions = _checked_positions("q_positions", q_positions, q.shape[2])
+    k_positions = _checked_positions("k_positions", k_positions, k.shape[2])
+    scale = check_scale("attend", scale, q)
+    return Partial(*operator(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+
+
+@torch.library.custom_op("attnmesh::attend", mutates_args=())
+def operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    mask: Sequence[int],
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Forward: (out, lse). A sink, one logit a query head, is one more partial, `(0, sink)`."""
+    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
+    partial = forward(choose(kernel, q, k, v), _take(q, q_order), _take(k, k_order), _take(v, k_order), band, scale)
+    if sinks is not None:
+        partial = merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
+    return _placed(_give(partial.out, q_order)), _give(partial.lse, q_order).contiguous()
+
+
+@operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return _placed(out), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
+def operator_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    mask: Sequence[int],
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward, from the out and lse over all keys: (dq, dk, dv)."""
+    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
+    answer = Answer(*(_take(x, q_order) for x in (out, lse, dout)))
+    rows = _take(q, q_order), _take(k, k_order), _take(v, k_order)
+    gradients = backward(choose(kernel, q, k, v), *rows, answer, band, scale)
+    dq, dk, dv = (_placed(_give(x, order)) for x, order in zip(gradients, (q_order, k_order, k_order), strict=True))
+    return dq, dk, dv
+
+
+@operator_backward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_placed(x.new_empty(x.shape)) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, q_positions, k_positions, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, q_positions, k_positions, out, lse = ctx.saved_tensors
+    where = (q_positions, k_positions, *ctx.options)
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv = operator_backward(q, k, v, out, lse, dout, *where)
+    if dlse is not None:
+        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, where)
+        dq, dk = dq + more_dq, dk + more_dk
+    dsinks = None if sinks is None else _sink_gradient(sinks, out, lse, dout, dlse)
+    return dq, dk, dv, dsinks, None, None, None, None, None
+
+
+def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """The energy's gradient is attention again: `dlse/dq` is attention over k as values, and dk its transpose."""
+    scale = where[-2]
+    values, own_lse = operator(q, k, k, None, *where)
+    share = torch.exp(own_lse - lse.masked_fill(lse == -torch.inf, torch.inf))  # 1, or less beside a sink
+    dq = (dlse * scale * share).unsqueeze(-1) * values
+    pull = (dlse.unsqueeze(-1) * scale * q).to(q.dtype)
+    dk = operator_backward(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
+    return dq.to(q.dtype), dk
+
+
+def _sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """A sink takes the weight `e^(sink - lse)` and gives nothing for it."""
+    pull = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    pull = pull if dlse is None else pull + dlse
+    return (torch.exp(sinks.to(lse.dtype)[:, None] - lse) * pull).sum((0, 2)).to(sinks.dtype)
+
+
+operator.register_autograd(_gradients, setup_context=_remember)
+
+
+def _band(
+    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, mask: Sequence[int]
+) -> tuple[Band, Tensor | None, Tensor | None]:
+    """The band of a local problem, and the orders that put its queries and its keys in order of position."""
+    decoded = Mask.decode(mask)
+    rows, q_order = _ordered("q_positions", q_positions, decoded)
+    keys, k_order = _ordered("k_positions", k_positions, decoded)
+    rows = torch.arange(q.shape[2]) if rows is None else rows
+    return Band.of(decoded, rows, k.shape[2] if keys is None else keys), q_order, k_order
+
+
+def _ordered(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+    if positions is None or not len(positions):
+        return positions, None
+    positions = positions.cpu()
+    order = None if bool((positions.diff() >= 0).all()) else positions.argsort(stable=True)
+    positions = positions if order is None else positions[order]
+    if positions[0] < 0:
+        raise LayoutError(name, "positions of 0 or more", str(int(positions[0])), "count tokens from 0")
+    if mask.ends and positions[-1] >= mask.ends[-1]:
+        given = f"position {int(positions[-1])} and {mask.ends[-1]} tokens in the documents"
+        raise MaskError(name, "positions inside the documents", given, "let Documents(lengths) cover every token")
+    return positions, order
+
+
+def _take(x: Tensor, order: Tensor | None) -> Tensor:
+    return x if order is None else x.index_select(2, order.to(x.device))
+
+
+def _give(x: Tensor, order: Tensor | None) -> Tensor:
+    """The inverse of `_take`."""
+    return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
+
+
+def _placed(x: Tensor) -> Tensor:
+    """In memory (batch, length, heads, dim), as the flash operators write it and an output projection reads it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tensor | None:
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or tuple(positions.shape) != (length,):
+        kind = f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
+        raise ShapeError(f"attend {name}", f"torch.int64 ({length},), one position a token", kind, fix)
+    return positions

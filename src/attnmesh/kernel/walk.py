@@ -1,0 +1,130 @@
+"""What a kernel is, and the one loop that drives every kernel over a problem's blocks, forward and backward.
+
+A kernel attends one block. Here its partials are merged and its gradients summed, in float32 or wider, so no kernel
+knows of masks, layouts or positions and no mask or layout knows of kernels.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attnmesh.kernel.blocks import Band, Block
+from attnmesh.partial import Partial, merge
+
+
+class Gradients(NamedTuple):
+    """The gradients of q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the whole attention came to, as the backward pass needs it: its out and lse over *all* keys, and `dout`."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+
+    def rows(self, queries: slice) -> "Answer":
+        """The same for some of the queries."""
+        return Answer(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
+
+
+class Kernel(Protocol):
+    """One device's attention over one block; q, k and v are the block's own rows and keys, heads may be grouped."""
+
+    @property
+    def name(self) -> str:
+        """What `kernel=` calls it."""
+        ...
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """Why it cannot serve tensors like these, or None when it can."""
+        ...
+
+    def cut(self, band: Band) -> list[Block]:
+        """The blocks it wants a problem cut into."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+        """The block's partial."""
+        ...
+
+    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+        """The block's share of the gradients, given the answer over all keys: `p = e^(logit - lse)`."""
+        ...
+
+
+def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Partial:
+    """Attention over the band, `out` in q's dtype; rows that see nothing give the identity `(0, -inf)`."""
+    blocks = kernel.cut(band) if q.shape[0] else []
+    if _whole(blocks, q, k):
+        return _attend(kernel, q, k, v, blocks[0], scale)
+    total = _identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
+    fresh = 0  # rows from here on have no partial yet: blocks come in order of their first row
+    for block in blocks:
+        rows = Partial(*(x[:, :, block.queries] for x in total))
+        partial = _attend(kernel, *_part(q, k, v, block), block, scale)
+        if block.queries.start < fresh:
+            partial = merge(rows, partial)
+        rows.out.copy_(partial.out)
+        rows.lse.copy_(partial.lse)
+        fresh = max(fresh, block.queries.stop)
+    return Partial(total.out.to(q.dtype), total.lse)
+
+
+def backward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float
+) -> Gradients:
+    """The gradients over the band, in the inputs' dtype."""
+    blocks = kernel.cut(band) if q.shape[0] else []
+    # A row that saw nothing has lse -inf; measured from +inf instead, all its weights are e^-inf = 0 and never NaN.
+    answer = Answer(answer.out, answer.lse.masked_fill(answer.lse == -torch.inf, torch.inf), answer.dout)
+    if _whole(blocks, q, k):
+        return kernel.differentiate(q, k, v, answer, blocks[0], scale)
+    total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
+    for block in blocks:
+        part = kernel.differentiate(*_part(q, k, v, block), answer.rows(block.queries), block, scale)
+        for grown, share in zip(_part(*total, block), part, strict=True):
+            grown.add_(share)
+    return Gradients(*(grown.to(x.dtype) for grown, x in zip(total, (q, k, v), strict=True)))
+
+
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    """The block's partial, with the identity in rows that see nothing: what a kernel says of those is its own affair."""
+    out, lse = kernel.attend(q, k, v, block, scale)
+    blind = block.blind().to(out.device)
+    if len(blind):
+        out, lse = out.index_fill(2, blind, 0.0), lse.index_fill(2, blind, -torch.inf)
+    return Partial(out, lse)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that partials and gradients of this dtype are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _part(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    return q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
+
+
+def _identity(q: Tensor, v: Tensor, dtype: torch.dtype) -> Partial:
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)))
+
+
+def _whole(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
+    """Whether one block is the whole problem: then nothing needs to be copied, merged or summed."""
+    spans = [(block.queries, block.keys) for block in blocks]
+    return spans == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
+
+
+def _overlap(blocks: Sequence[Block]) -> bool:
+    return any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))

@@ -1,0 +1,166 @@
+"""Masks are functions of global positions: each query sees one interval of positions, and the intervals move forward.
+
+Every mask here is one value, `Mask(left, right, ends)`: the query at position p sees the keys from `p - left` to
+`p + right` inside its own document. Both bounds never decrease with p, so whether a block of queries and keys is
+full, empty or mixed is told by its corners, and an intersection of masks is again a mask.
+
+        Causal()          Window(2)         Documents((3, 5))   Causal() & Documents((3, 5))
+        # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .
+        # # . . . . . .   # # . . . . . .   # # # . . . . .     # # . . . . . .
+        # # # . . . . .   # # # . . . . .   # # # . . . . .     # # # . . . . .
+        # # # # . . . .   . # # # . . . .   . . . # # # # #     . . . # . . . .
+        # # # # # . . .   . . # # # . . .   . . . # # # # #     . . . # # . . .
+        # # # # # # . .   . . . # # # . .   . . . # # # # #     . . . # # # . .
+        # # # # # # # .   . . . . # # # .   . . . # # # # #     . . . # # # # .
+        # # # # # # # #   . . . . . # # #   . . . # # # # #     . . . # # # # #
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import MaskError
+
+FAR = 1 << 60
+"""A distance beyond every position: no bound on that side."""
+
+Verdict = Literal["full", "empty", "mixed"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys each query sees. Make one with `Full`, `Causal`, `Window` or `Documents`, and join them with `&`.
+
+    >>> import attnmesh as am
+    >>> am.Causal() & am.Window(4, 4)
+    Window(4)
+    >>> am.Causal() & am.Full() == am.Causal()
+    True
+    >>> (am.Causal() & am.Documents((3, 5))).draw(8)[-1]
+    '. . . # # # # #'
+    """
+
+    left: int = FAR
+    right: int = FAR
+    ends: tuple[int, ...] = ()
+
+    def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the last position that the query at each position sees; neither ever decreases."""
+        first, last = (positions - self.left).clamp(min=0), positions + self.right
+        if self.ends:
+            edges = torch.tensor((0, *self.ends), device=positions.device)
+            document = torch.searchsorted(edges[1:], positions, right=True).clamp(max=len(self.ends) - 1)
+            first = torch.maximum(first, edges[document])
+            last = torch.minimum(last, edges[document + 1] - 1)
+        return first, last
+
+    def visible(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """The mask point by point, (queries, keys): True where the query sees the key."""
+        first, last = (bound[:, None] for bound in self.bounds(q_positions))
+        return (first <= k_positions) & (k_positions <= last)
+
+    def verdict(self, queries: range, keys: range) -> Verdict:
+        """Whether all, none or some of the pairs in a block of positions are visible.
+
+        Exact for consecutive positions. For ranges with a step, "full" and "empty" still always hold.
+
+        >>> import attnmesh as am
+        >>> [am.Causal().verdict(range(4, 8), keys) for keys in (range(4), range(4, 8), range(8, 12))]
+        ['full', 'mixed', 'empty']
+        """
+        if not queries or not keys:
+            return "empty"
+        (first_low, first_high), (last_low, last_high) = (b.tolist() for b in self.bounds(torch.tensor(_corners(queries))))
+        low, high = _corners(keys)
+        if last_high < low or first_low > high:
+            return "empty"
+        return "full" if first_high <= low and high <= last_low else "mixed"
+
+    def encode(self) -> list[int]:
+        """The mask as plain integers, as an operator's schema and a wire can carry it."""
+        return [self.left, self.right, *self.ends]
+
+    @staticmethod
+    def decode(code: Sequence[int]) -> "Mask":
+        """The mask that `encode` wrote."""
+        left, right, *ends = code
+        return Mask(left, right, tuple(ends))
+
+    def check_length(self, subject: str, length: int) -> None:
+        """Raise unless the documents, if any, add up to exactly `length` tokens."""
+        if self.ends and self.ends[-1] != length:
+            fix = "let Documents(lengths) cover every token, padding as a document of its own"
+            raise MaskError(subject, f"documents that add up to {length} tokens", f"{self.ends[-1]} tokens", fix)
+
+    def draw(self, length: int) -> list[str]:
+        """The mask over `length` tokens as text, a row a query."""
+        positions = torch.arange(length)
+        return [" ".join(".#"[seen] for seen in row) for row in self.visible(positions, positions).tolist()]
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Both masks at once."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.ends and other.ends:
+            other.check_length("mask &", self.ends[-1])
+        ends = tuple(sorted({*self.ends, *other.ends}))
+        return Mask(min(self.left, other.left), min(self.right, other.right), ends)
+
+    def __repr__(self) -> str:
+        """The calls that make it."""
+        lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
+        documents = f"Documents({lengths})" if lengths else ""
+        return " & ".join(filter(None, (self._reach(), documents))) or "Full()"
+
+    def _reach(self) -> str:
+        match self.left, self.right:
+            case (left, right) if left >= FAR and right >= FAR:
+                return ""
+            case (left, 0) if left >= FAR:
+                return "Causal()"
+            case (left, 0):
+                return f"Window({left})"
+            case (left, right):
+                return f"Window({left}, {right})"
+
+
+def Full() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def Causal() -> Mask:
+    """A query sees its own position and those before it."""
+    return Mask(right=0)
+
+
+def Window(left: int, right: int = 0) -> Mask:
+    """A query sees its own position, the `left` before it and the `right` after it.
+
+    That is `left + 1` positions for the causal `Window(left)`: a transformers `sliding_window=w` is `Window(w - 1)`.
+    """
+    return Mask(_count("Window left", left), _count("Window right", right))
+
+
+def Documents(lengths: Iterable[int]) -> Mask:
+    """Packed sequences: a query sees the keys of its own document. Join with `& Causal()` for language models."""
+    sizes = [_count("Documents length", length) for length in lengths]
+    if not any(sizes):
+        raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")
+    return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
+
+
+def _count(subject: str, value: int) -> int:
+    """A number of tokens: any integer type, but no negative and no bool."""
+    if not isinstance(value, bool) and hasattr(value, "__index__") and (count := operator.index(value)) >= 0:
+        return count
+    raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
+
+
+def _corners(positions: range) -> tuple[int, int]:
+    return min(positions[0], positions[-1]), max(positions[0], positions[-1])

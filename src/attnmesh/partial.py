@@ -1,0 +1,83 @@
+"""A partial is attention over some of the keys; merging partials is attention over all of them.
+
+Every schedule in this library - a ring, a tree, a mesh - is an order of merging. No schedule owns softmax arithmetic.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import DeviceError, DtypeError, ShapeError
+
+
+class Partial(NamedTuple):
+    """Attention over a set of keys: the normalised output and the log of its normaliser.
+
+    `out` is (batch, heads, length, dim), `lse` is (batch, heads, length), natural log, float32 or wider. No keys at
+    all is the identity `(0, -inf)`; a learned attention sink is `(0, sink logit)`. Either may broadcast.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def merge(*partials: Partial) -> Partial:
+    """Attention over the union of disjoint sets of keys: associative, commutative, with identity `(0, -inf)`.
+
+    `out = sum_i out_i * e^(lse_i - lse)`, where `lse = log sum_i e^lse_i`.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> left, right = am.attend(q, k[:, :, :5], v[:, :, :5]), am.attend(q, k[:, :, 5:], v[:, :, 5:])
+    >>> torch.allclose(am.merge(left, right).out, am.attend(q, k, v).out, atol=1e-6)
+    True
+    """
+    _check(partials)
+    peak = torch.stack(torch.broadcast_tensors(*(p.lse.detach() for p in partials))).amax(0)
+    # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = [torch.exp(p.lse - peak) for p in partials]
+    total = _sum(weights)
+    seen = total != 0  # a total of 0 has neither a reciprocal nor a log with a gradient: step around it both ways
+    divisor = torch.where(seen, total, 1.0)
+    out = _sum([_wide(p.out) * (w / divisor).unsqueeze(-1) for p, w in zip(partials, weights, strict=True)])
+    lse = torch.where(seen, peak + torch.log(divisor), -torch.inf)
+    return Partial(out.to(_common([p.out for p in partials])), lse)
+
+
+def _sum(terms: list[Tensor]) -> Tensor:
+    """In order, one at a time: for two terms the bits do not depend on which comes first."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision is merged in float32."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+def _common(tensors: list[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for x in tensors[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
+
+
+def _check(partials: tuple[Partial, ...]) -> None:
+    if not partials:
+        raise ShapeError("merge", "at least one partial", "none", "pass the identity Partial(zeros, -inf) for no keys")
+    for out, lse in partials:
+        if lse.dtype not in (torch.float32, torch.float64):
+            raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")
+        if out.device != lse.device:
+            raise DeviceError("merge", "out and lse on one device", f"{out.device} and {lse.device}", "move one of them")
+    try:
+        torch.broadcast_shapes(*(p.out.shape[:-1] for p in partials), *(p.lse.shape for p in partials))
+        torch.broadcast_shapes(*(p.out.shape[-1:] for p in partials))
+    except RuntimeError:
+        given = ", ".join(f"out {tuple(out.shape)} lse {tuple(lse.shape)}" for out, lse in partials)
+        expected = "out (batch, heads, length, dim) and lse (batch, heads, length) of one shape"
+        raise ShapeError("merge", expected, given, "merge partials of the same queries") from None
