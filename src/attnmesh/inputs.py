@@ -1,5 +1,7 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
+import math
+
 from torch import Tensor
 
 from attnmesh import errors
@@ -36,9 +38,9 @@ def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
     """The scale to use: 1/sqrt(dim) unless given."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float):
-        given = f"{scale!r} of {type(scale).__name__}"
-        raise errors.DtypeError(f"{subject} scale", "a number or None", given, "pass a Python float")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        given = f"{scale!r} of type {type(scale).__name__}"
+        raise errors.DtypeError(f"{subject} scale", "a finite number or None", given, "pass a Python float")
     return float(scale)
 
 

@@ -65,6 +65,8 @@ class Kernel(Protocol):
 def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Partial:
     """Attention over the band, `out` in q's dtype; rows that see nothing give the identity `(0, -inf)`."""
     blocks = kernel.cut(band) if q.shape[0] else []
+    sign, scale = _positive(scale)
+    q = q if sign == 1 else q * sign
     if _whole(blocks, q, k):
         return _attend(kernel, q, k, v, blocks[0], scale)
     total = _identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
@@ -85,16 +87,31 @@ def backward(
 ) -> Gradients:
     """The gradients over the band, in the inputs' dtype."""
     blocks = kernel.cut(band) if q.shape[0] else []
+    sign, scale = _positive(scale)
+    q = q if sign == 1 else q * sign
     # A row that saw nothing has lse -inf; measured from +inf instead, all its weights are e^-inf = 0 and never NaN.
     answer = Answer(answer.out, answer.lse.masked_fill(answer.lse == -torch.inf, torch.inf), answer.dout)
     if _whole(blocks, q, k):
-        return kernel.differentiate(q, k, v, answer, blocks[0], scale)
+        dq, dk, dv = kernel.differentiate(q, k, v, answer, blocks[0], scale)
+    else:
+        dq, dk, dv = _summed(kernel, q, k, v, answer, blocks, scale)
+    return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+
+
+def _summed(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, blocks: list[Block], scale: float
+) -> Gradients:
     total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
     for block in blocks:
         part = kernel.differentiate(*_part(q, k, v, block), answer.rows(block.queries), block, scale)
         for grown, share in zip(_part(*total, block), part, strict=True):
             grown.add_(share)
     return Gradients(*(grown.to(x.dtype) for grown, x in zip(total, (q, k, v), strict=True)))
+
+
+def _positive(scale: float) -> tuple[int, float]:
+    """The scale as a sign for q and a positive size: kernels mask with -inf first and scale after."""
+    return (0, 1.0) if scale == 0 else (1 if scale > 0 else -1, abs(scale))
 
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:

@@ -1,0 +1,24 @@
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from tests.pool import Pool
+
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The ranks of this test run."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test draws the same numbers, whichever tests run before it."""
+    torch.manual_seed(0)
