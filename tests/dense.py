@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import attnmesh as am
-
 ROUNDINGS = 8.0
 """The worst of 4,000 random problems took 3.5."""
 
@@ -50,7 +48,9 @@ def dense(
     """Softmax as it is written: (out, lse, weights). A sink takes a weight and gives nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.transpose(-1, -2) * scale
-    sink = torch.full_like(logits[..., :1], -torch.inf) if sinks is None else sinks[:, None, None].expand(*q.shape[:-1], 1)
+    sink = (
+        torch.full_like(logits[..., :1], -torch.inf) if sinks is None else sinks[:, None, None].expand(*q.shape[:-1], 1)
+    )
     logits = torch.cat((logits.masked_fill(~visible, -torch.inf), sink), dim=-1)
     # Rows that see nothing are answered by definition: a row of -inf would be NaN, and to autograd too.
     blind = torch.isneginf(logits.detach()).all(-1, keepdim=True)
@@ -60,9 +60,7 @@ def dense(
     return weights @ v, lse, weights
 
 
-def truth(
-    tensors: list[Tensor], visible: Tensor, scale: float, dout: Tensor, dlse: Tensor | None = None
-) -> Truth:
+def truth(tensors: list[Tensor], visible: Tensor, scale: float, dout: Tensor, dlse: Tensor | None = None) -> Truth:
     """What q, k, v and perhaps sinks ought to give, for the loss `sum(out * dout) + sum(lse * dlse)`."""
     exact = [x.detach().cpu().double().requires_grad_() for x in tensors]
     dout = dout.to(tensors[0].dtype).cpu().double()
@@ -73,10 +71,16 @@ def truth(
     values = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *gradients), strict=False))
     with torch.no_grad():
         terms = _positive(*(x.abs() for x in exact[:3]), weights, dout.abs(), dlse.abs(), abs(scale))
-        reach = float((_spread(exact[1].abs(), exact[0]) @ exact[0].abs().transpose(-1, -2) * abs(scale)).amax()) if weights.numel() else 0.0
+        reach = (
+            float((_spread(exact[1].abs(), exact[0]) @ exact[0].abs().transpose(-1, -2) * abs(scale)).amax())
+            if weights.numel()
+            else 0.0
+        )
         if len(exact) > 3:
             terms["dsinks"] = torch.exp(exact[3][:, None] - lse).mul((terms["out"] * dout.abs()).sum(-1)).sum((0, 2))
-        u, w = (torch.finfo(dtype).eps for dtype in (tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32)))
+        u, w = (
+            torch.finfo(dtype).eps for dtype in (tensors[0].dtype, torch.promote_types(tensors[0].dtype, torch.float32))
+        )
         tiny = torch.finfo(tensors[0].dtype).tiny
         allowances = {name: ROUNDINGS * (u + w * reach) * size + tiny for name, size in terms.items()}
         allowances["lse"] = ROUNDINGS * w * (1 + reach + lse.abs()) + (HALF_EXPONENTIAL if u > w else 0.0)

@@ -65,7 +65,9 @@ class Problem:
         dout = torch.randn(given["out"].shape, generator=generator).to(device)
         dlse = dout.sum(-1) if self.lse_matters else None
         positions = (self.q_positions, self.k_positions)
-        visible = self.mask.visible(*(torch.arange(n) if p is None else p for p, n in zip(positions, self.lengths, strict=True)))
+        visible = self.mask.visible(
+            *(torch.arange(n) if p is None else p for p, n in zip(positions, self.lengths, strict=True))
+        )
         scale = self.widths[0] ** -0.5 if self.scale is None else self.scale
         loss = (given["out"] * dout.to(self.dtype)).sum()
         if dlse is not None:
@@ -83,7 +85,9 @@ class Problem:
         return am.attend(q, k, v, q_positions=self.q_positions, k_positions=self.k_positions, **options)._asdict()
 
 
-def draw(seed: int, kernels: tuple[str, ...] = ("cpu", "reference"), dtypes: tuple[torch.dtype, ...] = DTYPES) -> Problem:
+def draw(
+    seed: int, kernels: tuple[str, ...] = ("cpu", "reference"), dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Problem:
     """The problem of that seed."""
     random = Random(seed)
     sinks = random.random() < 0.2
@@ -118,7 +122,9 @@ def _positions(random: Random, total: int) -> Tensor | None:
     chosen = random.sample(range(shards), random.randint(1, shards))
     positions = torch.cat([layout.positions(total, shards, index) for index in chosen])
     if random.random() < 0.2:
-        positions = positions[torch.randperm(len(positions), generator=torch.Generator().manual_seed(random.getrandbits(30)))]
+        positions = positions[
+            torch.randperm(len(positions), generator=torch.Generator().manual_seed(random.getrandbits(30)))
+        ]
     return positions
 
 

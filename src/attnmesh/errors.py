@@ -8,9 +8,9 @@ one rank can tell another what went wrong.
 class InputError(ValueError):
     """Something given to attnmesh contradicts itself or the rest.
 
-    >>> raise ShapeError("q", "4 dims (batch, heads, length, dim)", "3 dims", "add the batch with q[None]")
+    >>> raise ShapeError("q", "4 dims", "3 dims", "add the batch with q[None]")
     Traceback (most recent call last):
-    attnmesh.errors.ShapeError: q: expected 4 dims (batch, heads, length, dim), given 3 dims. Fix: add the batch with q[None].
+    attnmesh.errors.ShapeError: q: expected 4 dims, given 3 dims. Fix: add the batch with q[None].
     """
 
     def __init__(self, subject: str, expected: str, given: str, fix: str) -> None:

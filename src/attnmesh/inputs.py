@@ -28,7 +28,9 @@ def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
     """Raise unless the tensors share one supported dtype and one device."""
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
     if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
-        raise errors.DtypeError(subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), "cast them with .to(dtype)")
+        raise errors.DtypeError(
+            subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), "cast them with .to(dtype)"
+        )
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
         raise errors.DeviceError(subject, "one device", _listed(devices), "move them with .to(device)")
@@ -49,7 +51,9 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     if not isinstance(mask, Mask):
         fix = "say which keys a query sees as a function of positions; a bool or float tensor is not supported"
         given = f"{mask.__name__} itself" if callable(mask) and hasattr(mask, "__name__") else type(mask).__name__
-        raise errors.MaskError(f"{subject} mask", "Full(), Causal(), Window(left), Documents(lengths) or a & of them", given, fix)
+        raise errors.MaskError(
+            f"{subject} mask", "Full(), Causal(), Window(left), Documents(lengths) or a & of them", given, fix
+        )
     for length in lengths:
         mask.check_length(f"{subject} mask", length)
 

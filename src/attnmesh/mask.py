@@ -75,7 +75,9 @@ class Mask:
         """
         if not queries or not keys:
             return "empty"
-        (first_low, first_high), (last_low, last_high) = (b.tolist() for b in self.bounds(torch.tensor(_corners(queries))))
+        (first_low, first_high), (last_low, last_high) = (
+            b.tolist() for b in self.bounds(torch.tensor(_corners(queries)))
+        )
         low, high = _corners(keys)
         if last_high < low or first_low > high:
             return "empty"
@@ -149,6 +151,8 @@ def Window(left: int, right: int = 0) -> Mask:
 
 def Documents(lengths: Iterable[int]) -> Mask:
     """Packed sequences: a query sees the keys of its own document. Join with `& Causal()` for language models."""
+    if not isinstance(lengths, Iterable):
+        raise MaskError("Documents", "a list of lengths", repr(lengths), "list each document's number of tokens")
     sizes = [_count("Documents length", length) for length in lengths]
     if not any(sizes):
         raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")

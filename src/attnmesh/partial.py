@@ -69,11 +69,12 @@ def _common(tensors: list[Tensor]) -> torch.dtype:
 def _check(partials: tuple[Partial, ...]) -> None:
     if not partials:
         raise ShapeError("merge", "at least one partial", "none", "pass the identity Partial(zeros, -inf) for no keys")
-    for out, lse in partials:
+    for _, lse in partials:
         if lse.dtype not in (torch.float32, torch.float64):
             raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")
-        if out.device != lse.device:
-            raise DeviceError("merge", "out and lse on one device", f"{out.device} and {lse.device}", "move one of them")
+    devices = dict.fromkeys(str(x.device) for partial in partials for x in partial)
+    if len(devices) > 1:
+        raise DeviceError("merge", "one device", " and ".join(devices), "move them with .to(device)")
     try:
         torch.broadcast_shapes(*(p.out.shape[:-1] for p in partials), *(p.lse.shape for p in partials))
         torch.broadcast_shapes(*(p.out.shape[-1:] for p in partials))

@@ -186,7 +186,9 @@ def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tens
     if positions is None:
         return None
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or tuple(positions.shape) != (length,):
-        kind = f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        kind = (
+            f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
+        )
         fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
         raise ShapeError(f"attend {name}", f"torch.int64 ({length},), one position a token", kind, fix)
     return positions

@@ -1,7 +1,8 @@
 """PyTorch's flash attention for CPUs, which returns lse and whose backward takes a global one.
 
-Its traps are closed here: it needs k and v equally wide, it dies on empty inputs, it gives lse 0 to a row that saw
-nothing, and with grouped heads it reads the keys again for every query head.
+Its traps are closed here: it needs k and v equally wide, it gives lse 0 to a row that saw nothing and, in half
+precision, out 0 to an infinite logit, and with grouped heads it reads the keys again for every query head. That it
+dies on empty inputs, and gives NaN for a negative scale, `walk` sees to for every kernel.
 """
 
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def _packs(q: Tensor, k: Tensor) -> bool:
 
 def _pack(q: Tensor, k: Tensor) -> Tensor:
     """(batch, kv_heads, group * length, dim): the query heads of a group as further rows of one head."""
-    return q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    packed: Tensor = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    return packed
 
 
 def _arguments(rows: Tensor, k: Tensor, block: Block, packed: bool) -> dict[str, object]:
@@ -88,8 +90,8 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 
 def _settle_doubts(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-    """Where the operator says lse 0, ask the reference whether it means 0 or that nothing was seen."""
-    doubt = partial.lse == 0
+    """Ask the reference where lse is 0, which may mean that nothing was seen, or infinite, where out may be wrong."""
+    doubt = (partial.lse == 0) | partial.lse.isinf()
     if not bool(doubt.any()):
         return partial
     rows = doubt.any(0).any(0).nonzero().flatten()

@@ -52,7 +52,8 @@ def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
 
 def _grouped(x: Tensor, k: Tensor) -> Tensor:
     """(batch, kv_heads, group, length, dim): the query heads beside the key head that they share."""
-    return x.to(wide(x.dtype)).unflatten(1, (k.shape[1], -1))
+    grouped: Tensor = x.to(wide(x.dtype)).unflatten(1, (k.shape[1], -1))
+    return grouped
 
 
 def _paired(x: Tensor) -> Tensor:

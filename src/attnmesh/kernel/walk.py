@@ -82,9 +82,7 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: 
     return Partial(total.out.to(q.dtype), total.lse)
 
 
-def backward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float
-) -> Gradients:
+def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
     """The gradients over the band, in the inputs' dtype."""
     blocks = kernel.cut(band) if q.shape[0] else []
     sign, scale = _positive(scale)
@@ -95,7 +93,8 @@ def backward(
         dq, dk, dv = kernel.differentiate(q, k, v, answer, blocks[0], scale)
     else:
         dq, dk, dv = _summed(kernel, q, k, v, answer, blocks, scale)
-    return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+    dq = dq if sign == 1 else dq * sign
+    return Gradients(*(dx.to(x.dtype) for dx, x in zip((dq, dk, dv), (q, k, v), strict=True)))
 
 
 def _summed(
@@ -106,7 +105,7 @@ def _summed(
         part = kernel.differentiate(*_part(q, k, v, block), answer.rows(block.queries), block, scale)
         for grown, share in zip(_part(*total, block), part, strict=True):
             grown.add_(share)
-    return Gradients(*(grown.to(x.dtype) for grown, x in zip(total, (q, k, v), strict=True)))
+    return total
 
 
 def _positive(scale: float) -> tuple[int, float]:
@@ -115,7 +114,7 @@ def _positive(scale: float) -> tuple[int, float]:
 
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-    """The block's partial, with the identity in rows that see nothing: what a kernel says of those is its own affair."""
+    """The block's partial, with the identity in rows that see nothing, whatever the kernel says of those."""
     out, lse = kernel.attend(q, k, v, block, scale)
     blind = block.blind().to(out.device)
     if len(blind):

@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh import errors
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_attention_is_the_energy_s_gradient_and_lse_its_value(heads: tuple[int, int], kernel: str) -> None:
+    q = torch.randn(2, heads[0], 33, 8, dtype=torch.float64)
+    k, v = torch.randn(2, heads[1], 70, 8, dtype=torch.float64), torch.randn(2, heads[1], 70, 5, dtype=torch.float64)
+    source = torch.zeros(2, heads[0], 33, 5, dtype=torch.float64, requires_grad=True)
+    energy = am.energy(q, k, v, source, scale=0.7)
+    out, lse = am.attend(q, k, v, scale=0.7, kernel=kernel)
+    torch.testing.assert_close(lse, energy.detach(), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(out, torch.autograd.grad(energy.sum(), source)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_lse_s_gradient_is_attention_over_the_keys() -> None:
+    q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    energy = am.energy(q, k, v, torch.zeros_like(v))
+    ours = torch.autograd.grad(am.attend(q, k, v).lse.sum(), (q, k))
+    torch.testing.assert_close(ours, torch.autograd.grad(energy.sum(), (q, k)), rtol=1e-12, atol=1e-12)
+
+
+def test_energies_of_disjoint_keys_add_by_logsumexp() -> None:
+    q, k, v, source = torch.randn(4, 1, 2, 12, 4, dtype=torch.float64).unbind()
+    parts = [am.energy(q, k[:, :, keys], v[:, :, keys], source) for keys in (slice(0, 5), slice(5, 12))]
+    torch.testing.assert_close(torch.logaddexp(*parts), am.energy(q, k, v, source))
+
+
+def test_a_source_of_another_shape_is_refused() -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
+    with pytest.raises(
+        errors.ShapeError, match=r"expected source of .* \(1, 2, 6, 4\), given \(1, 2, 5, 4\)\. Fix: use"
+    ):
+        am.energy(q, k, v, torch.zeros(1, 2, 5, 4))

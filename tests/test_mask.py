@@ -1,0 +1,119 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnmesh as am
+from attnmesh import Causal, Documents, Full, Mask, Window, errors
+
+TOTAL = 40
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Mask:
+    """Intersections of up to four masks over TOTAL tokens."""
+    reach = st.integers(0, TOTAL)
+    lengths = st.lists(st.integers(0, 12), max_size=6).map(lambda sizes: _filled(sizes))
+    one = st.one_of(
+        st.builds(Full),
+        st.builds(Causal),
+        st.builds(Window, reach, reach),
+        st.builds(Window, reach),
+        lengths.map(Documents),
+    )
+    mask = Full()
+    for part in draw(st.lists(one, max_size=4)):
+        mask = mask & part
+    return mask
+
+
+def _filled(sizes: list[int]) -> list[int]:
+    """Document lengths that add up to TOTAL."""
+    kept: list[int] = []
+    for size in sizes:
+        kept.append(min(size, TOTAL - sum(kept)))
+    return [*kept, TOTAL - sum(kept)]
+
+
+ranges = st.builds(range, st.integers(0, TOTAL), st.integers(0, TOTAL), st.integers(1, 7))
+
+
+@given(masks(), ranges, ranges)
+def test_verdicts_agree_with_the_points(mask: Mask, queries: range, keys: range) -> None:
+    verdict = mask.verdict(queries, keys)
+    seen = mask.visible(torch.tensor([*queries], dtype=torch.long), torch.tensor([*keys], dtype=torch.long))
+    truth = "empty" if not seen.any() else "full" if seen.all() else "mixed"
+    if queries.step == keys.step == 1:
+        assert verdict == truth
+    else:  # with a step "mixed" may be said of a block that is empty, and nothing else may differ
+        assert verdict == truth or (verdict, truth) == ("mixed", "empty")
+
+
+@given(masks(), masks())
+def test_and_is_both_at_once(one: Mask, other: Mask) -> None:
+    tokens = torch.arange(TOTAL)
+    assert torch.equal(
+        (one & other).visible(tokens, tokens), one.visible(tokens, tokens) & other.visible(tokens, tokens)
+    )
+    assert one & other == other & one
+    assert hash(one & other) == hash(other & one)
+
+
+@given(masks())
+def test_bounds_never_decrease(mask: Mask) -> None:
+    for bound in mask.bounds(torch.arange(TOTAL)):
+        assert (bound.diff() >= 0).all()
+
+
+@given(masks())
+def test_a_mask_reads_as_the_calls_that_make_it_and_survives_its_code(mask: Mask) -> None:
+    names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents")}
+    tokens = torch.arange(TOTAL)
+    assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
+    assert Mask.decode(mask.encode()) == mask
+
+
+def test_each_mask_means_what_it_says() -> None:
+    i, j = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)
+    document = torch.tensor([0] * 7 + [1] * 0 + [2] * 33)
+    expected = {
+        Full(): torch.ones(TOTAL, TOTAL, dtype=torch.bool),
+        Causal(): j <= i,
+        Window(3): (i - 3 <= j) & (j <= i),
+        Window(3, 2): (i - 3 <= j) & (j <= i + 2),
+        Documents((7, 0, 33)): document[:, None] == document,
+        Causal() & Window(5, 5) & Documents((7, 33)): (document[:, None] == document) & (j <= i) & (i - 5 <= j),
+    }
+    for mask, visible in expected.items():
+        assert torch.equal(mask.visible(torch.arange(TOTAL), j), visible), mask
+
+
+def test_lengths_may_be_any_integers() -> None:
+    assert Documents(torch.tensor([3, 5])) == Documents(iter([3, 5])) == Documents((3, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(-1), r"Window left: expected a whole number, 0 or more, given -1\. Fix: count the tokens"),
+        (lambda: Window(2, -3), r"Window right: expected a whole number, 0 or more, given -3\. Fix"),
+        (lambda: Window(2.0), r"Window left: expected a whole number, 0 or more, given 2\.0\. Fix"),
+        (lambda: Window(True), r"Window left: expected a whole number, 0 or more, given True\. Fix"),
+        (lambda: Documents((3, -2)), r"Documents length: expected a whole number, 0 or more, given -2\. Fix"),
+        (lambda: Documents(()), r"Documents: expected at least one token, given lengths \[\]\. Fix: use Full"),
+        (lambda: Documents((0, 0)), r"Documents: expected at least one token, given lengths \[0, 0\]\. Fix: use Full"),
+        (lambda: Documents(7), r"Documents: expected a list of lengths, given 7\. Fix"),
+        (
+            lambda: Documents((3, 5)) & Documents((4, 5)),
+            r"documents that add up to 8 tokens, given 9 tokens\. Fix: let",
+        ),
+    ],
+)
+def test_bad_masks_are_refused(make: object, message: str) -> None:
+    with pytest.raises(errors.MaskError, match=message):
+        make()
+
+
+def test_other_things_do_not_join() -> None:
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Causal() & True
