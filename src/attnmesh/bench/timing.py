@@ -1,0 +1,87 @@
+"""How everything here is measured: rivals take turns in one process, and each figure comes with its spread."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call: the median and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(seconds: list[float]) -> "Timing":
+        """The middle half of what was measured."""
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return Timing(*(round(1e3 * x, 4) for x in (median, low, high)))
+
+    def __str__(self) -> str:
+        digits = max(0, 2 - len(str(int(self.median))) + 1)
+        return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+def race(calls: dict[str, Call], device: torch.device, *, seconds: float = 4.0, rounds: int = 31) -> dict[str, Timing]:
+    """Time the calls in turns, after a round to warm up: at least 5 rounds, then up to so many rounds or seconds."""
+    measured: dict[str, list[float]] = {name: [] for name in calls}
+    end = None
+    for count in range(rounds + 1):
+        for name, call in calls.items():
+            measured[name].append(_timed(call, device))
+        end = end or time.perf_counter() + seconds
+        if count >= 5 and time.perf_counter() > end:
+            break
+    return {name: Timing.of(times[1:]) for name, times in measured.items()}
+
+
+def _timed(call: Call, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_rate(device: torch.device, megabytes: int = 512) -> float:
+    """The rate at which memory is read in one stream, GB/s: what a decode step cannot beat."""
+    stream = torch.ones(megabytes * 2**20 // 4, device=device)
+    timing = race({"read": lambda: stream.amax()}, device, seconds=1.0)["read"]
+    return stream.numel() * 4 / timing.median / 1e6
+
+
+def peak_memory(call: Call, device: torch.device) -> int | None:
+    """The most bytes beyond the present ones that a call held at once; None where the system does not tell."""
+    call()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - before
+    forget = Path("/proc/self/clear_refs")
+    if not forget.exists():
+        return None
+    forget.write_text("5")  # the kernel forgets the highest resident size so far
+    before = _resident("VmRSS")
+    call()
+    return max(0, _resident("VmHWM") - before)
+
+
+def _resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

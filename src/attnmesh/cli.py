@@ -1,0 +1,197 @@
+"""The command line: a thin layer that calls the library and prints what it returns, as tables or as one JSON object."""
+
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import attnmesh
+from attnmesh import proof
+from attnmesh.bench import kernel as kernel_bench
+from attnmesh.kernel import KERNELS
+
+app = typer.Typer(
+    name="attnmesh",
+    help="Exact attention across a mesh of devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's limits.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about.")]
+OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False)]
+
+console = Console()
+progress = Console(stderr=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(attnmesh.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """Exact attention across a mesh of devices."""
+
+
+@app.command()
+def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
+    """Tell what this installation can do, and prove each kernel against attention in float64."""
+    with progress.status("the reference against the energy's gradient") as status:
+        law = proof.law_error()
+        results = []
+        for result in proof.proofs():
+            status.update(f"proving kernel {result.kernel} in {result.dtype} on {result.device}")
+            results.append(result)
+    sound = law < 1e-13 and all(result.holds for result in results)
+    if as_json:
+        records = [{**asdict(result), "holds": result.holds} for result in results]
+        _print_json({"machine": _machine(), "energy_law_error": law, "proofs": records, "sound": sound})
+    else:
+        console.print(_pairs("this installation", _machine()))
+        console.print(_proof_table(results))
+        for absence in _absences(results):
+            console.print(absence)
+        console.print(f"The reference equals the gradient of the energy to {law:.1e} in float64.")
+        if verbose:
+            console.print(CHECK_EXPLAINED)
+        console.print("All kernels here are exact." if sound else "[bold red]A kernel here is wrong: do not use it.")
+    raise typer.Exit(0 if sound else 1)
+
+
+CHECK_EXPLAINED = """\
+Each kernel is run forward and backward on 300 tokens and on 3 queries at the end of 300 keys, 6 query heads on 2 key
+heads, values of another width, under no mask, a causal mask, a window, and packed documents. Errors are the largest
+difference from the reference in float64, relative to its largest value. kernel="auto" takes the first that serves."""
+
+
+def _proof_table(results: list[proof.Proof]) -> Table:
+    table = _table("kernels, in the order in which they are picked", "kernel", "device", "dtype")
+    for name in ("out error", "gradient error", "allowed"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict")
+    for r in results:
+        if r.absent is None:
+            errors = [f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed) if x is not None]
+            table.add_row(r.kernel, r.device, r.dtype, *errors, "exact" if r.holds else "[bold red]WRONG")
+    return table
+
+
+def _absences(results: list[proof.Proof]) -> Iterator[str]:
+    """Which kernels are not here, and why."""
+    dtypes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for result in results:
+        if result.absent is not None:
+            dtypes[result.kernel, result.device, result.absent].append(result.dtype)
+    for (kernel, device, reason), names in dtypes.items():
+        which = "" if len(names) == len(proof.DTYPES) else f" in {', '.join(names)}"
+        yield f"Kernel {kernel} does not serve {device} tensors{which}: {reason}."
+
+
+@bench.command(name="kernel")
+def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile = None) -> None:
+    """One device's kernels beside PyTorch's SDPA, and beside the rate at which memory is read."""
+    device = proof.devices()[-1]
+    with progress.status("measuring the rate at which memory is read") as status:
+        rows = []
+        for row in kernel_bench.rows(device):
+            status.update(f"measured {row.case}")
+            rows.append(row)
+        status.update("measuring memory")
+        memories = list(kernel_bench.memory(device))
+    report = {
+        "command": "attnmesh bench kernel",
+        "machine": _machine(),
+        "rows": [row.record() for row in rows],
+        "memory": [asdict(memory) for memory in memories],
+    }
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        _print_json(report)
+        return
+    console.print(_pairs("this machine", _machine()))
+    console.print(_bench_table(rows))
+    console.print(_memory_table(memories))
+    if verbose:
+        console.print(BENCH_EXPLAINED)
+
+
+BENCH_EXPLAINED = """\
+Milliseconds are medians with quartiles of calls that take turns in one process, after a round to warm up. The read rate
+is that of a maximum over 512 MB; a decode step has to read every key and value once and cannot be faster. Extra memory
+is the highest resident size during a call beyond that before it."""
+
+
+def _bench_table(rows: Iterable[kernel_bench.Row]) -> Table:
+    table = _table("kernel bench, milliseconds: median [quartiles]", "case", "rival")
+    for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of read rate"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        rate = (
+            [] if row.gigabytes_a_second is None else [f"{row.gigabytes_a_second:.1f}", f"{row.share_of_read_rate:.2f}"]
+        )
+        verdict = "" if row.ratio >= row.goal else " missed"
+        table.add_row(
+            row.case, row.rival, str(row.theirs), str(row.ours), f"{row.ratio:.2f}", f"{row.goal}{verdict}", *rate
+        )
+    return table
+
+
+def _memory_table(memories: Iterable[kernel_bench.Memory]) -> Table:
+    table = _table("peak extra memory, MB, float32, 8 heads of 64", "case")
+    for memory in memories:
+        if not table.rows:
+            for length in memory.lengths:
+                table.add_column(f"{length:,} tokens", justify="right")
+        table.add_row(memory.case, *("not told here" if peak is None else f"{peak:.0f}" for peak in memory.megabytes))
+    return table
+
+
+def _machine() -> dict[str, Any]:
+    """What a figure needs beside it to mean something."""
+    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+    return {
+        "attnmesh": attnmesh.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        **gpu,
+        "kernels": ", ".join(kernel.name for kernel in KERNELS),
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _pairs(title: str, values: dict[str, Any]) -> Table:
+    table = _table(title, "", "")
+    table.show_header = False
+    for name, value in values.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*columns, title=title, title_justify="left", title_style="bold")
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=2))

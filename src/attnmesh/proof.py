@@ -1,0 +1,111 @@
+"""`attnmesh check`: what is on this machine, and each kernel proved against attention in float64."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.energy import energy
+from attnmesh.kernel import KERNELS
+from attnmesh.kernel.attend import attend
+from attnmesh.kernel.walk import Kernel
+from attnmesh.mask import Causal, Documents, Full, Mask, Window
+
+CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
+"""Each on 300 tokens, and on 3 queries at the end of them: 6 query heads on 2 key heads of 32, values of 24."""
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One kernel in one dtype on one device: its errors relative to the largest true value, or why it is not here."""
+
+    kernel: str
+    device: str
+    dtype: str
+    absent: str | None = None
+    out_error: float | None = None
+    gradient_error: float | None = None
+    allowed: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing is wrong; an absent kernel is not wrong."""
+        errors = (self.out_error, self.gradient_error)
+        return self.absent is not None or all(e is not None and e <= (self.allowed or 0.0) for e in errors)
+
+
+def devices() -> list[torch.device]:
+    """The CPU, and each kind of accelerator that PyTorch sees."""
+    return [
+        torch.device("cpu"),
+        *([torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []),
+    ]
+
+
+def proofs() -> Iterator[Proof]:
+    """Every kernel in every dtype on every device, proved when asked for."""
+    for device in devices():
+        for kernel in KERNELS:
+            yield from (_proof(kernel, device, dtype) for dtype in DTYPES)
+
+
+@torch.no_grad()
+def _error(given: Tensor, expected: Tensor) -> float:
+    return float((given.double() - expected).abs().max() / expected.abs().max())
+
+
+def law_error() -> float:
+    """How far the reference in float64 is from the gradient of the energy: the proof that the yardstick is straight."""
+    q, k, v, _ = _problem(torch.float64, torch.device("cpu"), 300)
+    source = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype, requires_grad=True)
+    (expected,) = torch.autograd.grad(energy(q, k, v, source).sum(), source)
+    return _error(attend(q, k, v, kernel="reference").out, expected)
+
+
+def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
+    names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
+    reason = kernel.refuses(*_problem(dtype, device, 300)[:3])
+    if reason is not None:
+        return Proof(*names, absent=reason)
+    errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
+    # One rounding of a result in half precision; in float32 and float64 the rounding of sums of 300 terms as well.
+    allowed = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
+    out_error, gradient_error = (max(error) for error in zip(*errors, strict=True))
+    return Proof(*names, out_error=out_error, gradient_error=gradient_error, allowed=allowed)
+
+
+def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:
+    """Of out, and of the worst gradient."""
+    given = _problem(dtype, device, rows)
+    exact = [x.detach().cpu().double().requires_grad_() for x in given[:3]]
+    ours = _answers(given, mask, kernel)
+    truth = _answers([*exact, given[3].cpu().double()], mask, "reference")
+    out_error, *errors = (_error(one.cpu(), other) for one, other in zip(ours, truth, strict=True))
+    return out_error, max(errors)
+
+
+def _answers(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ...]:
+    """Out and the gradients of q, k and v."""
+    q, k, v, dout = problem
+    length = k.shape[2]
+    out = attend(
+        q,
+        k,
+        v,
+        mask=mask,
+        q_positions=torch.arange(length - q.shape[2], length),
+        k_positions=torch.arange(length),
+        kernel=kernel,
+    ).out
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def _problem(dtype: torch.dtype, device: torch.device, rows: int) -> list[Tensor]:
+    """q, k, v and dout, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, rows, 32), (2, 2, 300, 32), (2, 2, 300, 24), (2, 6, rows, 24))
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
