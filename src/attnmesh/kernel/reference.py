@@ -25,37 +25,45 @@ class Reference:
         return tiles(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-        """`lse = log sum_a e^logit_a` and `out = sum_a e^(logit_a - lse) v_a`."""
+        """With weights `w_a = e^logit_a`: `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`."""
         logits = _logits(q, k, block, scale)
-        lse = torch.logsumexp(logits, dim=-1)
-        # As in the backward pass: where nothing was seen every weight is to be 0, not e^(-inf + inf).
-        weights = torch.exp(logits - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
-        out = weights @ _paired(v)
-        return Partial(out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2))
+        peak = logits.amax(-1, keepdim=True)
+        # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
+        peak.masked_fill_(peak == -torch.inf, 0.0)
+        weights = logits.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = weights @ _wide(v) / total.masked_fill(total == 0, 1.0)
+        lse = (peak + total.log()).squeeze(-1)
+        return Partial(_unpacked(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """With weights w and `delta = sum(out * dout)`: `dv = w'dout`, `dlogit = w (dout v' - delta)`."""
-        out, dout = (_grouped(x, k) for x in (answer.out, answer.dout))
-        weights = torch.exp(_logits(q, k, block, scale) - answer.lse.unflatten(1, (k.shape[1], -1)).unsqueeze(-1))
+        out, dout, rows = (_packed(x, k) for x in (answer.out, answer.dout, q))
+        weights = torch.exp(_logits(q, k, block, scale) - answer.lse.reshape(*rows.shape[:-1], 1))
         delta = (out * dout).sum(-1, keepdim=True)
-        dlogits = weights * (dout @ _paired(v).transpose(-1, -2) - delta) * scale
-        dq = dlogits @ _paired(k)
-        dk = (dlogits.transpose(-1, -2) @ _grouped(q, k)).sum(2)
-        dv = (weights.transpose(-1, -2) @ dout).sum(2)
-        return Gradients(dq.flatten(1, 2), dk, dv)
+        dlogits = weights * (dout @ _wide(v).transpose(-1, -2) - delta) * scale
+        dq, dk, dv = dlogits @ _wide(k), dlogits.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
+        return Gradients(_unpacked(dq, q), dk, dv)
 
 
 def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
-    logits = _grouped(q, k) @ _paired(k).transpose(-1, -2) * scale
-    return logits.masked_fill(~block.visible().to(q.device), -torch.inf)
+    """(batch, kv_heads, group * length, keys). Keys times queries: for few queries that reads the keys fastest."""
+    columns = _packed(q, k).transpose(-1, -2) * scale
+    logits = (_wide(k) @ columns).transpose(-1, -2).contiguous()
+    if block.causal or block.band is not None:
+        visible = block.visible().to(q.device)
+        logits.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
+    return logits
 
 
-def _grouped(x: Tensor, k: Tensor) -> Tensor:
-    """(batch, kv_heads, group, length, dim): the query heads beside the key head that they share."""
-    grouped: Tensor = x.to(wide(x.dtype)).unflatten(1, (k.shape[1], -1))
-    return grouped
+def _packed(x: Tensor, k: Tensor) -> Tensor:
+    """(batch, kv_heads, group * length, dim): the query heads that share a key, as further rows of one head."""
+    return _wide(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _paired(x: Tensor) -> Tensor:
-    """(batch, kv_heads, 1, length, dim)."""
-    return x.to(wide(x.dtype)).unsqueeze(2)
+def _unpacked(x: Tensor, q: Tensor) -> Tensor:
+    return x.reshape(*q.shape[:-1], x.shape[-1])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))
