@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import KernelError, LayoutError, ShapeError
+from attnmesh.errors import DtypeError, KernelError, LayoutError, ShapeError
 from attnmesh.inputs import check_mask, check_qkv, check_same_kind, check_scale
 from attnmesh.kernel.attend import operator
 from attnmesh.layout import Layout, Zigzag
@@ -51,6 +51,9 @@ def attention(
 
 
 def _check_mesh(mesh: DeviceMesh | None, exchange: str, layout: Layout, key_layout: Layout | None) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        fix = "make one with torch.distributed.device_mesh.init_device_mesh"
+        raise LayoutError("attention mesh", "a DeviceMesh or None", type(mesh).__name__, fix)
     if mesh is not None and mesh.size() > 1:
         given = f"a mesh of {mesh.size()} ranks"
         raise KernelError("attention mesh", "None or a mesh of one rank", given, "call attend on each shard and merge")
@@ -71,6 +74,9 @@ def _check_length(name: str, length: int | None, x: Tensor) -> None:
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        given = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise DtypeError("attention sinks", "a tensor of floats", given, "give each query head one logit")
     if tuple(sinks.shape) != (q.shape[1],):
         fix = "give each query head one logit"
         raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)

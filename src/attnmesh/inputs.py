@@ -49,11 +49,13 @@ def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless it is a mask, and one whose documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
+        expected = "Full(), Causal(), Window(left), Documents(lengths) or a & of them"
+        if callable(mask) and hasattr(mask, "__name__"):
+            raise errors.MaskError(
+                f"{subject} mask", expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()"
+            )
         fix = "say which keys a query sees as a function of positions; a bool or float tensor is not supported"
-        given = f"{mask.__name__} itself" if callable(mask) and hasattr(mask, "__name__") else type(mask).__name__
-        raise errors.MaskError(
-            f"{subject} mask", "Full(), Causal(), Window(left), Documents(lengths) or a & of them", given, fix
-        )
+        raise errors.MaskError(f"{subject} mask", expected, type(mask).__name__, fix)
     for length in lengths:
         mask.check_length(f"{subject} mask", length)
 

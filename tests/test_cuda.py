@@ -1,0 +1,83 @@
+"""CUDA: anywhere, that PyTorch's operators are called as declared; on a GPU, that the results are right."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attnmesh as am
+from attnmesh.kernel import cuda
+from attnmesh.kernel.blocks import Band, cut
+from attnmesh.kernel.walk import Answer
+from tests.problems import draw
+
+HALF = (torch.bfloat16, torch.float16)
+BLOCKS = {
+    "full": am.Full(),
+    "causal": am.Causal(),
+    "masked": am.Window(3),
+}
+
+
+@pytest.fixture
+def eager_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asked about tensors that do not exist would say no: say what it says on a recent GPU."""
+    monkeypatch.setattr(cuda, "can_use_flash_attention", lambda params: params.query.dtype in HALF)
+    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda params: params.query.dtype != torch.float64)
+
+
+@pytest.mark.usefixtures("eager_operators")
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("width", [20, 64])
+def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, width: int) -> None:
+    block = cut(Band.of(BLOCKS[kind], torch.arange(100), 100))[-1]
+    rows, keys = (part.stop - part.start for part in (block.queries, block.keys))
+    q = torch.empty(2, 6, rows, 64, dtype=dtype, device="meta")
+    k, v = (torch.empty(2, 2, keys, w, dtype=dtype, device="meta") for w in (64, width))
+    out, lse = cuda.CUDA().attend(q, k, v, block, 0.1)
+    assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
+    gradients = cuda.CUDA().differentiate(q, k, v, Answer(out, lse, out), block, 0.1)
+    assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+@pytest.mark.usefixtures("eager_operators")
+def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() -> None:
+    full, causal, masked = (cut(Band.of(mask, torch.arange(100), 100))[0] for mask in BLOCKS.values())
+    half, single = (torch.empty(1, 2, 100, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    taken = [
+        next(type(op) for op in cuda.OPERATORS if op.takes(x, x, x, block))
+        for x, block in ((half, full), (half, causal), (half, masked), (single, full), (single, causal))
+    ]
+    assert taken == [cuda.Flash, cuda.Flash, cuda.Efficient, cuda.Efficient, cuda.Efficient]
+
+
+def test_float64_and_other_devices_are_refused_with_the_reason() -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
+        assert "float64 of width 64" in str(cuda.CUDA().refuses(x, x, x))
+    x = torch.empty(1, 2, 100, 64)
+    assert cuda.CUDA().refuses(x, x, x) == "it runs on CUDA, the tensors are on cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(400))
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_random_problems_agree_with_float64_on_the_gpu(seed: int, kernel: str) -> None:
+    draw(seed, kernels=(kernel,)).check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 90, 64, dtype=dtype, device="cuda") for _ in range(3))
+    assert torch.isneginf(am.attend(q, k[:, :, :0], v[:, :, :0]).lse).all()
+    late = torch.arange(50, 140)
+    out, lse = am.attend(q, k, v, mask=am.Window(3), q_positions=late, k_positions=torch.arange(90))
+    blind = late > 89 + 3
+    assert torch.isneginf(lse[:, :, blind]).all()
+    assert (out[:, :, blind] == 0).all()
+    k[0, 0, 40, 3] = torch.nan
+    out, lse = am.attend(q, k, v)
+    assert out[0, 0].isnan().all()
+    assert torch.isfinite(out[0, 1]).all()

@@ -1,0 +1,160 @@
+"""Bad input at the public edge: the right error, with what was expected, what was given and how to fix it."""
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+
+T = torch.zeros
+
+
+def heads(q: int = 4, k: int = 2, length: int = 6, width: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    return T(1, q, length, width), T(1, k, length, width), T(1, k, length, width)
+
+
+def attend(**changes: Any) -> Callable[[], Any]:
+    return lambda: am.attend(**{**dict(zip("qkv", heads(), strict=True)), **changes})
+
+
+def attention(**changes: Any) -> Callable[[], Any]:
+    return lambda: am.attention(**{**dict(zip("qkv", heads(), strict=True)), **changes})
+
+
+BAD = [
+    # dims, widths, heads
+    (
+        attend(q=T(4, 6, 8)),
+        errors.ShapeError,
+        r"attend q: .* 4 dims \(batch, heads, .*given shape \(4, 6, 8\)\. Fix: add",
+    ),
+    (attend(v=T(1, 2, 6, 8, 1)), errors.ShapeError, r"attend v: expected 4 dims .*\. Fix: add or split"),
+    (attend(k=[1, 2]), errors.DtypeError, r"attend k: expected a tensor, given list\. Fix: use torch\.as_tensor"),
+    (attend(q=T(2, 4, 6, 8)), errors.ShapeError, r"one batch size, given q \(2, 4, 6, 8\), k .*Fix: expand"),
+    (attend(v=T(1, 2, 5, 8)), errors.ShapeError, r"k and v with the same heads and length, given .* Fix: pair"),
+    (attend(v=T(1, 1, 6, 8)), errors.ShapeError, r"k and v with the same heads and length, given"),
+    (attend(q=T(1, 4, 6, 7)), errors.ShapeError, r"q and k of one width, given q \(1, 4, 6, 7\).* Fix: project"),
+    (attend(q=T(1, 4, 6, 0), k=T(1, 2, 6, 0)), errors.ShapeError, r"widths of at least 1, given .* Fix: give"),
+    (attend(v=T(1, 2, 6, 0)), errors.ShapeError, r"widths of at least 1, given"),
+    (attend(q=T(1, 0, 6, 8)), errors.ShapeError, r"at least one head, given"),
+    (attend(k=T(1, 0, 6, 8), v=T(1, 0, 6, 8)), errors.ShapeError, r"at least one head, given"),
+    (attend(q=T(1, 3, 6, 8)), errors.ShapeError, r"query heads a multiple of key heads, given .* Fix: group"),
+    # dtypes and devices
+    (
+        attend(q=T(1, 4, 6, 8).double()),
+        errors.DtypeError,
+        r"one dtype of float64, .*, given q float64, k float32.*Fix: cast",
+    ),
+    (attend(q=heads()[0].int(), k=heads()[1].int(), v=heads()[2].int()), errors.DtypeError, r"given q int32, k int32"),
+    (
+        attend(q=heads()[0].cfloat(), k=heads()[1].cfloat(), v=heads()[2].cfloat()),
+        errors.DtypeError,
+        r"given q complex64",
+    ),
+    (attend(v=T(1, 2, 6, 8, device="meta")), errors.DeviceError, r"one device, given q cpu, k cpu, v meta\. Fix: move"),
+    # scale and kernel
+    (
+        attend(scale="big"),
+        errors.DtypeError,
+        r"attend scale: expected a finite number or None, given 'big' of type str\. Fix",
+    ),
+    (attend(scale=float("nan")), errors.DtypeError, r"expected a finite number or None, given nan"),
+    (attend(scale=T(1)), errors.DtypeError, r"expected a finite number or None, given tensor"),
+    (
+        attend(kernel="fast"),
+        errors.KernelError,
+        r"kernel: expected one of auto, cpu, cuda, reference, given 'fast'\. Fix",
+    ),
+    (attend(kernel="cuda"), errors.KernelError, r"kernel cuda: .*it runs on CUDA, the tensors are on cpu\. Fix: leave"),
+    # masks
+    (
+        attend(mask=am.Causal),
+        errors.MaskError,
+        r"attend mask: expected Full\(\), .*, given Causal itself\. Fix: call it",
+    ),
+    (attend(mask=T(6, 6, dtype=torch.bool)), errors.MaskError, r"given Tensor\. Fix: say which keys .* not supported"),
+    (attend(mask=None), errors.MaskError, r"given NoneType"),
+    (
+        attend(mask=am.Documents((3, 4))),
+        errors.MaskError,
+        r"documents that add up to 6 tokens, given 7 tokens\. Fix: let",
+    ),
+    (attend(mask=am.Documents((2, 3))), errors.MaskError, r"documents that add up to 6 tokens, given 5 tokens"),
+    # positions
+    (
+        attend(q_positions=T(6)),
+        errors.ShapeError,
+        r"attend q_positions: expected torch.int64 \(6,\).*given torch.float32",
+    ),
+    (
+        attend(k_positions=torch.arange(5)),
+        errors.ShapeError,
+        r"k_positions: .* given torch.int64 \(5,\)\. Fix: pass layout",
+    ),
+    (attend(q_positions=[0, 1, 2, 3, 4, 5]), errors.ShapeError, r"attend q_positions: .* given list\. Fix"),
+    (
+        attend(q_positions=torch.arange(-1, 5)),
+        errors.LayoutError,
+        r"q_positions: expected positions of 0 or more, given -1",
+    ),
+    (
+        attend(mask=am.Documents((3, 3)), k_positions=torch.arange(1, 7)),
+        errors.MaskError,
+        r"k_positions: expected positions inside the documents, given position 6 and 6 tokens .*Fix: let",
+    ),
+    # attention's own
+    (
+        attention(exchange="tree"),
+        errors.KernelError,
+        r"attention exchange: expected one of auto, bulk, .*, given 'tree'",
+    ),
+    (attention(layout=am.Zigzag), errors.LayoutError, r"attention layout: expected Contiguous\(\), .* Fix: make one"),
+    (attention(key_layout="zigzag"), errors.LayoutError, r"attention key_layout: expected .*, given 'zigzag'"),
+    (
+        attention(length=7),
+        errors.ShapeError,
+        r"expected length to count the tokens given, given length=7 with 6 tokens",
+    ),
+    (attention(key_length=5), errors.ShapeError, r"key_length=5 with 6 tokens\. Fix: leave key_length out"),
+    (
+        attention(sinks=T(3)),
+        errors.ShapeError,
+        r"attention sinks: expected shape \(4,\), given shape \(3,\)\. Fix: give",
+    ),
+    (attention(sinks=T(4, 1)), errors.ShapeError, r"attention sinks: expected shape \(4,\), given shape \(4, 1\)"),
+    (attention(sinks=[0.0] * 4), errors.DtypeError, r"attention sinks: expected a tensor of floats, given list"),
+    (
+        attention(sinks=T(4).int()),
+        errors.DtypeError,
+        r"attention sinks: expected a tensor of floats, given torch.int32",
+    ),
+    (attention(sinks=T(4, device="meta")), errors.DeviceError, r"attention sinks: expected one device, given .*meta"),
+    (attention(mask=am.Documents((3, 4))), errors.MaskError, r"attention mask: expected documents that add up to 6"),
+    (attention(mesh="cuda"), errors.LayoutError, r"attention mesh: expected a DeviceMesh or None, given str"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), BAD)
+def test_bad_input_is_refused_by_name(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+    assert str(caught.value).count("Fix: ") == 1
+
+
+@pytest.mark.parametrize("name", ["dropout_p", "softcap", "score_mod", "attn_mask", "is_causal", "enable_gqa"])
+def test_options_of_others_are_not_swallowed(name: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        attention(**{name: 0.1})()
+
+
+def test_errors_travel_between_processes() -> None:
+    error = errors.MaskError("here", "one thing", "another", "change it")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is errors.MaskError
+    assert str(again) == str(error) == "here: expected one thing, given another. Fix: change it."
