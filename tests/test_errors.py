@@ -77,8 +77,8 @@ BAD = [
         errors.MaskError,
         r"attend mask: expected Full\(\), .*, given Causal itself\. Fix: call it",
     ),
-    (attend(mask=T(6, 6, dtype=torch.bool)), errors.MaskError, r"given Tensor\. Fix: say which keys .* not supported"),
-    (attend(mask=None), errors.MaskError, r"given NoneType"),
+    (attend(mask=T(6, 6, dtype=torch.bool)), errors.MaskError, r"given Tensor\. Fix: use Full\(\) for no mask; say"),
+    (attend(mask=None), errors.MaskError, r"given None\. Fix: use Full"),
     (
         attend(mask=am.Documents((3, 4))),
         errors.MaskError,
@@ -88,15 +88,15 @@ BAD = [
     # positions
     (
         attend(q_positions=T(6)),
-        errors.ShapeError,
-        r"attend q_positions: expected torch.int64 \(6,\).*given torch.float32",
+        errors.DtypeError,
+        r"attend q_positions: expected a tensor of torch.int64, given torch.float32",
     ),
     (
         attend(k_positions=torch.arange(5)),
         errors.ShapeError,
-        r"k_positions: .* given torch.int64 \(5,\)\. Fix: pass layout",
+        r"k_positions: expected shape \(6,\), .* given shape \(5,\)\. Fix: pass layout",
     ),
-    (attend(q_positions=[0, 1, 2, 3, 4, 5]), errors.ShapeError, r"attend q_positions: .* given list\. Fix"),
+    (attend(q_positions=[0, 1, 2, 3, 4, 5]), errors.DtypeError, r"attend q_positions: .* given list\. Fix"),
     (
         attend(q_positions=torch.arange(-1, 5)),
         errors.LayoutError,
@@ -135,6 +135,25 @@ BAD = [
     ),
     (attention(sinks=T(4, device="meta")), errors.DeviceError, r"attention sinks: expected one device, given .*meta"),
     (attention(mask=am.Documents((3, 4))), errors.MaskError, r"attention mask: expected documents that add up to 6"),
+    (
+        attention(q=T(1, 4, 1, 8)),
+        errors.ShapeError,
+        r"as many queries as keys .* given 1 queries, 6 keys and the mask Causal",
+    ),
+    (attend(mask=am.Mask), errors.MaskError, r"given Mask itself"),
+    (
+        lambda: am.Mask(left=-1),
+        errors.MaskError,
+        r"Mask: expected reaches of 0 or more .* given left -1.*Fix: make masks with",
+    ),
+    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends of documents, given .*ends \(5, 3\)"),
+    (lambda: am.Zigzag().positions("10", 2, 0), errors.LayoutError, r"whole numbers .*, given '10', 2, 0\. Fix: pass"),
+    (
+        lambda: am.merge([T(1), T(1)]),
+        errors.DtypeError,
+        r"merge: expected partials, each \(out, lse\), given list\. Fix: pass",
+    ),
+    (lambda: am.merge(*heads()), errors.DtypeError, r"given Tensor, Tensor, Tensor"),
     (attention(mesh="cuda"), errors.LayoutError, r"attention mesh: expected a DeviceMesh or None, given str"),
 ]
 
@@ -151,6 +170,15 @@ def test_bad_input_is_refused_by_name(call: Callable[[], Any], kind: type[Except
 def test_options_of_others_are_not_swallowed(name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
         attention(**{name: 0.1})()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own jvp
+def test_forward_mode_is_refused_and_not_silently_zero() -> None:
+    q, k, v = heads()
+    with pytest.raises(
+        errors.KernelError, match=r"without forward-mode tangents, given dual numbers\. Fix: use reverse-mode"
+    ):
+        torch.func.jvp(lambda x: am.attention(x, k, v), (q,), (torch.ones_like(q),))
 
 
 def test_errors_travel_between_processes() -> None:

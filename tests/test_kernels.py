@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attnmesh as am
-from attnmesh.kernel import KERNELS, choose
-from attnmesh.kernel.blocks import cut
+from attnmesh.kernel.blocks import Band, cut
+from attnmesh.kernel.choose import KERNELS, choose
 from tests.dense import HALF_EXPONENTIAL, truth
 from tests.problems import DTYPES, draw
 
@@ -161,6 +161,6 @@ def test_auto_takes_the_first_kernel_that_serves() -> None:
 
 def test_the_reference_never_holds_the_square() -> None:
     reference = KERNELS[-1]
-    band = am.kernel.blocks.Band.of(am.Causal(), torch.arange(10_000), 10_000)
+    band = Band.of(am.Causal(), torch.arange(10_000), 10_000)
     assert max(b.queries.stop - b.queries.start for b in reference.cut(band)) < 200
     assert len(cut(band)) == 1

@@ -88,6 +88,10 @@ def test_each_mask_means_what_it_says() -> None:
         assert torch.equal(mask.visible(torch.arange(TOTAL), j), visible), mask
 
 
+def test_reaches_beyond_every_position_are_no_bound() -> None:
+    assert Window(2**63 - 1, 10**30) == Full()
+
+
 def test_lengths_may_be_any_integers() -> None:
     assert Documents(torch.tensor([3, 5])) == Documents(iter([3, 5])) == Documents((3, 5))
 

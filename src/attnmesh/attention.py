@@ -4,10 +4,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import DtypeError, KernelError, LayoutError, ShapeError
-from attnmesh.inputs import check_mask, check_qkv, check_same_kind, check_scale
-from attnmesh.kernel.attend import operator
+from attnmesh.inputs import check_one_device, check_qkv, check_scale
+from attnmesh.kernel.attend import attend_op
 from attnmesh.layout import Layout, Zigzag
-from attnmesh.mask import Causal, Mask
+from attnmesh.mask import FAR, Causal, Mask, check_mask
 
 EXCHANGES = ("auto", "bulk", "pipelined", "ring")
 
@@ -30,8 +30,12 @@ def attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank: shards in, the same shard out.
 
-    `sinks` is one learned logit a query head, which takes a share of the softmax and gives nothing. On one device the
-    shard is the whole and every layout is the order of the tokens. A mesh of several ranks is refused for now.
+    The mask is causal unless another is given. `sinks` is one learned logit a query head, which takes a share of the
+    softmax and gives nothing. Keys of another sequence, cross-attention, say so by their `key_length`; the last queries
+    of a longer sequence are a case for `attend`, which takes positions.
+
+    On one device the shard is the whole, every layout is the order of the tokens and there is nothing to exchange. A
+    mesh of several ranks is refused for now.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -40,13 +44,17 @@ def attention(
     True
     """
     check_qkv("attention", q, k, v)
-    check_mask("attention", mask, q.shape[2], k.shape[2])
+    check_mask("attention mask", mask, q.shape[2], k.shape[2])
     _check_mesh(mesh, exchange, layout, key_layout)
     _check_length("length", length, q)
     _check_length("key_length", key_length, k)
     _check_sinks(sinks, q)
+    if q.shape[2] != k.shape[2] and key_length is None and min(mask.left, mask.right) < FAR:
+        given = f"{q.shape[2]} queries, {k.shape[2]} keys and the mask {mask}"
+        fix = f"use attend with q_positions, or say key_length={k.shape[2]} if the keys are another sequence from 0 on"
+        raise ShapeError("attention", "as many queries as keys under a mask of positions", given, fix)
     scale = check_scale("attention", scale, q)
-    out: Tensor = operator(q, k, v, sinks, None, None, mask.encode(), scale, kernel)[0]
+    out: Tensor = attend_op(q, k, v, sinks, None, None, mask.encode(), scale, kernel)[0]
     return out
 
 
@@ -80,4 +88,4 @@ def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if tuple(sinks.shape) != (q.shape[1],):
         fix = "give each query head one logit"
         raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)
-    check_same_kind("attention sinks", {"sinks": sinks.to(q.dtype), "q": q})
+    check_one_device("attention sinks", {"sinks": sinks, "q": q})

@@ -1,7 +1,7 @@
 """Why a tree works: attention is the gradient of an energy, and the energy is a logsumexp over keys.
 
 `F(s) = log sum_a exp(q.k_a*scale + s.v_a)`. Its value at `s = 0` is `lse`, its gradient there is attention, and
-logsumexp is associative. This room is the mathematics, kept dense and short; tests hold every kernel against it.
+logsumexp is associative. Here that is written down as it reads, dense; tests hold the kernels against it.
 """
 
 import torch
@@ -23,8 +23,8 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
     """
     _check(q, k, v, source)
     group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
-    return torch.logsumexp(q @ k * check_scale("energy", scale, q) + source @ v, dim=-1)
+    keys, values = (x.repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
+    return torch.logsumexp(q @ keys * check_scale("energy", scale, q) + source @ values, dim=-1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source: Tensor) -> None:

@@ -41,5 +41,9 @@ class LayoutError(InputError):
     """A layout, or positions, that do not describe the tokens given."""
 
 
+class MeshError(InputError):
+    """A mesh that does not fit what is asked of it, or ranks that disagree."""
+
+
 class KernelError(InputError):
     """A kernel that is unknown, or cannot serve what was asked of it."""

@@ -1,11 +1,13 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
 import math
+from numbers import Real
 
+import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from attnmesh import errors
-from attnmesh.mask import Mask
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SHAPE = "(batch, heads, length, dim)"
@@ -22,6 +24,9 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
     check_same_kind(subject, named)
     _check_shapes(subject, q, k, v)
+    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in named.values()):
+        fix = "use reverse-mode gradients: torch.autograd.grad or backward"
+        raise errors.KernelError(subject, "tensors without forward-mode tangents", "dual numbers", fix)
 
 
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
@@ -31,6 +36,11 @@ def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
         raise errors.DtypeError(
             subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), "cast them with .to(dtype)"
         )
+    check_one_device(subject, named)
+
+
+def check_one_device(subject: str, named: dict[str, Tensor]) -> None:
+    """Raise unless the tensors are on one device."""
     devices = {name: str(x.device) for name, x in named.items()}
     if len(set(devices.values())) > 1:
         raise errors.DeviceError(subject, "one device", _listed(devices), "move them with .to(device)")
@@ -40,24 +50,10 @@ def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
     """The scale to use: 1/sqrt(dim) unless given."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         given = f"{scale!r} of type {type(scale).__name__}"
         raise errors.DtypeError(f"{subject} scale", "a finite number or None", given, "pass a Python float")
     return float(scale)
-
-
-def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
-    """Raise unless it is a mask, and one whose documents, if any, add up to each of the lengths."""
-    if not isinstance(mask, Mask):
-        expected = "Full(), Causal(), Window(left), Documents(lengths) or a & of them"
-        if callable(mask) and hasattr(mask, "__name__"):
-            raise errors.MaskError(
-                f"{subject} mask", expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()"
-            )
-        fix = "say which keys a query sees as a function of positions; a bool or float tensor is not supported"
-        raise errors.MaskError(f"{subject} mask", expected, type(mask).__name__, fix)
-    for length in lengths:
-        mask.check_length(f"{subject} mask", length)
 
 
 def _check_shapes(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:

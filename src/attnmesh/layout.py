@@ -83,6 +83,9 @@ class Striped:
 
 def _checked(length: int, shards: int, index: int) -> tuple[int, int, int]:
     """The three as plain ints, or the error that names the wrong one."""
+    if not all(hasattr(value, "__index__") for value in (length, shards, index)):
+        given = f"{length!r}, {shards!r}, {index!r}"
+        raise LayoutError("layout positions", "whole numbers length, shards and index", given, "pass Python ints")
     length, shards, index = (operator.index(value) for value in (length, shards, index))
     if length < 0 or shards < 1 or not 0 <= index < shards:
         expected = "length >= 0, shards >= 1 and 0 <= index < shards"

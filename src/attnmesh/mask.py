@@ -4,7 +4,7 @@ Every mask here is one value, `Mask(left, right, ends)`: the query at position p
 `p + right` inside its own document. Both bounds never decrease with p, so whether a block of queries and keys is
 full, empty or mixed is told by its corners, and an intersection of masks is again a mask.
 
-        Causal()          Window(2)         Documents((3, 5))   Causal() & Documents((3, 5))
+        Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])
         # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .
         # # . . . . . .   # # . . . . . .   # # # . . . . .     # # . . . . . .
         # # # . . . . .   # # # . . . . .   # # # . . . . .     # # # . . . . .
@@ -48,6 +48,12 @@ class Mask:
     left: int = FAR
     right: int = FAR
     ends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.left < 0 or self.right < 0 or any(stop <= start for start, stop in pairwise((0, *self.ends))):
+            given = f"left {self.left}, right {self.right}, ends {self.ends}"
+            fix = "make masks with Full, Causal, Window and Documents"
+            raise MaskError("Mask", "reaches of 0 or more and ascending ends of documents", given, fix)
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the last position that the query at each position sees; neither ever decreases."""
@@ -159,10 +165,26 @@ def Documents(lengths: Iterable[int]) -> Mask:
     return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
 
 
+def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
+    """Raise unless it is a mask, and one whose documents, if any, add up to each of the lengths."""
+    if not isinstance(mask, Mask):
+        expected = "Full(), Causal(), Window(left), Documents(lengths) or a & of them"
+        if callable(mask) and hasattr(mask, "__name__"):
+            raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
+        fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor"
+        raise MaskError(
+            subject, expected, repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__, fix
+        )
+    for length in lengths:
+        mask.check_length(subject, length)
+
+
 def _count(subject: str, value: int) -> int:
-    """A number of tokens: any integer type, but no negative and no bool."""
-    if not isinstance(value, bool) and hasattr(value, "__index__") and (count := operator.index(value)) >= 0:
-        return count
+    """A number of tokens: any integer type, but no negative and no bool; beyond FAR it makes no difference."""
+    if not isinstance(value, bool) and (isinstance(value, int) or hasattr(value, "__index__")):
+        count = value if isinstance(value, int) else operator.index(value)
+        if count >= 0:
+            return min(count, FAR)
     raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
 
 

@@ -25,7 +25,8 @@ class Partial(NamedTuple):
 def merge(*partials: Partial) -> Partial:
     """Attention over the union of disjoint sets of keys: associative, commutative, with identity `(0, -inf)`.
 
-    `out = sum_i out_i * e^(lse_i - lse)`, where `lse = log sum_i e^lse_i`.
+    `out = sum_i out_i * e^(lse_i - lse)`, where `lse = log sum_i e^lse_i`. Half precision is summed in float32 and
+    rounded once at the end: merge many partials in one call, or keep `out` in float32 between calls.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -34,6 +35,7 @@ def merge(*partials: Partial) -> Partial:
     True
     """
     _check(partials)
+    partials = tuple(Partial(*p) for p in partials)
     peak = torch.stack(torch.broadcast_tensors(*(p.lse.detach() for p in partials))).amax(0)
     # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
@@ -41,9 +43,16 @@ def merge(*partials: Partial) -> Partial:
     total = _sum(weights)
     seen = total != 0  # a total of 0 has neither a reciprocal nor a log with a gradient: step around it both ways
     divisor = torch.where(seen, total, 1.0)
-    out = _sum([_wide(p.out) * (w / divisor).unsqueeze(-1) for p, w in zip(partials, weights, strict=True)])
+    out = _sum(
+        [p.out.to(wide(p.out.dtype)) * (w / divisor).unsqueeze(-1) for p, w in zip(partials, weights, strict=True)]
+    )
     lse = torch.where(seen, peak + torch.log(divisor), -torch.inf)
     return Partial(out.to(_common([p.out for p in partials])), lse)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that results of this dtype are summed in: float32 or wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
@@ -52,11 +61,6 @@ def _sum(terms: list[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Half precision is merged in float32."""
-    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _common(tensors: list[Tensor]) -> torch.dtype:
@@ -69,6 +73,9 @@ def _common(tensors: list[Tensor]) -> torch.dtype:
 def _check(partials: tuple[Partial, ...]) -> None:
     if not partials:
         raise ShapeError("merge", "at least one partial", "none", "pass the identity Partial(zeros, -inf) for no keys")
+    if not all(isinstance(p, tuple) and len(p) == 2 and all(isinstance(x, Tensor) for x in p) for p in partials):
+        given = ", ".join(type(p).__name__ for p in partials)
+        raise DtypeError("merge", "partials, each (out, lse)", given, "pass each as an argument: merge(*partials)")
     for _, lse in partials:
         if lse.dtype not in (torch.float32, torch.float64):
             raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")

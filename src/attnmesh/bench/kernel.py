@@ -42,9 +42,9 @@ class Row:
         return {**asdict(self), "ratio": round(self.ratio, 3), "met": self.met}
 
     @property
-    def met(self) -> bool:
-        """Whether the goal is reached; where none is set there is nothing to miss."""
-        return self.goal is None or self.ratio >= self.goal
+    def met(self) -> bool | None:
+        """Whether the goal is reached, if one is set."""
+        return None if self.goal is None else self.ratio >= self.goal
 
 
 @dataclass(frozen=True)

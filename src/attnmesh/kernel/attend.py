@@ -1,6 +1,6 @@
 """`attend` as an operator of PyTorch: differentiable, traceable by `torch.compile`, the same on every kernel.
 
-The mask and the positions are turned into a band inside the operator, where they may be read without breaking a graph.
+The mask and the positions are turned into a band inside the attend_op, where they may be read without breaking a graph.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.errors import LayoutError, MaskError, ShapeError
-from attnmesh.inputs import check_mask, check_qkv, check_scale
-from attnmesh.kernel import choose
+from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
+from attnmesh.inputs import check_qkv, check_scale
 from attnmesh.kernel.blocks import Band
-from attnmesh.kernel.walk import Answer, backward, forward, wide
-from attnmesh.mask import Full, Mask
-from attnmesh.partial import Partial, merge
+from attnmesh.kernel.choose import choose
+from attnmesh.kernel.walk import Answer, backward, forward
+from attnmesh.mask import Full, Mask, check_mask
+from attnmesh.partial import Partial, merge, wide
 
 
 def attend(
@@ -31,8 +31,9 @@ def attend(
 ) -> Partial:
     """Attention of q over k and v on one device: the normalised `out` and its `lse`, both differentiable.
 
-    The mask is a function of positions. They are 0, 1, 2, ... unless given, for q and for k alike: the first query
-    stands at the first key, also when there are fewer queries than keys. Tokens may come in any order.
+    The mask, `Full()` unless given, is a function of positions. They are 0, 1, 2, ... unless given, for q and for k
+    alike: the first query stands at the first key, also when there are fewer queries than keys. Tokens may come in any
+    order.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -42,15 +43,15 @@ def attend(
     """
     check_qkv("attend", q, k, v)
     in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
-    check_mask("attend", mask, *in_order)
-    q_positions = _checked_positions("q_positions", q_positions, q.shape[2])
-    k_positions = _checked_positions("k_positions", k_positions, k.shape[2])
+    check_mask("attend mask", mask, *in_order)
+    q_positions = _checked_positions("attend q_positions", q_positions, q.shape[2])
+    k_positions = _checked_positions("attend k_positions", k_positions, k.shape[2])
     scale = check_scale("attend", scale, q)
-    return Partial(*operator(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
-def operator(
+def attend_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -66,17 +67,17 @@ def operator(
     partial = forward(choose(kernel, q, k, v), _take(q, q_order), _take(k, k_order), _take(v, k_order), band, scale)
     if sinks is not None:
         partial = merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
-    return _placed(_give(partial.out, q_order)), _give(partial.lse, q_order).contiguous()
+    return _placed(_give(partial.out, q_order), q.dtype), _give(partial.lse, q_order).contiguous()
 
 
-@operator.register_fake
+@attend_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return _placed(out), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return _placed(out, q.dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
-def operator_backward(
+def attend_backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -94,13 +95,14 @@ def operator_backward(
     answer = Answer(*(_take(x, q_order) for x in (out, lse, dout)))
     rows = _take(q, q_order), _take(k, k_order), _take(v, k_order)
     gradients = backward(choose(kernel, q, k, v), *rows, answer, band, scale)
-    dq, dk, dv = (_placed(_give(x, order)) for x, order in zip(gradients, (q_order, k_order, k_order), strict=True))
+    orders = (q_order, k_order, k_order)
+    dq, dk, dv = (_placed(_give(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
-@operator_backward.register_fake
+@attend_backward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_placed(x.new_empty(x.shape)) for x in (q, k, v))
+    dq, dk, dv = (_placed(x.new_empty(x.shape), x.dtype) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -114,7 +116,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     q, k, v, sinks, q_positions, k_positions, out, lse = ctx.saved_tensors
     where = (q_positions, k_positions, *ctx.options)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = operator_backward(q, k, v, out, lse, dout, *where)
+    dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *where)
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, where)
         dq, dk = dq + more_dq, dk + more_dk
@@ -124,12 +126,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
 
 def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """The energy's gradient is attention again: `dlse/dq` is attention over k as values, and dk its transpose."""
-    scale = where[-2]
-    values, own_lse = operator(q, k, k, None, *where)
+    *_, scale, _ = where
+    values, own_lse = attend_op(q, k, k, None, *where)
     share = torch.exp(own_lse - lse.masked_fill(lse == -torch.inf, torch.inf))  # 1, or less beside a sink
     dq = (dlse * scale * share).unsqueeze(-1) * values
     pull = (dlse.unsqueeze(-1) * scale * q).to(q.dtype)
-    dk = operator_backward(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
+    dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
     return dq.to(q.dtype), dk
 
 
@@ -140,7 +142,13 @@ def _sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: 
     return (torch.exp(sinks.to(lse.dtype)[:, None] - lse) * pull).sum((0, 2)).to(sinks.dtype)
 
 
-operator.register_autograd(_gradients, setup_context=_remember)
+def _no_second_gradients(ctx: Any, *_: Any) -> None:
+    expected = "gradients of the first order"
+    raise KernelError("attend", expected, "a gradient of a gradient", "differentiate energy, which is dense, instead")
+
+
+attend_op.register_autograd(_gradients, setup_context=_remember)
+attend_backward_op.register_autograd(_no_second_gradients)
 
 
 def _band(
@@ -148,8 +156,8 @@ def _band(
 ) -> tuple[Band, Tensor | None, Tensor | None]:
     """The band of a local problem, and the orders that put its queries and its keys in order of position."""
     decoded = Mask.decode(mask)
-    rows, q_order = _ordered("q_positions", q_positions, decoded)
-    keys, k_order = _ordered("k_positions", k_positions, decoded)
+    rows, q_order = _ordered("attend q_positions", q_positions, decoded)
+    keys, k_order = _ordered("attend k_positions", k_positions, decoded)
     rows = torch.arange(q.shape[2]) if rows is None else rows
     return Band.of(decoded, rows, k.shape[2] if keys is None else keys), q_order, k_order
 
@@ -177,18 +185,18 @@ def _give(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
-def _placed(x: Tensor) -> Tensor:
+def _placed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In memory (batch, length, heads, dim), as the flash operators write it and an output projection reads it."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
+    return x.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
 
 
 def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tensor | None:
     if positions is None:
         return None
-    if not isinstance(positions, Tensor) or positions.dtype != torch.int64 or tuple(positions.shape) != (length,):
-        kind = (
-            f"{positions.dtype} {tuple(positions.shape)}" if isinstance(positions, Tensor) else type(positions).__name__
-        )
-        fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
-        raise ShapeError(f"attend {name}", f"torch.int64 ({length},), one position a token", kind, fix)
+    fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
+    if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
+        given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
+        raise DtypeError(name, "a tensor of torch.int64", given, fix)
+    if tuple(positions.shape) != (length,):
+        raise ShapeError(name, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
     return positions

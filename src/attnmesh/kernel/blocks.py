@@ -64,9 +64,11 @@ class Block:
 
     def bounds(self) -> Band:
         """Each row's bounds within the block, whatever its kind."""
+        if self.band is not None:
+            return self.band
         rows, keys = (part.stop - part.start for part in (self.queries, self.keys))
         high = torch.arange(1, rows + 1) if self.causal else torch.full((rows,), keys)
-        return self.band or Band(torch.zeros(rows, dtype=torch.long), high)
+        return Band(torch.zeros(rows, dtype=torch.long), high)
 
     def visible(self) -> Tensor:
         """Point by point, (queries, keys)."""

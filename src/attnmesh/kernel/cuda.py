@@ -3,6 +3,7 @@
 Which of them takes a block is asked of PyTorch for the very tensors at hand, never told from a version number.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.functional import pad
 
+from attnmesh.errors import KernelError
 from attnmesh.kernel.blocks import Band, Block, cut
 from attnmesh.kernel.walk import Answer, Gradients
 from attnmesh.partial import Partial
@@ -65,7 +67,7 @@ class Efficient:
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Ask PyTorch."""
         k, v = (_spread(x, q) for x in (k, v))
-        return can_use_efficient_attention(SDPAParams(q, k, v, None, 0.0, block.causal, False))
+        return can_use_efficient_attention(SDPAParams(q, k, v, _bias(q, block), 0.0, block.causal, False))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
@@ -98,8 +100,9 @@ class CUDA:
         """It serves CUDA tensors that the efficient operator takes, since that one does every kind of block."""
         if q.device.type != "cuda":
             return f"it runs on CUDA, the tensors are on {q.device.type}"
-        rows = slice(0, q.shape[2])
-        if q.numel() and k.numel() and not Efficient().takes(*_widened(q, k, v), Block(rows, slice(0, k.shape[2]))):
+        whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
+        widened, keys, values = _widened((q, k, v), _width(q, v))
+        if q.numel() and k.numel() and not Efficient().takes(widened, keys, values, whole):
             return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
         return None
 
@@ -109,25 +112,34 @@ class CUDA:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
-        wide = _widened(q, k, v)
-        operator = next(op for op in OPERATORS if op.takes(*wide, block))
-        out, lse = operator.forward(*wide, block, scale)
+        rows, keys, values = _widened((q, k, v), _width(q, v))
+        out, lse = _operator(rows, keys, values, block).forward(rows, keys, values, block, scale)
         return Partial(out[..., : v.shape[-1]], lse)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
-        wide, (out, dout) = _widened(q, k, v), _widened(answer.out, answer.dout, q)[:2]
-        operator = next(op for op in OPERATORS if op.takes(*wide, block))
-        gradients = operator.backward(*wide, Answer(out, answer.lse, dout), block, scale)
+        rows, keys, values, out, dout = _widened((q, k, v, answer.out, answer.dout), _width(q, v))
+        operator = _operator(rows, keys, values, block)
+        gradients = operator.backward(rows, keys, values, Answer(out, answer.lse, dout), block, scale)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 
-def _widened(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _operator(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
+    for operator in OPERATORS:
+        if operator.takes(q, k, v, block):
+            return operator
+    given = f"{q.dtype}, width {q.shape[-1]}, {q.shape[2]} queries and {k.shape[2]} keys"
+    raise KernelError("kernel cuda", "a block that PyTorch's operators take", given, 'use kernel="reference"')
+
+
+def _width(q: Tensor, v: Tensor) -> int:
+    width = max(q.shape[-1], v.shape[-1])
+    return width + -width % ALIGNED
+
+
+def _widened(tensors: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
     """Zero columns up to one aligned width: they add nothing to a product."""
-    width = max(x.shape[-1] for x in tensors)
-    width += -width % ALIGNED
-    first, second, third = (pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors)
-    return first, second, third
+    return tuple(pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors)
 
 
 def _spread(x: Tensor, q: Tensor) -> Tensor:

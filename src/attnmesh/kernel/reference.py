@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block, tiles
-from attnmesh.kernel.walk import Answer, Gradients, wide
-from attnmesh.partial import Partial
+from attnmesh.kernel.walk import Answer, Gradients
+from attnmesh.partial import Partial, wide
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
-from attnmesh.partial import Partial, merge
+from attnmesh.partial import Partial, merge, wide
 
 
 class Gradients(NamedTuple):
@@ -63,7 +63,7 @@ class Kernel(Protocol):
 
 
 def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Partial:
-    """Attention over the band, `out` in q's dtype; rows that see nothing give the identity `(0, -inf)`."""
+    """Attention over the band, in q's dtype or wider; rows that see nothing give the identity `(0, -inf)`."""
     blocks = kernel.cut(band) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
@@ -79,11 +79,11 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: 
         rows.out.copy_(partial.out)
         rows.lse.copy_(partial.lse)
         fresh = max(fresh, block.queries.stop)
-    return Partial(total.out.to(q.dtype), total.lse)
+    return total
 
 
 def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
-    """The gradients over the band, in the inputs' dtype."""
+    """The gradients over the band, in the inputs' dtype or wider."""
     blocks = kernel.cut(band) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
@@ -93,8 +93,7 @@ def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, ba
         dq, dk, dv = kernel.differentiate(q, k, v, answer, blocks[0], scale)
     else:
         dq, dk, dv = _summed(kernel, q, k, v, answer, blocks, scale)
-    dq = dq if sign == 1 else dq * sign
-    return Gradients(*(dx.to(x.dtype) for dx, x in zip((dq, dk, dv), (q, k, v), strict=True)))
+    return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
 def _summed(
@@ -120,11 +119,6 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale
     if len(blind):
         out, lse = out.index_fill(2, blind, 0.0), lse.index_fill(2, blind, -torch.inf)
     return Partial(out, lse)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that partials and gradients of this dtype are summed in."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _part(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
