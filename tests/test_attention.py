@@ -54,3 +54,12 @@ def test_gradients_accumulate_over_calls_in_flight() -> None:
     total.backward()
     parts = [torch.autograd.grad(am.attention(q, k, v, mask=m).sum(), q)[0] for m in (am.Causal(), am.Window(3))]
     torch.testing.assert_close(q.grad, parts[0] + parts[1])
+
+
+def test_a_sink_of_minus_infinity_beside_nothing_has_no_gradient() -> None:
+    q, k, v = heads()
+    sinks = torch.full((4,), -torch.inf, requires_grad=True)
+    out = am.attention(q, k[:, :, :0], v[:, :, :0], mask=am.Full(), sinks=sinks)
+    assert torch.equal(out, torch.zeros_like(out))
+    (gradient,) = torch.autograd.grad(out.sum(), sinks)
+    assert torch.equal(gradient, torch.zeros(4))

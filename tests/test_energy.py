@@ -36,3 +36,10 @@ def test_a_source_of_another_shape_is_refused() -> None:
         errors.ShapeError, match=r"expected source of .* \(1, 2, 6, 4\), given \(1, 2, 5, 4\)\. Fix: use"
     ):
         am.energy(q, k, v, torch.zeros(1, 2, 5, 4))
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    x = (torch.randn(1, 1, 64, 64) * 40).half()
+    energy = am.energy(x, x, x, torch.zeros_like(x))
+    assert energy.dtype == torch.float32
+    torch.testing.assert_close(energy, am.attend(x, x, x).lse, rtol=1e-5, atol=1e-4)

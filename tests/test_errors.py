@@ -34,7 +34,11 @@ BAD = [
         r"attend q: .* 4 dims \(batch, heads, .*given shape \(4, 6, 8\)\. Fix: add",
     ),
     (attend(v=T(1, 2, 6, 8, 1)), errors.ShapeError, r"attend v: expected 4 dims .*\. Fix: add or split"),
-    (attend(k=[1, 2]), errors.DtypeError, r"attend k: expected a tensor, given list\. Fix: use torch\.as_tensor"),
+    (
+        attend(k=[1, 2]),
+        errors.DtypeError,
+        r"attend k: expected a tensor of floats, given list\. Fix: use torch",
+    ),
     (attend(q=T(2, 4, 6, 8)), errors.ShapeError, r"one batch size, given q \(2, 4, 6, 8\), k .*Fix: expand"),
     (attend(v=T(1, 2, 5, 8)), errors.ShapeError, r"k and v with the same heads and length, given .* Fix: pair"),
     (attend(v=T(1, 1, 6, 8)), errors.ShapeError, r"k and v with the same heads and length, given"),
@@ -61,10 +65,10 @@ BAD = [
     (
         attend(scale="big"),
         errors.DtypeError,
-        r"attend scale: expected a finite number or None, given 'big' of type str\. Fix",
+        r"attend scale: expected None, 0 or a number of size .*, given 'big' of type str\. Fix",
     ),
-    (attend(scale=float("nan")), errors.DtypeError, r"expected a finite number or None, given nan"),
-    (attend(scale=T(1)), errors.DtypeError, r"expected a finite number or None, given tensor"),
+    (attend(scale=float("nan")), errors.DtypeError, r"number of size 1e-30 to 1e30, given nan"),
+    (attend(scale=T(1)), errors.DtypeError, r"number of size 1e-30 to 1e30, given tensor"),
     (
         attend(kernel="fast"),
         errors.KernelError,
@@ -100,7 +104,7 @@ BAD = [
     (
         attend(q_positions=torch.arange(-1, 5)),
         errors.LayoutError,
-        r"q_positions: expected positions of 0 or more, given -1",
+        r"attend q_positions: expected positions from 0 to .*, given -1",
     ),
     (
         attend(mask=am.Documents((3, 3)), k_positions=torch.arange(1, 7)),
@@ -140,6 +144,27 @@ BAD = [
         errors.ShapeError,
         r"as many queries as keys .* given 1 queries, 6 keys and the mask Causal",
     ),
+    (attend(scale=1e-46), errors.DtypeError, r"size 1e-30 to 1e30, given 1e-46"),
+    (attend(scale=10**400), errors.DtypeError, r"size 1e-30 to 1e30, given 1000"),
+    (attend(kernel=None), errors.KernelError, r"kernel: expected one of auto, .*, given None"),
+    (attend(q=heads()[0].to_sparse()), errors.DtypeError, r"attend q: expected a dense tensor, given torch.sparse_coo"),
+    (attend(q_positions=torch.arange(6) + 2**61), errors.LayoutError, r"expected positions from 0 to .*, given 23058"),
+    (attention(sinks=T(4).to_sparse()), errors.DtypeError, r"attention sinks: expected a dense tensor"),
+    (attention(length="6"), errors.ShapeError, r"given length='6' with 6 tokens"),
+    (attention(exchange=["bulk"]), errors.KernelError, r"attention exchange: .* given \['bulk'\]"),
+    (
+        lambda: am.energy(*heads(), None),
+        errors.DtypeError,
+        r"energy source: .* given NoneType",
+    ),
+    (
+        lambda: am.merge((T(1).int(), T(1))),
+        errors.DtypeError,
+        r"merge: expected out in floats, given torch.int32",
+    ),
+    (lambda: am.Documents([2**60, 2**60]), errors.MaskError, r"Documents: expected at most .* tokens, given 23058"),
+    (lambda: am.Documents(torch.tensor([2.5])), errors.MaskError, r"Documents length: .* given tensor\(2.5"),
+    (lambda: am.Causal().draw(-1), errors.MaskError, r"draw: expected a whole number, 0 or more, given -1"),
     (attend(mask=am.Mask), errors.MaskError, r"given Mask itself"),
     (
         lambda: am.Mask(left=-1),
@@ -176,9 +201,11 @@ def test_options_of_others_are_not_swallowed(name: str) -> None:
 def test_forward_mode_is_refused_and_not_silently_zero() -> None:
     q, k, v = heads()
     with pytest.raises(
-        errors.KernelError, match=r"without forward-mode tangents, given dual numbers\. Fix: use reverse-mode"
+        errors.KernelError, match=r"without a forward-mode tangent, given a dual number\. Fix: use reverse-mode"
     ):
         torch.func.jvp(lambda x: am.attention(x, k, v), (q,), (torch.ones_like(q),))
+    with pytest.raises(errors.KernelError, match="attention sinks: expected a tensor without a forward-mode tangent"):
+        torch.func.jvp(lambda x: am.attention(q, k, v, sinks=x), (T(4),), (T(4),))
 
 
 def test_errors_travel_between_processes() -> None:

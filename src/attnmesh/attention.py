@@ -4,8 +4,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import DtypeError, KernelError, LayoutError, ShapeError
-from attnmesh.inputs import check_one_device, check_qkv, check_scale
+from attnmesh.inputs import check_one_device, check_qkv, check_scale, check_tensor
 from attnmesh.kernel.attend import attend_op
+from attnmesh.kernel.choose import check_kernel
 from attnmesh.layout import Layout, Zigzag
 from attnmesh.mask import FAR, Causal, Mask, check_mask
 
@@ -54,6 +55,7 @@ def attention(
         fix = f"use attend with q_positions, or say key_length={k.shape[2]} if the keys are another sequence from 0 on"
         raise ShapeError("attention", "as many queries as keys under a mask of positions", given, fix)
     scale = check_scale("attention", scale, q)
+    check_kernel(kernel)
     out: Tensor = attend_op(q, k, v, sinks, None, None, mask.encode(), scale, kernel)[0]
     return out
 
@@ -65,26 +67,26 @@ def _check_mesh(mesh: DeviceMesh | None, exchange: str, layout: Layout, key_layo
     if mesh is not None and mesh.size() > 1:
         given = f"a mesh of {mesh.size()} ranks"
         raise KernelError("attention mesh", "None or a mesh of one rank", given, "call attend on each shard and merge")
-    if exchange not in EXCHANGES:
+    if not isinstance(exchange, str) or exchange not in EXCHANGES:
         raise KernelError("attention exchange", f"one of {', '.join(EXCHANGES)}", repr(exchange), 'leave it at "auto"')
-    for name, value in (("layout", layout), ("key_layout", key_layout or layout)):
+    for name, value in (("layout", layout), ("key_layout", layout if key_layout is None else key_layout)):
         if isinstance(value, type) or not hasattr(value, "positions"):
             fix = "make one by calling it, as in Zigzag()"
             raise LayoutError(f"attention {name}", "Contiguous(), Zigzag() or Striped()", repr(value), fix)
 
 
 def _check_length(name: str, length: int | None, x: Tensor) -> None:
-    if length is not None and length != x.shape[2]:
-        given = f"{name}={length} with {x.shape[2]} tokens"
+    if length is not None and (not isinstance(length, int) or length != x.shape[2]):
+        given = f"{name}={length!r} with {x.shape[2]} tokens"
         raise ShapeError("attention", f"{name} to count the tokens given", given, f"leave {name} out on one device")
 
 
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        given = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise DtypeError("attention sinks", "a tensor of floats", given, "give each query head one logit")
+    check_tensor("attention sinks", sinks)
+    if not sinks.is_floating_point():
+        raise DtypeError("attention sinks", "a tensor of floats", str(sinks.dtype), "give each query head one logit")
     if tuple(sinks.shape) != (q.shape[1],):
         fix = "give each query head one logit"
         raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)

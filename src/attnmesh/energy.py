@@ -9,10 +9,11 @@ from torch import Tensor
 
 from attnmesh.errors import ShapeError
 from attnmesh.inputs import check_qkv, check_same_kind, check_scale
+from attnmesh.partial import wide
 
 
 def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None) -> Tensor:
-    """The energy `F(source)` of each query, (batch, heads, q_len); `dF/dsource` at 0 is attention.
+    """The energy `F(source)` of each query, (batch, heads, q_len), like an lse; `dF/dsource` at 0 is attention.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
@@ -23,8 +24,10 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
     """
     _check(q, k, v, source)
     group = q.shape[1] // k.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
-    return torch.logsumexp(q @ keys * check_scale("energy", scale, q) + source @ values, dim=-1)
+    keys, values = (x.to(wide(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q.to(keys.dtype) @ keys * check_scale("energy", scale, q) + source.to(keys.dtype) @ values
+    return torch.logsumexp(logits, dim=-1)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, source: Tensor) -> None:

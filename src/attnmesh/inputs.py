@@ -1,6 +1,5 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
-import math
 from numbers import Real
 
 import torch
@@ -16,27 +15,35 @@ SHAPE = "(batch, heads, length, dim)"
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v are one attention problem; heads may be grouped, values may have another width."""
     named = {"q": q, "k": k, "v": v}
+    check_same_kind(subject, named)
     for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise errors.DtypeError(f"{subject} {name}", "a tensor", type(x).__name__, "use torch.as_tensor")
         if x.ndim != 4:
             fix = "add or split the missing dims; the heads come before the length"
             raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
-    check_same_kind(subject, named)
     _check_shapes(subject, q, k, v)
-    if not torch.compiler.is_compiling() and any(unpack_dual(x).tangent is not None for x in named.values()):
-        fix = "use reverse-mode gradients: torch.autograd.grad or backward"
-        raise errors.KernelError(subject, "tensors without forward-mode tangents", "dual numbers", fix)
 
 
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
-    """Raise unless the tensors share one supported dtype and one device."""
+    """Raise unless these are dense tensors of one supported dtype on one device."""
+    for name, x in named.items():
+        check_tensor(f"{subject} {name}", x)
     dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in named.items()}
     if len(set(dtypes.values())) > 1 or not set(dtypes.values()) <= set(DTYPES):
-        raise errors.DtypeError(
-            subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), "cast them with .to(dtype)"
-        )
+        fix = "cast them with .to(dtype)"
+        raise errors.DtypeError(subject, f"one dtype of {', '.join(DTYPES)}", _listed(dtypes), fix)
     check_one_device(subject, named)
+
+
+def check_tensor(subject: str, x: Tensor) -> None:
+    """Raise unless it is a dense tensor of floats, and one that only reverse-mode gradients are asked of."""
+    if not isinstance(x, Tensor):
+        raise errors.DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor")
+    if x.layout != torch.strided:
+        raise errors.DtypeError(subject, "a dense tensor", str(x.layout), "call .to_dense()")
+    # No operator here has a rule for forward mode, and PyTorch would take a missing one for a tangent of zero.
+    if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
+        fix = "use reverse-mode gradients: torch.autograd.grad or backward"
+        raise errors.KernelError(subject, "a tensor without a forward-mode tangent", "a dual number", fix)
 
 
 def check_one_device(subject: str, named: dict[str, Tensor]) -> None:
@@ -47,12 +54,14 @@ def check_one_device(subject: str, named: dict[str, Tensor]) -> None:
 
 
 def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
-    """The scale to use: 1/sqrt(dim) unless given."""
+    """The scale to use: 1/sqrt(dim) unless given. Kernels take it in float32, so its size has to fit there."""
     if scale is None:
         return float(q.shape[-1] ** -0.5)
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not (scale == 0 or 1e-30 <= abs(scale) <= 1e30):
         given = f"{scale!r} of type {type(scale).__name__}"
-        raise errors.DtypeError(f"{subject} scale", "a finite number or None", given, "pass a Python float")
+        raise errors.DtypeError(
+            f"{subject} scale", "None, 0 or a number of size 1e-30 to 1e30", given, "pass a Python float"
+        )
     return float(scale)
 
 

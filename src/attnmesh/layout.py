@@ -76,8 +76,9 @@ class Striped:
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """The blocks of shard `index`."""
         length, shards, index = _checked(length, shards, index)
-        starts = torch.arange(index * self.block, max(length, index * self.block), shards * self.block)
-        tokens = (starts[:, None] + torch.arange(self.block)).flatten()
+        block = min(self.block, max(length, 1))
+        starts = torch.arange(index * block, max(length, index * block), shards * block)
+        tokens = (starts[:, None] + torch.arange(block)).flatten()
         return tokens[tokens < length]
 
 

@@ -59,8 +59,8 @@ class Mask:
         """The first and the last position that the query at each position sees; neither ever decreases."""
         first, last = (positions - self.left).clamp(min=0), positions + self.right
         if self.ends:
-            edges = torch.tensor((0, *self.ends), device=positions.device)
-            document = torch.searchsorted(edges[1:], positions, right=True).clamp(max=len(self.ends) - 1)
+            edges = torch.tensor((0, *self.ends, FAR), device=positions.device)  # tokens beyond are one more document
+            document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
         return first, last
@@ -107,7 +107,7 @@ class Mask:
 
     def draw(self, length: int) -> list[str]:
         """The mask over `length` tokens as text, a row a query."""
-        positions = torch.arange(length)
+        positions = torch.arange(_count("draw", length))
         return [" ".join(".#"[seen] for seen in row) for row in self.visible(positions, positions).tolist()]
 
     def __and__(self, other: "Mask") -> "Mask":
@@ -160,6 +160,8 @@ def Documents(lengths: Iterable[int]) -> Mask:
     if not isinstance(lengths, Iterable):
         raise MaskError("Documents", "a list of lengths", repr(lengths), "list each document's number of tokens")
     sizes = [_count("Documents length", length) for length in lengths]
+    if sum(sizes) > FAR:
+        raise MaskError("Documents", f"at most {FAR} tokens", f"{sum(sizes)} tokens", "check the unit of the lengths")
     if not any(sizes):
         raise MaskError("Documents", "at least one token", f"lengths {sizes}", "use Full() when there are no documents")
     return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
@@ -181,11 +183,13 @@ def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
 
 def _count(subject: str, value: int) -> int:
     """A number of tokens: any integer type, but no negative and no bool; beyond FAR it makes no difference."""
-    if not isinstance(value, bool) and (isinstance(value, int) or hasattr(value, "__index__")):
+    try:
         count = value if isinstance(value, int) else operator.index(value)
-        if count >= 0:
-            return min(count, FAR)
-    raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
+    except TypeError:
+        count = -1
+    if isinstance(value, bool) or count < 0:
+        raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
+    return min(count, FAR)
 
 
 def _corners(positions: range) -> tuple[int, int]:

@@ -76,7 +76,9 @@ def _check(partials: tuple[Partial, ...]) -> None:
     if not all(isinstance(p, tuple) and len(p) == 2 and all(isinstance(x, Tensor) for x in p) for p in partials):
         given = ", ".join(type(p).__name__ for p in partials)
         raise DtypeError("merge", "partials, each (out, lse)", given, "pass each as an argument: merge(*partials)")
-    for _, lse in partials:
+    for out, lse in partials:
+        if not out.is_floating_point():
+            raise DtypeError("merge", "out in floats", str(out.dtype), "keep out as the kernel returned it")
         if lse.dtype not in (torch.float32, torch.float64):
             raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")
     devices = dict.fromkeys(str(x.device) for partial in partials for x in partial)

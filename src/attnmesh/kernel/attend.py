@@ -12,9 +12,9 @@ from torch import Tensor
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.inputs import check_qkv, check_scale
 from attnmesh.kernel.blocks import Band
-from attnmesh.kernel.choose import choose
+from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer, backward, forward
-from attnmesh.mask import Full, Mask, check_mask
+from attnmesh.mask import FAR, Full, Mask, check_mask
 from attnmesh.partial import Partial, merge, wide
 
 
@@ -47,6 +47,7 @@ def attend(
     q_positions = _checked_positions("attend q_positions", q_positions, q.shape[2])
     k_positions = _checked_positions("attend k_positions", k_positions, k.shape[2])
     scale = check_scale("attend", scale, q)
+    check_kernel(kernel)
     return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
 
 
@@ -72,8 +73,7 @@ def attend_op(
 
 @attend_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return _placed(out, q.dtype), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return _place(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
@@ -102,7 +102,7 @@ def attend_backward_op(
 
 @attend_backward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_placed(x.new_empty(x.shape), x.dtype) for x in (q, k, v))
+    dq, dk, dv = (_place(x, x.shape[-1]) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -128,18 +128,22 @@ def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple
     """The energy's gradient is attention again: `dlse/dq` is attention over k as values, and dk its transpose."""
     *_, scale, _ = where
     values, own_lse = attend_op(q, k, k, None, *where)
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     share = torch.exp(own_lse - lse.masked_fill(lse == -torch.inf, torch.inf))  # 1, or less beside a sink
     dq = (dlse * scale * share).unsqueeze(-1) * values
-    pull = (dlse.unsqueeze(-1) * scale * q).to(q.dtype)
+    size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
+    pull = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # of size 1: a loss scale would overflow half precision
     dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
-    return dq.to(q.dtype), dk
+    return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
 
 
 def _sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
     """A sink takes the weight `e^(sink - lse)` and gives nothing for it."""
     pull = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
     pull = pull if dlse is None else pull + dlse
-    return (torch.exp(sinks.to(lse.dtype)[:, None] - lse) * pull).sum((0, 2)).to(sinks.dtype)
+    # A row that sees nothing and has a sink of -inf has lse -inf: the weight is to be 0, not e^(-inf + inf).
+    weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return (weights * pull).sum((0, 2)).to(sinks.dtype)
 
 
 def _no_second_gradients(ctx: Any, *_: Any) -> None:
@@ -164,12 +168,13 @@ def _band(
 
 def _ordered(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
     if positions is None or not len(positions):
-        return positions, None
+        return None, None
     positions = positions.cpu()
+    low, high = int(positions.min()), int(positions.max())
+    if low < 0 or high >= FAR:
+        raise LayoutError(name, f"positions from 0 to {FAR}", str(low if low < 0 else high), "count tokens from 0")
     order = None if bool((positions.diff() >= 0).all()) else positions.argsort(stable=True)
     positions = positions if order is None else positions[order]
-    if positions[0] < 0:
-        raise LayoutError(name, "positions of 0 or more", str(int(positions[0])), "count tokens from 0")
     if mask.ends and positions[-1] >= mask.ends[-1]:
         given = f"position {int(positions[-1])} and {mask.ends[-1]} tokens in the documents"
         raise MaskError(name, "positions inside the documents", given, "let Documents(lengths) cover every token")
@@ -185,9 +190,15 @@ def _give(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
+def _place(x: Tensor, width: int) -> Tensor:
+    return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+
+
 def _placed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In memory (batch, length, heads, dim), as the flash operators write it and an output projection reads it."""
-    return x.transpose(1, 2).to(dtype).contiguous().transpose(1, 2)
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
+        return x
+    return _place(x.to(dtype), x.shape[-1]).copy_(x)  # no view of another, so that users may write to it
 
 
 def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tensor | None:

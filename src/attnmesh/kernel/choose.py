@@ -19,12 +19,17 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
     'cpu'
     """
+    check_kernel(name)
     if name == "auto":
         return next(kernel for kernel in KERNELS if kernel.refuses(q, k, v) is None)
-    named = {kernel.name: kernel for kernel in KERNELS}
-    if name not in named:
-        expected = ", ".join(("auto", *named))
-        raise KernelError("kernel", f"one of {expected}", repr(name), 'leave it at "auto"')
-    if (reason := named[name].refuses(q, k, v)) is not None:
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    if (reason := kernel.refuses(q, k, v)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it serves", f"others: {reason}", 'leave it at "auto"')
-    return named[name]
+    return kernel
+
+
+def check_kernel(name: str) -> None:
+    """Raise unless there is a kernel of that name."""
+    names = ("auto", *(kernel.name for kernel in KERNELS))
+    if not isinstance(name, str) or name not in names:
+        raise KernelError("kernel", f"one of {', '.join(names)}", repr(name), 'leave it at "auto"')

@@ -5,13 +5,14 @@ precision, out 0 to an infinite logit, and with grouped heads it reads the keys 
 dies on empty inputs, and gives NaN for a negative scale, `walk` sees to for every kernel.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnmesh.kernel.blocks import Band, Block, cut
+from attnmesh.kernel.blocks import TILE, Band, Block, cut
 from attnmesh.kernel.reference import Reference
 from attnmesh.kernel.walk import Answer, Gradients
 from attnmesh.partial import Partial
@@ -41,23 +42,19 @@ class FlashCPU:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
         packed = _packs(q, k)
-        rows = _pack(q, k) if packed else q
-        arguments = _arguments(rows, k, block, packed)
-        width = max(q.shape[-1], v.shape[-1])
+        rows, keys, values = _fitted((_pack(q, k) if packed else q, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_widened(x, width) for x in (rows, k, v)), **arguments, scale=scale
+            rows, keys, values, **_arguments(rows, block, packed), scale=scale
         )
         shape = q.shape[:-1]
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
-        return _settle_doubts(partial, q, k, v, block, scale)
+        return _settled(partial, q, k, v, block, scale)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
-        arguments = _arguments(q, k, block, packed=False)
-        width = max(q.shape[-1], v.shape[-1])
-        dout, *qkv, out = (_widened(x, width) for x in (answer.dout, q, k, v, answer.out))
+        dout, *qkv, out = _fitted((answer.dout, q, k, v, answer.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, answer.lse, **arguments, scale=scale
+            dout, *qkv, out, answer.lse, **_arguments(qkv[0], block, packed=False), scale=scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 
@@ -72,7 +69,7 @@ def _pack(q: Tensor, k: Tensor) -> Tensor:
     return packed
 
 
-def _arguments(rows: Tensor, k: Tensor, block: Block, packed: bool) -> dict[str, object]:
+def _arguments(rows: Tensor, block: Block, packed: bool) -> dict[str, object]:
     """The block's shape in the operator's words: causal, an additive mask, or neither."""
     causal = block.causal and not packed
     mask = None
@@ -83,19 +80,28 @@ def _arguments(rows: Tensor, k: Tensor, block: Block, packed: bool) -> dict[str,
     return {"dropout_p": 0.0, "is_causal": causal, "attn_mask": mask}
 
 
-def _widened(x: Tensor, width: int) -> Tensor:
-    """Zero columns up to the width: they add nothing to a product. The operator also wants unit stride."""
-    x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _width(q: Tensor, v: Tensor) -> int:
+    return max(q.shape[-1], v.shape[-1])
 
 
-def _settle_doubts(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+def _fitted(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
+    """As the operator wants them: of one width, by zero columns, which add nothing to a product, and of unit stride.
+
+    In float16 its logits' gradients overflow and its small ones are lost, so those go through float32.
+    """
+    wider = [pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors]
+    wider = [x.float() if x.dtype == torch.float16 else x for x in wider]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in wider]
+
+
+def _settled(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
     """Ask the reference where lse is 0, which may mean that nothing was seen, or infinite, where out may be wrong."""
     doubt = (partial.lse == 0) | partial.lse.isinf()
     if not bool(doubt.any()):
         return partial
-    rows = doubt.any(0).any(0).nonzero().flatten()
-    settled = Reference().attend(q[:, :, rows], k, v, block.only(rows), scale)
-    partial.out.index_copy_(2, rows, settled.out)
-    partial.lse.index_copy_(2, rows, settled.lse)
-    return partial
+    out, lse = partial.out.clone(), partial.lse.clone()
+    for rows in doubt.any(0).any(0).nonzero().flatten().split(TILE):
+        settled = Reference().attend(q[:, :, rows], k, v, block.only(rows), scale)
+        out.index_copy_(2, rows, settled.out.to(out.dtype))
+        lse.index_copy_(2, rows, settled.lse)
+    return Partial(out, lse)

@@ -67,8 +67,33 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: 
     blocks = kernel.cut(band) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
-    if _whole(blocks, q, k):
-        return _attend(kernel, q, k, v, blocks[0], scale)
+    with torch.autocast(q.device.type, enabled=False):  # the dtype is the caller's: nothing here is to round further
+        if _whole(blocks, q, k):
+            return _attend(kernel, q, k, v, blocks[0], scale)
+        return _merged(kernel, q, k, v, blocks, scale)
+
+
+def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
+    """The gradients over the band, in the inputs' dtype or wider."""
+    blocks = kernel.cut(band) if q.shape[0] else []
+    sign, scale = _positive(scale)
+    q = q if sign == 1 else q * sign
+    with torch.autocast(q.device.type, enabled=False):
+        if _whole(blocks, q, k):
+            dq, dk, dv = kernel.differentiate(q, k, v, _seen(answer), blocks[0], scale)
+        else:
+            dq, dk, dv = _summed(kernel, q, k, v, _seen(answer), blocks, scale)
+    return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+
+
+def _seen(answer: Answer) -> Answer:
+    """A row that saw nothing has lse -inf: measured from +inf all its weights are e^-inf = 0, and nothing is asked."""
+    blind = answer.lse == -torch.inf
+    lse, dout = answer.lse.masked_fill(blind, torch.inf), answer.dout.masked_fill(blind.unsqueeze(-1), 0.0)
+    return Answer(answer.out, lse, dout)
+
+
+def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
     total = _identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
     fresh = 0  # rows from here on have no partial yet: blocks come in order of their first row
     for block in blocks:
@@ -80,20 +105,6 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: 
         rows.lse.copy_(partial.lse)
         fresh = max(fresh, block.queries.stop)
     return total
-
-
-def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
-    """The gradients over the band, in the inputs' dtype or wider."""
-    blocks = kernel.cut(band) if q.shape[0] else []
-    sign, scale = _positive(scale)
-    q = q if sign == 1 else q * sign
-    # A row that saw nothing has lse -inf; measured from +inf instead, all its weights are e^-inf = 0 and never NaN.
-    answer = Answer(answer.out, answer.lse.masked_fill(answer.lse == -torch.inf, torch.inf), answer.dout)
-    if _whole(blocks, q, k):
-        dq, dk, dv = kernel.differentiate(q, k, v, answer, blocks[0], scale)
-    else:
-        dq, dk, dv = _summed(kernel, q, k, v, answer, blocks, scale)
-    return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
 def _summed(
@@ -108,7 +119,7 @@ def _summed(
 
 
 def _positive(scale: float) -> tuple[int, float]:
-    """The scale as a sign for q and a positive size: kernels mask with -inf first and scale after."""
+    """The scale as a sign for q, 0 for none, and a positive size: kernels mask with -inf first and scale after."""
     return (0, 1.0) if scale == 0 else (1 if scale > 0 else -1, abs(scale))
 
 
