@@ -17,8 +17,11 @@ from torch import Tensor
 ROUNDINGS = 8.0
 """The worst of 4,000 random problems took 3.5."""
 
-COARSE_EXPONENTIAL = 2.0**-14
-"""In bfloat16 PyTorch's flash attention for CPUs takes an exponential with relative errors of up to 5e-5."""
+COARSE_EXPONENTIAL = 1.1e-4
+"""In bfloat16 PyTorch's flash attention for CPUs takes an exponential with relative errors of up to 1.01e-4.
+
+Found by scanning 64 keys, one at logit 0 and 63 at -d, for d from 0 to 40 in steps of 0.01: the worst is at 0.69.
+"""
 
 
 @dataclass(frozen=True)

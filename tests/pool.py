@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "attnmesh", "tests.dense"])
+        context.set_forkserver_preload(["torch._dynamo", "tests.mesh_problems"])  # once, or each rank would
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
         self.ranks = [self._start(context, rank, size) for rank in range(size)]
 

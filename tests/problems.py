@@ -100,7 +100,7 @@ def draw(
         seed=seed,
         dtype=random.choice(dtypes),
         kernel=random.choice(kernels),
-        mask=_mask(random, total),
+        mask=mask(random, total),
         heads=(kv_heads * random.choice((1, 1, 2, 3, 4)), kv_heads),
         widths=(width, random.choice((width, width, *WIDTHS))),
         batch=random.choice((0, 1, 1, 2, 3)),
@@ -128,7 +128,7 @@ def _positions(random: Random, total: int) -> Tensor | None:
     return positions
 
 
-def _mask(random: Random, total: int) -> Mask:
+def mask(random: Random, total: int) -> Mask:
     """An intersection of up to three masks."""
     mask = am.Full()
     if random.random() < 0.5:

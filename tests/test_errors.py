@@ -150,7 +150,7 @@ BAD = [
     (attend(q=heads()[0].to_sparse()), errors.DtypeError, r"attend q: expected a dense tensor, given torch.sparse_coo"),
     (attend(q_positions=torch.arange(6) + 2**61), errors.LayoutError, r"expected positions from 0 to .*, given 23058"),
     (attention(sinks=T(4).to_sparse()), errors.DtypeError, r"attention sinks: expected a dense tensor"),
-    (attention(length="6"), errors.ShapeError, r"given length='6' with 6 tokens"),
+    (attention(length="6"), errors.ShapeError, r"attention length: expected a whole number, given '6'\. Fix: count"),
     (attention(exchange=["bulk"]), errors.KernelError, r"attention exchange: .* given \['bulk'\]"),
     (
         lambda: am.energy(*heads(), None),
@@ -179,7 +179,7 @@ BAD = [
         r"merge: expected partials, each \(out, lse\), given list\. Fix: pass",
     ),
     (lambda: am.merge(*heads()), errors.DtypeError, r"given Tensor, Tensor, Tensor"),
-    (attention(mesh="cuda"), errors.LayoutError, r"attention mesh: expected a DeviceMesh or None, given str"),
+    (attention(mesh="cuda"), errors.MeshError, r"mesh: expected a DeviceMesh or None, given str\. Fix: make one"),
 ]
 
 

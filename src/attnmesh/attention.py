@@ -1,16 +1,34 @@
-"""Attention over a mesh of devices, as a layer of a model calls it; on one device it is `attend` and its sinks."""
+"""Attention over a mesh of devices, as a layer of a model calls it: shards in, the same shard out, differentiable.
 
+Along the heads axis tokens are swapped for heads and back. Between, two operators of PyTorch run the schedule of the
+queries x keys mesh forward and backward; from the first to the second only tensors of a shard's size are kept.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import DtypeError, KernelError, LayoutError, ShapeError
+from attnmesh.agree import agree
+from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
+from attnmesh.execute import Task, backward, forward
 from attnmesh.inputs import check_one_device, check_qkv, check_scale, check_tensor
-from attnmesh.kernel.attend import attend_op
-from attnmesh.kernel.choose import check_kernel
-from attnmesh.layout import Layout, Zigzag
+from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient, with_sinks
+from attnmesh.kernel.choose import check_kernel, choose
+from attnmesh.kernel.walk import Answer, Kernel
+from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
+from attnmesh.mesh import Mesh, Shape
+from attnmesh.partial import wide
+from attnmesh.schedule import Problem, schedule
+from attnmesh.swap import swap_op
 
 EXCHANGES = ("auto", "bulk", "pipelined", "ring")
+
+HEAD_GROUPS = 8
+"""Groups of heads that "pipelined" goes by, if there are as many: one is gathered while another is attended."""
 
 
 def attention(
@@ -35,8 +53,9 @@ def attention(
     softmax and gives nothing. Keys of another sequence, cross-attention, say so by their `key_length`; the last queries
     of a longer sequence are a case for `attend`, which takes positions.
 
-    On one device the shard is the whole, every layout is the order of the tokens and there is nothing to exchange. A
-    mesh of several ranks is refused for now.
+    On a mesh, `layout` says which of `length` tokens each rank holds, and `exchange` how keys travel: "bulk", at once;
+    "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
+    The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -44,50 +63,211 @@ def attention(
     >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
     True
     """
+    here = Mesh.of(mesh)
+    key_layout = layout if key_layout is None else key_layout
+    options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length)
+    if here.shape.ranks == 1:
+        _check(here, options, q, k, v, sinks)
+        _check_whole(options, q, k)
+        where = (None, None, mask.encode(), check_scale("attention", scale, q), kernel)
+        out: Tensor = attend_op(q, k, v, sinks, *where)[0]
+        return out
+    problem = _agreed(here, options, q, k, v, sinks)
+    return _on_mesh(q, k, v, sinks, here, problem, options)
+
+
+class _Options(NamedTuple):
+    """All that does not depend on the rank."""
+
+    mask: Mask
+    layout: Layout
+    key_layout: Layout
+    exchange: str
+    kernel: str
+    scale: float | None
+    length: int | None
+    key_length: int | None
+
+
+def _on_mesh(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, here: Mesh, problem: Problem, options: _Options
+) -> Tensor:
+    code = [*here.shape, *(axis.index for axis in here.axes), *problem.encode()]
+    groups = here.group_names
+    if here.shape.heads > 1:
+        q, k, v = (swap_op(x, groups, code, keys, True) for x, keys in ((q, False), (k, True), (v, True)))
+        sinks = sinks if sinks is None else sinks.chunk(here.shape.heads)[here.heads.index]
+    scale = check_scale("attention", options.scale, q)
+    out: Tensor = mesh_op(q, k, v, sinks, groups, code, options.exchange, options.kernel, scale)[0]
+    return swap_op(out, groups, code, False, False) if here.shape.heads > 1 else out
+
+
+@torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
+def mesh_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    groups: str,
+    code: Sequence[int],
+    exchange: str,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Forward on the queries x keys mesh: (out, lse) of this rank's queries."""
+    task = _task(groups, code, exchange, choose(kernel, q, k, v), scale)
+    partial = with_sinks(forward(q, k, v, task), sinks)
+    return placed(partial.out, q.dtype), partial.lse
+
+
+@mesh_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return empty_placed(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+
+
+@torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
+def mesh_backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    groups: str,
+    code: Sequence[int],
+    exchange: str,
+    kernel: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward on the queries x keys mesh: (dq, dk, dv) of this rank's tokens."""
+    task = _task(groups, code, exchange, choose(kernel, q, k, v), scale)
+    dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, Answer(out, lse, dout), task))
+    return dq, dk, dv
+
+
+@mesh_backward_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (empty_placed(x, x.shape[-1]) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    dq, dk, dv = mesh_backward_op(q, k, v, out, lse, dout, *ctx.options)
+    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
+    return dq, dk, dv, dsinks, *[None] * len(ctx.options)
+
+
+mesh_op.register_autograd(_gradients, setup_context=_remember)
+
+
+def _task(groups: str, code: Sequence[int], exchange: str, kernel: Kernel, scale: float) -> Task:
+    here = Mesh.named(Shape(*code[:3]), code[3:6], groups)
+    plan = schedule(Problem.decode(here.shape, code[6:]), here.queries.index, here.keys.index, exchange == "ring")
+    return Task(here, plan, HEAD_GROUPS if exchange == "pipelined" else 1, kernel, scale)
+
+
+def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Problem:
+    """What all ranks are about to do, or the error that all raise; a rank alone never raises."""
+    if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
+        _check(here, options, q, k, v, sinks)
+        return _problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k)))
+    call: str | InputError
+    try:
+        _check(here, options, q, k, v, sinks)
+        call = _described(options, q, k, v, sinks)
+    except InputError as error:
+        call = error
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    lengths = [q.shape[2], k.shape[2]] if isinstance(call, str) else [0, 0]
+    table = agree(here, device, call, lengths)
+    problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
+    _check_shards(problem, table)
+    return problem
+
+
+def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
+    length = tokens if options.length is None else options.length
+    key_length = keys if options.key_length is None else options.key_length
+    problem = Problem(options.mask, here.shape, options.layout, options.key_layout, length, key_length)
+    check_mask("attention mask", options.mask, length, key_length)
+    _check_cross(options, length, key_length)
+    return problem
+
+
+def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
+    """The call, as ranks tell each other of it: all but the lengths of their shards."""
+    named = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
+    shapes = ", ".join(f"{name} {[n for dim, n in enumerate(x.shape) if dim != 2]}" for name, x in named.items())
+    learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
+    given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value is not None)
+    return f"attention of {q.dtype}, {shapes}, {given}, gradients for {learned}"
+
+
+def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     check_qkv("attention", q, k, v)
-    check_mask("attention mask", mask, q.shape[2], k.shape[2])
-    _check_mesh(mesh, exchange, layout, key_layout)
-    _check_length("length", length, q)
-    _check_length("key_length", key_length, k)
+    check_mask("attention mask", options.mask)
+    check_layout("attention layout", options.layout)
+    check_layout("attention key_layout", options.key_layout)
+    if not isinstance(options.exchange, str) or options.exchange not in EXCHANGES:
+        expected = f"one of {', '.join(EXCHANGES)}"
+        raise KernelError("attention exchange", expected, repr(options.exchange), 'leave it at "auto"')
+    for name, length in (("length", options.length), ("key_length", options.key_length)):
+        if length is not None and (not isinstance(length, int) or length < 0):
+            raise ShapeError(f"attention {name}", "a whole number", repr(length), "count the tokens of all ranks")
+    check_kernel(options.kernel)
+    check_scale("attention", options.scale, q)
     _check_sinks(sinks, q)
-    if q.shape[2] != k.shape[2] and key_length is None and min(mask.left, mask.right) < FAR:
-        given = f"{q.shape[2]} queries, {k.shape[2]} keys and the mask {mask}"
-        fix = f"use attend with q_positions, or say key_length={k.shape[2]} if the keys are another sequence from 0 on"
+    if k.shape[1] % mesh.shape.heads:
+        given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
+        fix = "give those ranks to the queries or the keys axis"
+        raise ShapeError("attention", "key heads that the heads axis divides", given, fix)
+
+
+def _check_whole(options: _Options, q: Tensor, k: Tensor) -> None:
+    """On one device the shard is the whole."""
+    for name, given, x in (("length", options.length, q), ("key_length", options.key_length, k)):
+        if given is not None and given != x.shape[2]:
+            fix = f"leave {name} out on one device"
+            raise ShapeError(
+                "attention", f"{name} to count the tokens given", f"{name}={given!r} with {x.shape[2]} tokens", fix
+            )
+    check_mask("attention mask", options.mask, q.shape[2], k.shape[2])
+    _check_cross(options, q.shape[2], k.shape[2])
+
+
+def _check_cross(options: _Options, length: int, key_length: int) -> None:
+    """Positions of another sequence are compared only when asked for: a query at the end of a cache is at its end."""
+    if length != key_length and options.key_length is None and min(options.mask.left, options.mask.right) < FAR:
+        given = f"{length} queries, {key_length} keys and the mask {options.mask}"
+        fix = f"use attend with q_positions, or say key_length={key_length} if the keys are another sequence from 0 on"
         raise ShapeError("attention", "as many queries as keys under a mask of positions", given, fix)
-    scale = check_scale("attention", scale, q)
-    check_kernel(kernel)
-    out: Tensor = attend_op(q, k, v, sinks, None, None, mask.encode(), scale, kernel)[0]
-    return out
 
 
-def _check_mesh(mesh: DeviceMesh | None, exchange: str, layout: Layout, key_layout: Layout | None) -> None:
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        fix = "make one with torch.distributed.device_mesh.init_device_mesh"
-        raise LayoutError("attention mesh", "a DeviceMesh or None", type(mesh).__name__, fix)
-    if mesh is not None and mesh.size() > 1:
-        given = f"a mesh of {mesh.size()} ranks"
-        raise KernelError("attention mesh", "None or a mesh of one rank", given, "call attend on each shard and merge")
-    if not isinstance(exchange, str) or exchange not in EXCHANGES:
-        raise KernelError("attention exchange", f"one of {', '.join(EXCHANGES)}", repr(exchange), 'leave it at "auto"')
-    for name, value in (("layout", layout), ("key_layout", layout if key_layout is None else key_layout)):
-        if isinstance(value, type) or not hasattr(value, "positions"):
-            fix = "make one by calling it, as in Zigzag()"
-            raise LayoutError(f"attention {name}", "Contiguous(), Zigzag() or Striped()", repr(value), fix)
-
-
-def _check_length(name: str, length: int | None, x: Tensor) -> None:
-    if length is not None and (not isinstance(length, int) or length != x.shape[2]):
-        given = f"{name}={length!r} with {x.shape[2]} tokens"
-        raise ShapeError("attention", f"{name} to count the tokens given", given, f"leave {name} out on one device")
+def _check_shards(problem: Problem, table: list[list[int]]) -> None:
+    """Every rank holds as many tokens as its layout says; all ranks see the same table, so all raise alike."""
+    named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
+    for column, (name, layout, length) in enumerate(named):
+        expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
+        given = [row[column] for row in table]
+        if given != expected:
+            fix = f"shard with am.shard and this layout, or mend {name}"
+            raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", f"{given}", fix)
 
 
 def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     check_tensor("attention sinks", sinks)
+    fix = "give each query head one logit"
     if not sinks.is_floating_point():
-        raise DtypeError("attention sinks", "a tensor of floats", str(sinks.dtype), "give each query head one logit")
+        raise DtypeError("attention sinks", "a tensor of floats", str(sinks.dtype), fix)
     if tuple(sinks.shape) != (q.shape[1],):
-        fix = "give each query head one logit"
         raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)
     check_one_device("attention sinks", {"sinks": sinks, "q": q})

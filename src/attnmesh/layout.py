@@ -10,6 +10,7 @@ Any length goes, also fewer tokens than shards: then some shards are empty.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +81,27 @@ class Striped:
         starts = torch.arange(index * block, max(length, index * block), shards * block)
         tokens = (starts[:, None] + torch.arange(block)).flatten()
         return tokens[tokens < length]
+
+
+LAYOUTS = (Contiguous, Zigzag, Striped)
+
+
+def encode_layout(layout: Layout) -> list[int]:
+    """A layout as two integers, as an operator's schema can carry it."""
+    return [LAYOUTS.index(type(layout)), getattr(layout, "block", 0)]
+
+
+def decode_layout(code: Sequence[int]) -> Layout:
+    """The layout that `encode_layout` wrote."""
+    kind, block = code
+    return Striped(block) if LAYOUTS[kind] is Striped else LAYOUTS[kind]()
+
+
+def check_layout(subject: str, layout: Layout) -> None:
+    """Raise unless it is one of the layouts here."""
+    if not isinstance(layout, LAYOUTS):
+        fix = "make one by calling it, as in Zigzag()"
+        raise LayoutError(subject, "Contiguous(), Zigzag() or Striped()", repr(layout), fix)
 
 
 def _checked(length: int, shards: int, index: int) -> tuple[int, int, int]:

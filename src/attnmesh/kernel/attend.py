@@ -63,17 +63,16 @@ def attend_op(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Forward: (out, lse). A sink, one logit a query head, is one more partial, `(0, sink)`."""
+    """Forward: (out, lse)."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
     partial = forward(choose(kernel, q, k, v), _take(q, q_order), _take(k, k_order), _take(v, k_order), band, scale)
-    if sinks is not None:
-        partial = merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
-    return _placed(_give(partial.out, q_order), q.dtype), _give(partial.lse, q_order).contiguous()
+    out, lse = with_sinks(partial, sinks)
+    return placed(_give(out, q_order), q.dtype), _give(lse, q_order).contiguous()
 
 
 @attend_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _place(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return empty_placed(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
@@ -96,13 +95,13 @@ def attend_backward_op(
     rows = _take(q, q_order), _take(k, k_order), _take(v, k_order)
     gradients = backward(choose(kernel, q, k, v), *rows, answer, band, scale)
     orders = (q_order, k_order, k_order)
-    dq, dk, dv = (_placed(_give(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
+    dq, dk, dv = (placed(_give(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
 @attend_backward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (_place(x, x.shape[-1]) for x in (q, k, v))
+    dq, dk, dv = (empty_placed(x, x.shape[-1]) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -120,7 +119,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, where)
         dq, dk = dq + more_dq, dk + more_dk
-    dsinks = None if sinks is None else _sink_gradient(sinks, out, lse, dout, dlse)
+    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
     return dq, dk, dv, dsinks, None, None, None, None, None
 
 
@@ -137,7 +136,14 @@ def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple
     return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
 
 
-def _sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
+    """A sink, one logit a query head, is one more partial: `(0, sink)`."""
+    if sinks is None:
+        return partial
+    return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
+
+
+def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """A sink takes the weight `e^(sink - lse)` and gives nothing for it."""
     pull = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
     pull = pull if dlse is None else pull + dlse
@@ -190,15 +196,16 @@ def _give(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
-def _place(x: Tensor, width: int) -> Tensor:
+def empty_placed(x: Tensor, width: int) -> Tensor:
+    """An empty tensor like x but of another width, as `placed` in memory."""
     return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
 
-def _placed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def placed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """In memory (batch, length, heads, dim), as the flash operators write it and an output projection reads it."""
     if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
         return x
-    return _place(x.to(dtype), x.shape[-1]).copy_(x)  # no view of another, so that users may write to it
+    return empty_placed(x.to(dtype), x.shape[-1]).copy_(x)  # no view of another, so that users may write to it
 
 
 def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tensor | None:

@@ -1,0 +1,53 @@
+"""Before anyone waits for anyone, the ranks of a mesh agree on what they are about to do.
+
+A rank that raised alone would leave the others waiting for it. So each says what it was called with, or what is wrong
+with that, in one small exchange; and if they do not all say the same, all raise the same error.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+
+from attnmesh import errors
+from attnmesh.errors import InputError, MeshError
+from attnmesh.exchange import share
+from attnmesh.mesh import Mesh
+
+SEPARATOR = "\x1f"
+
+
+def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
+    """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise."""
+    failed = isinstance(call, InputError)
+    text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
+    digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    table = share([digest, failed, *numbers], mesh.axes, device)
+    if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
+        _raise(_texts(mesh, device, text), [bool(row[1]) for row in table])
+    return [row[2:] for row in table]
+
+
+def _texts(mesh: Mesh, device: torch.device, text: str) -> list[str]:
+    """Every rank's text, by shard: first how long they are, then the letters."""
+    letters = text.encode()
+    lengths = [row[0] for row in share([len(letters)], mesh.axes, device)]
+    padded = [*letters, *[0] * (max(lengths) - len(letters))]
+    return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes, device), lengths, strict=True)]
+
+
+def _raise(texts: list[str], failed: list[bool]) -> None:
+    for text, is_error in zip(texts, failed, strict=True):
+        if is_error:
+            name, *parts = text.split(SEPARATOR)
+            raise getattr(errors, name)(*parts)
+    said = defaultdict(list)
+    for shard, text in enumerate(texts):
+        said[text].append(shard)
+    given = "; ".join(f"on {_ranks(shards)} {text}" for text, shards in said.items())
+    raise MeshError("attention", "the same call on every rank", given, "call it alike on all ranks of the mesh")
+
+
+def _ranks(shards: list[int]) -> str:
+    return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"

@@ -1,0 +1,152 @@
+"""Runs a schedule: gather, attend, merge-scatter; and back. One loop for every exchange.
+
+An exchange is a value: whether keys come at once or round a ring is the schedule's number of steps, and whether heads
+go all together or group by group is a number too. What comes next is always under way while a kernel runs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from attnmesh.exchange import Tensors, gather, give_back
+from attnmesh.kernel.walk import Answer, Gradients, Kernel
+from attnmesh.kernel.walk import backward as kernel_backward
+from attnmesh.kernel.walk import forward as kernel_forward
+from attnmesh.mesh import Mesh
+from attnmesh.partial import Partial, merge, wide
+from attnmesh.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to run, and with what."""
+
+    mesh: Mesh
+    schedule: Schedule
+    head_groups: int
+    kernel: Kernel
+    scale: float
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """One group of heads under way: the row's queries, and the column's keys and values step by step."""
+
+    heads: slice  # of the keys; the query heads are those that share them
+    rows: Callable[[], Tensors]
+    keys: Iterator[Tensors]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
+    """The partial of this rank's queries over the keys of all ranks, in float32 or wider."""
+    returning = []
+    own = Partial(
+        q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype)),
+        q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)),
+    )
+    for arrivals in _arrivals((q,), k, v, task):
+        (rows,) = arrivals.rows()
+        total: Partial | None = None
+        for (keys, values), band in zip(arrivals.keys, task.schedule.bands, strict=True):
+            out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
+            partial = Partial(out.to(lse.dtype), lse)
+            total = partial if total is None else merge(total, partial)
+        assert total is not None  # every schedule has a step
+        returning.append((arrivals.heads, give_back(total, task.schedule.row, task.mesh.keys)))
+    for heads, finish in returning:
+        _merge_in(finish(), Partial(*(x[:, _shared(heads, q, k)] for x in own)))
+    return own
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gradients:
+    """The gradients of this rank's q, k and v, from what it saved alone, in float32 or wider."""
+    delta = (answer.out.to(wide(q.dtype)) * answer.dout).sum(-1)
+    returning_q, returning_k = [], []
+    for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
+        rows, dout, lse, row_delta = arrivals.rows()
+        row_answer = Answer(_stand_in(dout, row_delta), lse, dout)
+        dq = torch.zeros_like(rows, dtype=wide(q.dtype))
+        back = []
+        for (keys, values), band, step in zip(arrivals.keys, task.schedule.bands, task.schedule.steps, strict=True):
+            part = kernel_backward(task.kernel, rows, keys, values, row_answer, band, task.scale)
+            dq += part.q
+            dk, dv = part.k.to(dq.dtype), part.v.to(dq.dtype)
+            back.append(give_back((dk, dv), step, task.mesh.queries))
+        returning_q.append(give_back((dq,), task.schedule.row, task.mesh.keys))
+        returning_k.append((arrivals.heads, back))
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
+    for heads, back in returning_k:
+        for finish in back:
+            _add(finish(), (dk[:, heads], dv[:, heads]))
+    for (heads, _), finish in zip(returning_k, returning_q, strict=True):
+        _add(finish(), (dq[:, _shared(heads, q, k)],))
+    return Gradients(dq, dk, dv)
+
+
+def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arrivals]:
+    """Group after group of heads, the next one's exchanges under way before this one is attended."""
+
+    def begin(heads: slice) -> Arrivals:
+        shared = _shared(heads, rows[0], k)
+        queries = gather(tuple(x[:, shared] for x in rows), task.schedule.row, task.mesh.keys)
+        return Arrivals(heads, queries, _stream(k[:, heads], v[:, heads], task))
+
+    edges = [group * k.shape[1] // task.head_groups for group in range(task.head_groups + 1)]
+    groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
+    under_way = begin(groups[0])
+    for following in groups[1:]:
+        arrived, under_way = under_way, begin(following)
+        yield arrived
+    yield under_way
+
+
+def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
+    """The keys and values of each step, the first under way at once and the next whenever one has come."""
+    steps, axis = task.schedule.steps, task.mesh.queries
+    first = gather((k, v), steps[0], axis)
+
+    def arrivals() -> Iterator[Tensors]:
+        finish = first
+        for step in steps[1:]:
+            held = finish()
+            finish = gather(held, step, axis)
+            yield held
+        yield finish()
+
+    return arrivals()
+
+
+def _merge_in(parts: list[tuple[Tensor, Tensors]], total: Partial) -> None:
+    """Merge what ranks of the row made, for some of this rank's queries each, into the partial for all of them."""
+    for tokens, part in parts:
+        places = tokens.to(total.out.device)
+        merged = merge(Partial(*(x.index_select(2, places) for x in total)), Partial(*part))
+        for whole, some in zip(total, merged, strict=True):
+            whole.index_copy_(2, places, some)
+
+
+def _add(parts: list[tuple[Tensor, Tensors]], totals: Tensors) -> None:
+    for tokens, part in parts:
+        for total, some in zip(totals, part, strict=True):
+            total.index_add_(2, tokens.to(some.device), some)
+
+
+def _shared(heads: slice, q: Tensor, k: Tensor) -> slice:
+    """The query heads that share some key heads."""
+    group = q.shape[1] // k.shape[1]
+    return slice(heads.start * group, heads.stop * group)
+
+
+def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """An `out` with `sum(out * dout) = delta`, all that a backward pass asks of it: delta travels, out need not.
+
+    It lies along dout and is never longer than the true one, so it can be rounded as well as that.
+    """
+    exact = dout.to(delta.dtype)
+    size = exact.abs().amax(-1, keepdim=True)
+    unit = exact / size.masked_fill(size == 0, 1.0)
+    share = delta.unsqueeze(-1) / size.masked_fill(size == 0, 1.0) / unit.square().sum(-1, keepdim=True).clamp(min=1.0)
+    return (unit * share).to(dout.dtype)

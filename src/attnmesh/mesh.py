@@ -1,0 +1,152 @@
+"""Three named axes over PyTorch's `DeviceMesh`: heads, queries and keys, of which any may be missing.
+
+Rank (h, r, c) holds the shard numbered `(h * R + r) * C + c` of the tokens. Its row are the C ranks that share r: among
+them queries are gathered. Its column are the R ranks that share c: among them keys and values are gathered.
+
+                  keys axis: c = 0   1   2
+    queries axis: r = 0      shard 0   1   2     row 0 gathers the queries of shards 0, 1 and 2
+                  r = 1      shard 3   4   5     column 0 gathers the keys of shards 0 and 3
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from attnmesh.errors import MeshError
+
+AXES = ("heads", "queries", "keys")
+
+
+class Shape(NamedTuple):
+    """How many ranks stand along each axis."""
+
+    heads: int
+    queries: int
+    keys: int
+
+    @property
+    def ranks(self) -> int:
+        """All ranks of the mesh."""
+        return self.heads * self.queries * self.keys
+
+    def shard(self, heads: int, queries: int, keys: int) -> int:
+        """The number of the shard that the rank at this place holds."""
+        return (heads * self.queries + queries) * self.keys + keys
+
+
+class Elements(NamedTuple):
+    """Elements that a rank receives along each axis, for each token of its shard and each column of a head."""
+
+    heads: float
+    queries: float
+    keys: float
+
+
+def elements(shape: Shape, q_heads: int, kv_heads: int) -> Elements:
+    """What training sends: forward and backward, under a full mask, with values as wide as keys.
+
+    Queries, outputs and their gradients go along the keys axis, 5 times; keys, values and theirs along the queries
+    axis, 6 times; and the heads axis swaps all of q, k, v and out there and back, twice.
+    """
+    heads = 2 * (shape.heads - 1) / shape.heads * 2 * (q_heads + kv_heads)
+    return Elements(heads, 6 * (shape.queries - 1) * kv_heads, 5 * (shape.keys - 1) * q_heads)
+
+
+def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
+    """The shape on which training sends least: with grouped heads a square is seldom it.
+
+    >>> mesh_shape(16, 9, 3), mesh_shape(64, 7, 1)
+    (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
+    """
+    if min(ranks, q_heads, kv_heads) < 1 or q_heads % kv_heads:
+        given = f"{ranks} ranks, {q_heads} query heads, {kv_heads} key heads"
+        raise MeshError(
+            "mesh_shape", "at least one of each, whole groups of heads", given, "pass the model's head counts"
+        )
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    shapes = [Shape(h, r, ranks // h // r) for h in sizes if kv_heads % h == 0 for r in sizes if ranks // h % r == 0]
+    return min(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads)))
+
+
+def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> DeviceMesh:
+    """A `DeviceMesh` of that shape whose neighbours in rank, those of one host, share the axis that carries most."""
+    sent = elements(shape, q_heads, kv_heads)._asdict()
+    names = tuple(sorted(AXES, key=lambda name: sent[name]))
+    return init_device_mesh(device_type, tuple(getattr(shape, name) for name in names), mesh_dim_names=names)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks in line with this one along an axis: how many, which of them this one is, and their group."""
+
+    size: int = 1
+    index: int = 0
+    group: ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place in a mesh."""
+
+    heads: Axis = Axis()
+    queries: Axis = Axis()
+    keys: Axis = Axis()
+
+    @staticmethod
+    def of(device_mesh: DeviceMesh | None) -> "Mesh":
+        """The axes that a `DeviceMesh` names, in any order; axes with other names are somebody else's."""
+        if device_mesh is None:
+            return Mesh()
+        if not isinstance(device_mesh, DeviceMesh):
+            fix = "make one with torch.distributed.device_mesh.init_device_mesh"
+            raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
+        names = device_mesh.mesh_dim_names or ()
+        mine = [name for name in names if name in AXES]
+        if not mine or len(set(names)) < len(names):
+            fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
+            raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
+        if device_mesh.get_coordinate() is None:
+            raise MeshError(
+                "mesh", "a mesh that holds this rank", str(device_mesh), "call it on the ranks of the mesh alone"
+            )
+        return Mesh(**{name: _axis(device_mesh, name) for name in mine})
+
+    @staticmethod
+    def named(shape: Shape, indices: Sequence[int], group_names: str) -> "Mesh":
+        """The mesh again, from what an operator's schema can carry."""
+        names = group_names.split(",")
+        axes = (Axis(n, i, _group(name)) for n, i, name in zip(shape, indices, names, strict=True))
+        return Mesh(*axes)
+
+    @property
+    def group_names(self) -> str:
+        """The names of the axes' groups, for `named`."""
+        return ",".join(axis.group.group_name if axis.group is not None else "" for axis in self.axes)
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes of the axes."""
+        return Shape(self.heads.size, self.queries.size, self.keys.size)
+
+    @property
+    def shard(self) -> int:
+        """The number of this rank's shard."""
+        return self.shape.shard(self.heads.index, self.queries.index, self.keys.index)
+
+    @property
+    def axes(self) -> tuple[Axis, Axis, Axis]:
+        """From the outermost to the innermost, as shards are numbered."""
+        return self.heads, self.queries, self.keys
+
+
+def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
+    size = device_mesh.size((device_mesh.mesh_dim_names or ()).index(name))
+    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name)) if size > 1 else Axis()
+
+
+def _group(name: str) -> ProcessGroup | None:
+    group: ProcessGroup | None = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
+    return group

@@ -1,0 +1,194 @@
+"""Who sends which tokens to whom: worked out from the mask, the layouts and the mesh alone, without a device.
+
+The pair of a query chunk at (r1, c1) and a key chunk at (r2, c2) is computed at (r1, c2): every pair exactly once, for
+any mesh. So rank (r, c) needs, from its row, the queries that see a key of its column, and from its column the keys
+that a query of its row sees. Under a full mask that is all of them; under a window it may be a neighbour's alone.
+
+A chunk is what the ranks of one (r, c) hold together along the heads axis, in order of position. Keys arrive in
+`steps`: all at once, or step by step round a ring, each rank passing on what those behind it still need.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attnmesh.kernel.blocks import Band
+from attnmesh.layout import Layout, decode_layout, encode_layout
+from attnmesh.mask import Mask
+from attnmesh.mesh import Shape
+
+Picks = tuple[tuple[int, Tensor], ...]
+"""For each peer that is concerned, which tokens: indices, ascending."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One exchange along an axis, as one rank sees it, and where the results of what it holds then belong."""
+
+    send: Picks  # of the tokens held before this step
+    receive: tuple[tuple[int, int], ...]  # from which peer how many
+    keep: Tensor  # of the tokens held before, those that stay
+    order: Tensor  # puts what stays and what arrives, in that order, in order of position
+    positions: Tensor  # of the tokens now held
+    owners: Picks  # of the tokens now held, whose they are, this rank's own among them
+    holders: Picks  # of this rank's own chunk, what each peer now holds, this rank itself among them
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank does: gather the queries of its row, and meet the keys of its column step by step."""
+
+    row: Step
+    steps: tuple[Step, ...]
+    bands: tuple[Band, ...]  # of the row's queries over the keys of each step
+
+
+@dataclass(frozen=True)
+class Problem:
+    """All that a schedule depends on."""
+
+    mask: Mask
+    shape: Shape
+    layout: Layout
+    key_layout: Layout
+    length: int
+    key_length: int
+
+    def encode(self) -> list[int]:
+        """All but the shape as plain integers, as an operator's schema can carry it."""
+        layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
+        return [*layouts, self.length, self.key_length, *self.mask.encode()]
+
+    @staticmethod
+    def decode(shape: Shape, code: Sequence[int]) -> "Problem":
+        """The problem that `encode` wrote."""
+        layouts = decode_layout(code[:2]), decode_layout(code[2:4])
+        return Problem(Mask.decode(code[6:]), shape, *layouts, code[4], code[5])
+
+    def queries(self, r: int, c: int) -> Tensor:
+        """The positions of the query chunk at (r, c), ascending."""
+        return self._chunk(self.layout, self.length, r, c)
+
+    def keys(self, r: int, c: int) -> Tensor:
+        """The positions of the key chunk at (r, c), ascending."""
+        return self._chunk(self.key_layout, self.key_length, r, c)
+
+    def _chunk(self, layout: Layout, length: int, r: int, c: int) -> Tensor:
+        shards = (self.shape.shard(h, r, c) for h in range(self.shape.heads))
+        return torch.cat([layout.positions(length, self.shape.ranks, shard) for shard in shards]).sort().values
+
+    def row_queries(self, r: int) -> Tensor:
+        """The positions of all queries of a row."""
+        return torch.cat([self.queries(r, c) for c in range(self.shape.keys)]).sort().values
+
+    def column_keys(self, c: int) -> Tensor:
+        """The positions of all keys of a column."""
+        return torch.cat([self.keys(r, c) for r in range(self.shape.queries)]).sort().values
+
+
+@lru_cache(maxsize=256)
+def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
+    """The schedule of the ranks at (r, c)."""
+    row = _row(problem, r, c)
+    steps = tuple(_ring(problem, r, c) if ring else [_column(problem, r, c)])
+    return Schedule(row, steps, tuple(Band.of(problem.mask, row.positions, step.positions) for step in steps))
+
+
+def _row(problem: Problem, r: int, c: int) -> Step:
+    """Queries come to the keys: along a row, those that see a key of the column they come to."""
+    chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
+    mine = [_seeing(problem.mask, chunks[c], problem.column_keys(peer)) for peer in range(problem.shape.keys)]
+    theirs = [_seeing(problem.mask, chunk, problem.column_keys(c)) for chunk in chunks]
+    return _at_once(chunks, c, mine, theirs)
+
+
+def _column(problem: Problem, r: int, c: int) -> Step:
+    """Keys come to the queries: along a column, those that a query of the row they come to sees."""
+    chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
+    mine = [_seen(problem.mask, problem.row_queries(peer), chunks[r]) for peer in range(problem.shape.queries)]
+    theirs = [_seen(problem.mask, problem.row_queries(r), chunk) for chunk in chunks]
+    return _at_once(chunks, r, mine, theirs)
+
+
+def _at_once(chunks: list[Tensor], me: int, mine: list[Tensor], theirs: list[Tensor]) -> Step:
+    """Everything in one exchange: `mine[p]` of my tokens go to p, `theirs[p]` of p's come to me."""
+    peers = [peer for peer in range(len(chunks)) if peer != me]
+    sources = [me, *peers]
+    positions = torch.cat([chunks[peer][theirs[peer]] for peer in sources])
+    order = positions.argsort()
+    places, start = order.argsort(), 0  # where each token, as it came, stands in order
+    owners = []
+    for peer in sources:
+        owners.append((peer, places[start : start + len(theirs[peer])]))
+        start += len(theirs[peer])
+    return Step(
+        send=_picks((peer, mine[peer]) for peer in peers),
+        receive=tuple((peer, len(theirs[peer])) for peer in peers if len(theirs[peer])),
+        keep=theirs[me],
+        order=order,
+        positions=positions[order],
+        owners=_picks(owners),
+        holders=_picks((peer, mine[peer]) for peer in sources),
+    )
+
+
+def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
+    """Round the column: at step t a rank holds what is still needed of the chunk of the rank t before it."""
+    size = problem.shape.queries
+    chunks = [problem.keys(peer, c) for peer in range(size)]
+    rows = [problem.row_queries(peer) for peer in range(size)]
+    passed = [_passed_on(problem.mask, chunk, rows[source:] + rows[:source]) for source, chunk in enumerate(chunks)]
+    nothing = torch.empty(0, dtype=torch.long)
+    before, after = (r - 1) % size, (r + 1) % size
+    for t in range(size):
+        source = (r - t) % size
+        held = passed[source][t]
+        # What goes on to the next rank, counted among the tokens held at the step before.
+        onward = _among(passed[(r - t + 1) % size][t], passed[(r - t + 1) % size][t - 1]) if t else nothing
+        yield Step(
+            send=_picks([(after, onward)]),
+            receive=((before, len(held)),) if t and len(held) else (),
+            keep=nothing if t else held,
+            order=torch.arange(len(held)),
+            positions=chunks[source][held],
+            owners=_picks([(source, torch.arange(len(held)))]),
+            holders=_picks([((r + t) % size, passed[r][t])]),
+        )
+
+
+def _passed_on(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:
+    """For each step from its owner on, the keys of a chunk that the row there, or one behind it, needs."""
+    needed = torch.zeros(len(keys), dtype=torch.bool)
+    steps = []
+    for row in reversed(rows):
+        needed = needed.index_fill(0, _seen(mask, row, keys), True)
+        steps.append(needed.nonzero().flatten())
+    return [torch.arange(len(keys)), *steps[::-1][1:]]
+
+
+def _seeing(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which of the queries see any of the keys; both ascending."""
+    band = Band.of(mask, queries, keys)
+    return (band.high > band.low).nonzero().flatten()
+
+
+def _seen(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which of the keys any of the queries sees; both ascending."""
+    band = Band.of(mask, queries, keys)
+    rows = band.high > band.low
+    change = torch.zeros(len(keys) + 1, dtype=torch.long)
+    for bound, sign in ((band.low, 1), (band.high, -1)):
+        change.index_add_(0, bound[rows], torch.full_like(bound[rows], sign))
+    return (change.cumsum(0)[:-1] > 0).nonzero().flatten()
+
+
+def _among(some: Tensor, all_of: Tensor) -> Tensor:
+    """Where some indices stand in a longer ascending list of them."""
+    return torch.searchsorted(all_of, some)
+
+
+def _picks(pairs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]]) -> Picks:
+    return tuple((peer, tokens) for peer, tokens in pairs if len(tokens))
