@@ -1,30 +1,55 @@
-"""Draw new random problems for as long as asked: `python -m tests.fuzz --seconds 600`."""
+"""Draw new random problems for as long as asked: `python -m tests.fuzz --seconds 600`, or `--ranks 6` for a mesh."""
 
 import argparse
 import random
 import time
+from collections.abc import Callable
 
-from tests.problems import draw
+from tests import mesh_problems, problems
+from tests.pool import SIZES, Pool
 
 
 def main() -> None:
     """Check problems until the time is over; a wrong one ends the run with its seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="on a mesh of so many ranks; else on one device")
     parser.add_argument("--seed", type=int, help="check this one problem only")
     options = parser.parse_args()
+    pool = Pool()
+    check = _one_device if options.ranks is None else _on_mesh(pool, options.ranks)
+    try:
+        _run(check, options)
+    finally:
+        pool.close()
+
+
+def _run(check: Callable[[int], None], options: argparse.Namespace) -> None:
     end, count = time.monotonic() + options.seconds, 0
+    where = "" if options.ranks is None else f" --ranks {options.ranks}"
     while count == 0 or (options.seed is None and time.monotonic() < end):
         seed = random.getrandbits(48) if options.seed is None else options.seed
         try:
-            draw(seed).check()
-        except Exception:
-            print(f"\nwrong: python -m tests.fuzz --seed {seed}")
+            check(seed)
+        except BaseException:
+            print(f"\nwrong: python -m tests.fuzz{where} --seed {seed}")
             raise
         count += 1
         if count % 100 == 0:
             print(f"\r{count} problems, none wrong, {max(0, end - time.monotonic()):.0f} s left  ", end="", flush=True)
-    print(f"\r{count} problems against float64, forward and gradients: none wrong")
+    print(f"\r{count} problems{where} against float64, forward and gradients: none wrong")
+
+
+def _one_device(seed: int) -> None:
+    problems.draw(seed).check()
+
+
+def _on_mesh(pool: Pool, ranks: int) -> Callable[[int], None]:
+    def check(seed: int) -> None:
+        problem = mesh_problems.draw(seed, ranks)
+        mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+
+    return check
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh import errors
@@ -211,3 +212,70 @@ def composed() -> bool:
 
 def test_calls_in_flight_checkpointing_and_accumulation(pool: Pool) -> None:
     assert pool.run(2, composed) == [True] * 2
+
+
+# --- DTensor ---
+
+
+def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> bool:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    whole = [torch.randn(2, h, length, 8) for h in (4, 2, 2)]
+    placements = [Shard(2) if name in AXES else Shard(0) for name in names]
+    placed = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
+    out = am.attention(*placed, layout=am.Contiguous())
+    gradients = torch.autograd.grad(out.sum(), placed)
+    plain = [x.requires_grad_() for x in whole]
+    expected = am.attention(*plain)
+    wanted = torch.autograd.grad(expected.sum(), plain)
+    given = [x.full_tensor() for x in (out, *gradients)]
+    return out.placements == tuple(placements) and all(
+        torch.allclose(one, other, atol=1e-5) for one, other in zip(given, (expected, *wanted), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes", "names"),
+    [
+        (13, (4,), ("queries",)),
+        (3, (4,), ("keys",)),
+        (24, (2, 2), ("queries", "keys")),
+        (24, (2, 2), ("data", "queries")),
+    ],
+)
+def test_dtensors_in_and_out(pool: Pool, length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    assert pool.run(4, dtensors, length, sizes, names) == [True] * 4
+
+
+def refused_dtensors() -> list[str]:
+    row = init_device_mesh("cpu", (4,), mesh_dim_names=("queries",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "queries"))
+    x = torch.randn(1, 4, 24, 8)
+    good = distribute_tensor(x, row, [Shard(2)])
+    calls = [
+        lambda: am.attention(good, good, good),
+        lambda: am.attention(*[distribute_tensor(x, row, [Shard(1)])] * 3, layout=am.Contiguous()),
+        lambda: am.attention(good, good, x, layout=am.Contiguous()),
+        lambda: am.attention(*[distribute_tensor(x, square, [Shard(2)] * 2)] * 3, layout=am.Contiguous()),
+        lambda: am.attention(good, good, good, layout=am.Contiguous(), mesh=square),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+            said.append("nothing")
+        except ValueError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_other_placements_are_refused_by_name(pool: Pool) -> None:
+    for zigzag, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
+        assert (
+            "LayoutError attention of DTensors: expected layout=Contiguous(), which is how a Shard lies, given Zig"
+            in zigzag
+        )
+        assert "expected S(2) along axis queries, given S(1). Fix: redistribute" in heads
+        assert "expected q, k and v as DTensors of one mesh and one placement, given v Tensor" in mixed
+        assert "expected axes in the order heads, queries, keys" in order
+        assert "MeshError attention mesh: expected the DTensors' own mesh" in foreign

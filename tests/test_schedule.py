@@ -1,11 +1,12 @@
 """Schedules, for all ranks of a mesh at once and without a device."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh.layout import LAYOUTS
+from attnmesh.layout import LAYOUTS, Layout
 from attnmesh.mesh import Shape
 from attnmesh.schedule import Problem, Schedule, schedule
 
@@ -107,3 +108,18 @@ def test_packed_documents_bring_their_own_keys_alone() -> None:
     for (r, c), plan in all_schedules(problem, ring=False).items():
         seen = mask.visible(problem.row_queries(r), problem.column_keys(c)).any(0)
         assert len(plan.steps[0].positions) == int(seen.sum())
+
+
+@pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped()])
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_causal_work_is_balanced_on_every_shape(layout: Layout, ranks: int) -> None:
+    for length in (64 * ranks, 64 * ranks + 37):
+        for rows in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            problem = Problem(am.Causal(), Shape(1, rows, ranks // rows), layout, layout, length, length)
+            work = [_pairs(plan) for plan in all_schedules(problem, ring=False).values()]
+            assert sum(work) == length * (length + 1) // 2
+            assert max(work) <= 1.05 * sum(work) / ranks
+
+
+def _pairs(plan: Schedule) -> int:
+    return sum(int((band.high - band.low).clamp(min=0).sum()) for band in plan.bands)

@@ -56,6 +56,7 @@ def attention(
     On a mesh, `layout` says which of `length` tokens each rank holds, and `exchange` how keys travel: "bulk", at once;
     "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
     The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
+    DTensors whose tokens are sharded along the mesh's axes may come in, with `layout=Contiguous()`, and go out.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -63,17 +64,11 @@ def attention(
     >>> torch.allclose(attention(q, k, v), expected, atol=1e-6)
     True
     """
-    here = Mesh.of(mesh)
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length)
-    if here.shape.ranks == 1:
-        _check(here, options, q, k, v, sinks)
-        _check_whole(options, q, k)
-        where = (None, None, mask.encode(), check_scale("attention", scale, q), kernel)
-        out: Tensor = attend_op(q, k, v, sinks, *where)[0]
-        return out
-    problem = _agreed(here, options, q, k, v, sinks)
-    return _on_mesh(q, k, v, sinks, here, problem, options)
+    if isinstance(q, Tensor) and type(q).__name__ == "DTensor":
+        return _of_dtensors(q, k, v, sinks, mesh, options)
+    return _of_shards(q, k, v, sinks, mesh, options)
 
 
 class _Options(NamedTuple):
@@ -87,6 +82,31 @@ class _Options(NamedTuple):
     scale: float | None
     length: int | None
     key_length: int | None
+
+
+def _of_shards(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: DeviceMesh | None, options: _Options
+) -> Tensor:
+    here = Mesh.of(mesh)
+    if here.shape.ranks > 1:
+        problem = _agreed(here, options, q, k, v, sinks)
+        return _on_mesh(q, k, v, sinks, here, problem, options)
+    _check(here, options, q, k, v, sinks)
+    _check_whole(options, q, k)
+    scale = check_scale("attention", options.scale, q)
+    out: Tensor = attend_op(q, k, v, sinks, None, None, options.mask.encode(), scale, options.kernel)[0]
+    return out
+
+
+def _of_dtensors(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: DeviceMesh | None, options: _Options
+) -> Tensor:
+    from attnmesh.dtensor import unwrap, wrap  # PyTorch's DTensor is slow to import, and seldom used
+
+    local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
+    options = options._replace(length=local.length, key_length=local.key_length)
+    out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options)
+    return wrap(out, q, v.shape[-1])  # type: ignore[arg-type]
 
 
 def _on_mesh(

@@ -16,6 +16,7 @@ from rich.table import Table
 import attnmesh
 from attnmesh import proof
 from attnmesh.bench import kernel as kernel_bench
+from attnmesh.bench import prefill as prefill_bench
 
 app = typer.Typer(
     name="attnmesh",
@@ -140,6 +141,52 @@ def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile
     console.print(_memory_table(memories))
     if verbose:
         console.print(BENCH_EXPLAINED)
+
+
+@bench.command(name="prefill", short_help="Shapes and exchanges of the mesh beside published packages.")
+def bench_prefill(
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, of one thread each.")] = 4,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 4096,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    out: OutFile = None,
+) -> None:
+    """Every shape and exchange on local ranks, forward and backward, beside published packages (minutes)."""
+    if out is not None:
+        out.touch()
+    with progress.status("starting") as status:
+        rows = list(prefill_bench.rows(ranks, length, lambda what: status.update(f"measuring {what}")))
+    command = f"attnmesh bench prefill --ranks {ranks} --length {length}"
+    report = {"command": command, "machine": _machine(), "rows": [asdict(row) for row in rows]}
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        _print_json(report)
+        return
+    console.print(_pairs("this machine", _machine()))
+    console.print(_prefill_table(rows))
+    if verbose:
+        console.print(PREFILL_EXPLAINED)
+
+
+PREFILL_EXPLAINED = """\
+Forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders take turns, each as
+long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
+those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
+schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call."""
+
+
+def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
+    table = _table("prefill bench, forward + backward", "case", "heads x queries x keys, exchange")
+    for name in ("ms", "beside ring", "elements counted", "foretold", "MB"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        if row.timing is None:
+            table.add_row(row.case, row.contender, row.refused)
+            continue
+        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted, row.megabytes)]
+        table.add_row(row.case, row.contender, str(row.timing), *figures)
+    return table
 
 
 BENCH_EXPLAINED = """\

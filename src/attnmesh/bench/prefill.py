@@ -1,0 +1,228 @@
+"""`attnmesh bench prefill`: shapes and exchanges of the mesh beside each other and beside published packages.
+
+All run in one set of ranks, in turns, forward and backward; a round takes as long as its slowest rank. Our own ring,
+with the same kernel, is the yardstick: a package whose kernel for CPUs is naive is no baseline for an exchange.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.bench.ranks import run_on_ranks
+from attnmesh.bench.timing import Timing, peak_memory, race
+from attnmesh.exchange import counted
+from attnmesh.layout import Layout
+from attnmesh.mask import Mask
+from attnmesh.mesh import AXES, Shape, elements
+from attnmesh.schedule import Problem, Schedule, schedule
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem that all contenders solve."""
+
+    name: str
+    mask: Mask
+    layout: Layout
+    heads: tuple[int, int]
+    length: int
+    width: int = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one case; `refused` says why it could not run it."""
+
+    case: str
+    contender: str
+    timing: Timing | None = None
+    beside_ring: float | None = None
+    counted: int | None = None
+    predicted: int | None = None
+    megabytes: float | None = None
+    refused: str | None = None
+
+
+def cases(length: int) -> list[Case]:
+    """Causal with and without grouped heads, balanced; a window and documents, where little needs to travel."""
+    documents = am.Causal() & am.Documents([length // 8] * 7 + [length - 7 * (length // 8)])
+    return [
+        Case("causal, 8/8 heads", am.Causal(), am.Zigzag(), (8, 8), length),
+        Case("causal, 8/2 heads", am.Causal(), am.Zigzag(), (8, 2), length),
+        Case("full, 8/8 heads", am.Full(), am.Zigzag(), (8, 8), length),
+        Case("window of 256, 8/8 heads", am.Window(256), am.Contiguous(), (8, 8), length),
+        Case("8 documents, 8/8 heads", documents, am.Contiguous(), (8, 8), length),
+    ]
+
+
+def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
+    """What a number of ranks can be: rows, columns, heads and rectangles, each with the exchanges that differ there."""
+    found = []
+    for h in range(1, ranks + 1):
+        for r in range(1, ranks + 1):
+            if ranks % (h * r) == 0 and heads % h == 0:
+                shape = Shape(h, r, ranks // h // r)
+                found += [
+                    (shape, exchange) for exchange in ("bulk", "pipelined", "ring") if exchange != "ring" or r > 1
+                ]
+    return found
+
+
+def rows(ranks: int, length: int, report: Callable[[str], None]) -> Iterator[Row]:
+    """Every case in one set of ranks, its contenders in turns."""
+    report(f"{ranks} ranks")
+    for rows_of_case in run_on_ranks(ranks, _contests, length)[0]:
+        yield from rows_of_case
+
+
+def _contests(length: int) -> list[list[Row]]:
+    return [_contest(case) for case in cases(length)]
+
+
+def _contest(case: Case) -> list[Row]:
+    """On each rank: time all contenders in turns; every rank returns the same rows."""
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    whole = [torch.randn(1, heads, case.length, case.width) for heads in (case.heads[0], *[case.heads[1]] * 2)]
+    contenders: dict[str, Callable[[], Any]] = {}
+    done: dict[str, Row] = {}
+    for shape, exchange in shapes(ranks, case.heads[1]):
+        name = f"{shape.heads}x{shape.queries}x{shape.keys} {exchange}"
+        contenders[name] = _ours(case, whole, shape, exchange)
+        done[name] = _measured(case, name, shape, exchange, contenders[name])
+    for name, make in PEERS.items():
+        reason, call = make(case, whole)
+        if call is None:
+            done[name] = Row(case.name, name, refused=reason)
+        else:
+            contenders[name] = call
+            done[name] = Row(case.name, name)
+    timings = race(
+        {name: _together(call) for name, call in contenders.items()}, torch.device("cpu"), seconds=0, rounds=7
+    )
+    ring = timings[f"1x{ranks}x1 ring"].median
+    return [_timed(row, timings.get(name), ring) for name, row in done.items()]
+
+
+def _timed(row: Row, timing: Timing | None, ring: float) -> Row:
+    if timing is None:
+        return row
+    return Row(**{**vars(row), "timing": timing, "beside_ring": round(ring / timing.median, 3)})
+
+
+def _together(call: Callable[[], Any]) -> Callable[[], None]:
+    """A call between two barriers: all ranks start together, and it is over when the slowest is done."""
+
+    def called() -> None:
+        dist.barrier()
+        call()
+        dist.barrier()
+
+    return called
+
+
+def _ours(case: Case, whole: list[Tensor], shape: Shape, exchange: str) -> Callable[[], Any]:
+    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=AXES)
+    q, k, v = (am.shard(x, mesh, layout=case.layout).requires_grad_() for x in whole)
+    dout = torch.ones_like(q)
+
+    def call() -> Any:
+        options = {"mask": case.mask, "layout": case.layout, "exchange": exchange, "length": case.length}
+        out = am.attention(q, k, v, mesh=mesh, **options)  # type: ignore[arg-type]
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    return call
+
+
+def _measured(case: Case, name: str, shape: Shape, exchange: str, call: Callable[[], Any]) -> Row:
+    """What this rank received, what was foretold, and its peak memory: of each, the most that any rank had."""
+    with counted() as traffic:
+        call()
+    peak = peak_memory(call, torch.device("cpu")) or 0
+    figures = torch.tensor([traffic.vectors, predicted(case, shape, exchange), peak], dtype=torch.float64)
+    dist.all_reduce(figures, dist.ReduceOp.MAX)
+    received, foretold, most = figures.tolist()
+    return Row(case.name, name, counted=int(received), predicted=int(foretold), megabytes=round(most / 1e6, 1))
+
+
+def predicted(case: Case, shape: Shape, exchange: str) -> int:
+    """Elements that the busiest rank receives, forward and backward: by the schedule, or the formula if all travels."""
+    if case.mask == am.Full() and case.length % shape.ranks == 0:
+        return int(case.length // shape.ranks * case.width * sum(elements(shape, *case.heads)))
+    problem = Problem(case.mask, shape, case.layout, case.layout, case.length, case.length)
+    places = [(r, c) for r in range(shape.queries) for c in range(shape.keys)]
+    plans = (schedule(problem, r, c, exchange == "ring") for r, c in places)
+    heads_axis = case.length // shape.ranks * case.width * elements(shape, *case.heads).heads
+    return int(heads_axis) + max(_received(plan, r, c, case, shape) for plan, (r, c) in zip(plans, places, strict=True))
+
+
+def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
+    """q and dout come, and out and dq come back; k and v come, and dk and dv come back."""
+    q_heads, kv_heads = (heads // shape.heads for heads in case.heads)
+    rows_in = sum(count for _, count in plan.row.receive)
+    rows_back = sum(len(tokens) for peer, tokens in plan.row.holders if peer != c)
+    keys_in = sum(count for step in plan.steps for _, count in step.receive)
+    keys_back = sum(len(tokens) for step in plan.steps for peer, tokens in step.holders if peer != r)
+    return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))
+
+
+def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any] | None]:
+    if find_spec("ring_attention_pytorch") is None:
+        return "not installed: pip install 'attnmesh[bench]'", None
+    if case.mask not in (am.Causal(), am.Full()):
+        return "it has no such mask", None
+    from ring_attention_pytorch import ring_flash_attn_
+
+    causal, ranks = case.mask == am.Causal(), dist.get_world_size()
+    layout = am.Striped() if causal else am.Contiguous()
+    q, k, v = (_share(x, layout).transpose(1, 2).contiguous().requires_grad_() for x in whole)
+    dout = torch.ones_like(q)
+
+    def call() -> Any:
+        out = ring_flash_attn_(q, k, v, None, causal, 1024, True, causal, None, ranks, False, 50.0)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    return "", call
+
+
+def _ringmaster(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any] | None]:
+    if find_spec("ringmaster") is None:
+        return "not installed: pip install 'attnmesh[bench]'", None
+    if case.mask != am.Causal():
+        return "its ring is causal, and without windows off the GPU", None
+    if case.heads[0] != case.heads[1]:
+        return "its ring without flash-attn takes no grouped heads", None
+    from ringmaster import RotateMethod
+    from ringmaster.ring import ring_attention
+
+    q, k, v = (_share(x, am.Contiguous()).requires_grad_() for x in whole)
+    group, scale = dist.group.WORLD, case.width**-0.5
+    options = {
+        "dropout": 0.0,
+        "provider": "math",
+        "rotate_method": RotateMethod.ALLTOALL,
+        "attn_implementation": "math",
+    }
+
+    def call() -> Any:
+        out = ring_attention(q, k, v, group=group, causal=True, scaling=scale, dropout=0.0, **kernel)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    return "", call
+
+
+def _share(x: Tensor, layout: Layout) -> Tensor:
+    return x[:, :, layout.positions(x.shape[2], dist.get_world_size(), dist.get_rank())]
+
+
+PEERS = {
+    "ring-attention-pytorch": _ring_attention_pytorch,
+    "axolotl-ringmaster ring": _ringmaster,
+}
