@@ -31,7 +31,7 @@ class Step:
     send: Picks  # of the tokens held before this step
     receive: tuple[tuple[int, int], ...]  # from which peer how many
     keep: Tensor  # of the tokens held before, those that stay
-    order: Tensor  # puts what stays and what arrives, in that order, in order of position
+    order: Tensor | None  # puts what stays and what arrives, in that order, in order of position; None if it is
     positions: Tensor  # of the tokens now held
     owners: Picks  # of the tokens now held, whose they are, this rank's own among them
     holders: Picks  # of this rank's own chunk, what each peer now holds, this rank itself among them
@@ -128,7 +128,7 @@ def _at_once(chunks: list[Tensor], me: int, mine: list[Tensor], theirs: list[Ten
         send=_picks((peer, mine[peer]) for peer in peers),
         receive=tuple((peer, len(theirs[peer])) for peer in peers if len(theirs[peer])),
         keep=theirs[me],
-        order=order,
+        order=None if bool((order.diff() == 1).all()) else order,
         positions=positions[order],
         owners=_picks(owners),
         holders=_picks((peer, mine[peer]) for peer in sources),
@@ -152,7 +152,7 @@ def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
             send=_picks([(after, onward)]),
             receive=((before, len(held)),) if t and len(held) else (),
             keep=nothing if t else held,
-            order=torch.arange(len(held)),
+            order=None,
             positions=chunks[source][held],
             owners=_picks([(source, torch.arange(len(held)))]),
             holders=_picks([((r + t) % size, passed[r][t])]),

@@ -204,12 +204,7 @@ def _ringmaster(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any]
 
     q, k, v = (_share(x, am.Contiguous()).requires_grad_() for x in whole)
     group, scale = dist.group.WORLD, case.width**-0.5
-    options = {
-        "dropout": 0.0,
-        "provider": "math",
-        "rotate_method": RotateMethod.ALLTOALL,
-        "attn_implementation": "math",
-    }
+    kernel = {"provider": "math", "attn_implementation": "math", "rotate_method": RotateMethod.ALLTOALL}
 
     def call() -> Any:
         out = ring_attention(q, k, v, group=group, causal=True, scaling=scale, dropout=0.0, **kernel)
