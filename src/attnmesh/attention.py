@@ -27,7 +27,7 @@ from attnmesh.swap import swap_op
 
 EXCHANGES = ("auto", "bulk", "pipelined", "ring")
 
-HEAD_GROUPS = 8
+HEAD_GROUPS = 4
 """Groups of heads that "pipelined" goes by, if there are as many: one is gathered while another is attended."""
 
 

@@ -120,7 +120,7 @@ def _trade(sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis) ->
         for work in works:
             work.wait()
         letters.clear()  # they had to live until they were sent
-        return {peer: _unpack(boxes[peer], tensors) for peer, tensors in wanted.items()}
+        return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
 
     return finished
 

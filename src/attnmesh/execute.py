@@ -19,6 +19,9 @@ from attnmesh.mesh import Mesh
 from attnmesh.partial import Partial, merge, wide
 from attnmesh.schedule import Schedule
 
+Back = list[tuple[Tensor, Tensors]]
+"""What came back: for which of this rank's tokens, and what."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -42,11 +45,11 @@ class Arrivals:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
     """The partial of this rank's queries over the keys of all ranks, in float32 or wider."""
-    returning = []
     own = Partial(
         q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype)),
         q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)),
     )
+    returns = Returns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
         (rows,) = arrivals.rows()
         total: Partial | None = None
@@ -55,35 +58,51 @@ def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
             partial = Partial(out.to(lse.dtype), lse)
             total = partial if total is None else merge(total, partial)
         assert total is not None  # every schedule has a step
-        returning.append((arrivals.heads, give_back(total, task.schedule.row, task.mesh.keys)))
-    for heads, finish in returning:
-        _merge_in(finish(), Partial(*(x[:, _shared(heads, q, k)] for x in own)))
+        mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in own)
+        returns.add(give_back(total, task.schedule.row, task.mesh.keys), mine)
+    returns.finish()
     return own
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gradients:
     """The gradients of this rank's q, k and v, from what it saved alone, in float32 or wider."""
     delta = (answer.out.to(wide(q.dtype)) * answer.dout).sum(-1)
-    returning_q, returning_k = [], []
+    own = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
+    returns = Returns(_add_in)
     for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
         rows, dout, lse, row_delta = arrivals.rows()
         row_answer = Answer(_stand_in(dout, row_delta), lse, dout)
         dq = torch.zeros_like(rows, dtype=wide(q.dtype))
-        back = []
+        mine = tuple(x[:, arrivals.heads] for x in (own.k, own.v))
         for (keys, values), band, step in zip(arrivals.keys, task.schedule.bands, task.schedule.steps, strict=True):
             part = kernel_backward(task.kernel, rows, keys, values, row_answer, band, task.scale)
             dq += part.q
-            dk, dv = part.k.to(dq.dtype), part.v.to(dq.dtype)
-            back.append(give_back((dk, dv), step, task.mesh.queries))
-        returning_q.append(give_back((dq,), task.schedule.row, task.mesh.keys))
-        returning_k.append((arrivals.heads, back))
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v))
-    for heads, back in returning_k:
-        for finish in back:
-            _add(finish(), (dk[:, heads], dv[:, heads]))
-    for (heads, _), finish in zip(returning_k, returning_q, strict=True):
-        _add(finish(), (dq[:, _shared(heads, q, k)],))
-    return Gradients(dq, dk, dv)
+            returns.add(give_back((part.k.to(dq.dtype), part.v.to(dq.dtype)), step, task.mesh.queries), mine)
+            del part  # or it would live through the next step's kernel
+        mine = (own.q[:, _shared(arrivals.heads, q, k)],)
+        returns.add(give_back((dq,), task.schedule.row, task.mesh.keys), mine)
+    returns.finish()
+    return own
+
+
+class Returns:
+    """Results on their way back to their owners, at most one of them under way while the next is computed."""
+
+    def __init__(self, put: Callable[[Back, Tensors], None]) -> None:
+        self.put = put
+        self.under_way: tuple[Callable[[], Back], Tensors] | None = None
+
+    def add(self, coming: Callable[[], Back], mine: Tensors) -> None:
+        """What comes back is to be put into `mine`."""
+        self.finish()
+        self.under_way = coming, mine
+
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        if self.under_way is not None:
+            coming, mine = self.under_way
+            self.put(coming(), mine)
+            self.under_way = None
 
 
 def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arrivals]:
@@ -119,16 +138,16 @@ def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
     return arrivals()
 
 
-def _merge_in(parts: list[tuple[Tensor, Tensors]], total: Partial) -> None:
+def _merge_in(parts: Back, total: Tensors) -> None:
     """Merge what ranks of the row made, for some of this rank's queries each, into the partial for all of them."""
     for tokens, part in parts:
-        places = tokens.to(total.out.device)
+        places = tokens.to(part[0].device)
         merged = merge(Partial(*(x.index_select(2, places) for x in total)), Partial(*part))
         for whole, some in zip(total, merged, strict=True):
             whole.index_copy_(2, places, some)
 
 
-def _add(parts: list[tuple[Tensor, Tensors]], totals: Tensors) -> None:
+def _add_in(parts: Back, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, some in zip(totals, part, strict=True):
             total.index_add_(2, tokens.to(some.device), some)

@@ -13,9 +13,17 @@ import torch
 import torch.distributed as dist
 
 
-def run_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 1800.0) -> list[Any]:
-    """Each rank's result, from gloo ranks of one thread each; the first error ends all and is raised here."""
+def run_on_ranks(
+    ranks: int, function: Callable[..., Any], *arguments: Any, seconds: float = 1800.0, exact_memory: bool = False
+) -> list[Any]:
+    """Each rank's result, from gloo ranks of one thread each; the first error ends all and is raised here.
+
+    With `exact_memory`, memory goes back to the system when it is freed, so that the resident size tells what is held;
+    that is slow, and not for timing.
+    """
     context = mp.get_context("spawn")
+    if exact_memory:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     answers: Any = context.Queue()
     with tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
         store = Path(folder) / "store"
@@ -29,6 +37,7 @@ def run_on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, seco
                 if isinstance(error, str):
                     raise RuntimeError(error)
         finally:
+            os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             for process in processes:
                 process.join(timeout=5)
                 process.kill()
