@@ -145,7 +145,7 @@ def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile
 
 @bench.command(name="prefill", short_help="Shapes and exchanges of the mesh beside published packages.")
 def bench_prefill(
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, of one thread each.")] = 4,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
     length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 4096,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -173,7 +173,8 @@ PREFILL_EXPLAINED = """\
 Forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders take turns, each as
 long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
 those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
-schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call."""
+schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call, in
+ranks of their own that give freed memory back at once."""
 
 
 def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
@@ -182,10 +183,10 @@ def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         if row.timing is None:
-            table.add_row(row.case, row.contender, row.refused)
+            table.add_row(row.case, row.contender, row.note)
             continue
         figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted, row.megabytes)]
-        table.add_row(row.case, row.contender, str(row.timing), *figures)
+        table.add_row(row.case, row.contender, f"{row.timing}{'; ' + row.note if row.note else ''}", *figures)
     return table
 
 

@@ -5,7 +5,7 @@ with the same kernel, is the yardstick: a package whose kernel for CPUs is naive
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one case; `refused` says why it could not run it."""
+    """One contender on one case; `note` says why it could not run it, or that its result is not attention's."""
 
     case: str
     contender: str
@@ -47,7 +47,7 @@ class Row:
     counted: int | None = None
     predicted: int | None = None
     megabytes: float | None = None
-    refused: str | None = None
+    note: str | None = None
 
 
 def cases(length: int) -> list[Case]:
@@ -76,34 +76,56 @@ def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
 
 
 def rows(ranks: int, length: int, report: Callable[[str], None]) -> Iterator[Row]:
-    """Every case in one set of ranks, its contenders in turns."""
-    report(f"{ranks} ranks")
-    for rows_of_case in run_on_ranks(ranks, _contests, length)[0]:
-        yield from rows_of_case
+    """Every case in one set of ranks, its contenders in turns; their memory in another set, as telling it is slow."""
+    report(f"times on {ranks} ranks")
+    timed = run_on_ranks(ranks, _contests, length)[0]
+    report(f"memory on {ranks} ranks")
+    memory = run_on_ranks(ranks, _memories, length, exact_memory=True)[0]
+    for row in timed:
+        yield replace(row, megabytes=memory.get((row.case, row.contender)))
 
 
-def _contests(length: int) -> list[list[Row]]:
-    return [_contest(case) for case in cases(length)]
+def _contests(length: int) -> list[Row]:
+    return [row for case in cases(length) for row in _contest(case)]
+
+
+def _memories(length: int) -> dict[tuple[str, str], float]:
+    """By case and contender, the most megabytes by which a rank grew; for the causal cases, which others resemble."""
+    most = {}
+    for case in cases(length)[:2]:
+        for shape, exchange in shapes(dist.get_world_size(), case.heads[1]):
+            peak = peak_memory(_ours(case, _whole(case), shape, exchange), torch.device("cpu"))
+            figure = torch.tensor([peak or 0], dtype=torch.float64)
+            dist.all_reduce(figure, dist.ReduceOp.MAX)
+            most[case.name, _name(shape, exchange)] = round(float(figure) / 1e6, 1)
+    return most
+
+
+def _name(shape: Shape, exchange: str) -> str:
+    return f"{shape.heads}x{shape.queries}x{shape.keys} {exchange}"
+
+
+def _whole(case: Case) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, heads, case.length, case.width) for heads in (case.heads[0], *[case.heads[1]] * 2)]
 
 
 def _contest(case: Case) -> list[Row]:
     """On each rank: time all contenders in turns; every rank returns the same rows."""
-    torch.manual_seed(0)
-    ranks = dist.get_world_size()
-    whole = [torch.randn(1, heads, case.length, case.width) for heads in (case.heads[0], *[case.heads[1]] * 2)]
+    ranks, whole = dist.get_world_size(), _whole(case)
     contenders: dict[str, Callable[[], Any]] = {}
     done: dict[str, Row] = {}
     for shape, exchange in shapes(ranks, case.heads[1]):
-        name = f"{shape.heads}x{shape.queries}x{shape.keys} {exchange}"
+        name = _name(shape, exchange)
         contenders[name] = _ours(case, whole, shape, exchange)
         done[name] = _measured(case, name, shape, exchange, contenders[name])
     for name, make in PEERS.items():
-        reason, call = make(case, whole)
-        if call is None:
-            done[name] = Row(case.name, name, refused=reason)
+        peer = make(case, whole)
+        if isinstance(peer, str):
+            done[name] = Row(case.name, name, note=peer)
         else:
-            contenders[name] = call
-            done[name] = Row(case.name, name)
+            contenders[name] = peer.call
+            done[name] = Row(case.name, name, note=_faults(peer, case, whole))
     timings = race(
         {name: _together(call) for name, call in contenders.items()}, torch.device("cpu"), seconds=0, rounds=7
     )
@@ -114,7 +136,7 @@ def _contest(case: Case) -> list[Row]:
 def _timed(row: Row, timing: Timing | None, ring: float) -> Row:
     if timing is None:
         return row
-    return Row(**{**vars(row), "timing": timing, "beside_ring": round(ring / timing.median, 3)})
+    return replace(row, timing=timing, beside_ring=round(ring / timing.median, 3))
 
 
 def _together(call: Callable[[], Any]) -> Callable[[], None]:
@@ -142,14 +164,13 @@ def _ours(case: Case, whole: list[Tensor], shape: Shape, exchange: str) -> Calla
 
 
 def _measured(case: Case, name: str, shape: Shape, exchange: str, call: Callable[[], Any]) -> Row:
-    """What this rank received, what was foretold, and its peak memory: of each, the most that any rank had."""
+    """What the busiest rank received, and what was foretold."""
     with counted() as traffic:
         call()
-    peak = peak_memory(call, torch.device("cpu")) or 0
-    figures = torch.tensor([traffic.vectors, predicted(case, shape, exchange), peak], dtype=torch.float64)
+    figures = torch.tensor([traffic.vectors, predicted(case, shape, exchange)])
     dist.all_reduce(figures, dist.ReduceOp.MAX)
-    received, foretold, most = figures.tolist()
-    return Row(case.name, name, counted=int(received), predicted=int(foretold), megabytes=round(most / 1e6, 1))
+    received, foretold = figures.tolist()
+    return Row(case.name, name, counted=received, predicted=foretold)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
@@ -173,32 +194,55 @@ def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
     return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))
 
 
-def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any] | None]:
+@dataclass(frozen=True)
+class Peer:
+    """A published package on one case: a call that gives the gradients of q, k and v, and how its tokens lie."""
+
+    call: Callable[[], Any]
+    layout: Layout
+
+
+def _faults(peer: Peer, case: Case, whole: list[Tensor]) -> str | None:
+    """Which of a package's gradients are not those of attention on one device, on any rank."""
+    tensors = [x.clone().requires_grad_() for x in whole]
+    out = am.attention(*tensors, mask=case.mask)
+    expected = [_share(x, peer.layout) for x in torch.autograd.grad(out.sum(), tensors)]
+    given = [x if x.shape == other.shape else x.transpose(1, 2) for x, other in zip(peer.call(), expected, strict=True)]
+    off = torch.tensor([float((x - other).abs().max()) for x, other in zip(given, expected, strict=True)])
+    dist.all_reduce(off, dist.ReduceOp.MAX)
+    names = [name for name, error in zip(("dq", "dk", "dv"), off.tolist(), strict=True) if not error < 1e-2]
+    return f"its {', '.join(names)} are wrong" if names else None
+
+
+def _ring_attention_pytorch(case: Case, whole: list[Tensor]) -> Peer | str:
     if find_spec("ring_attention_pytorch") is None:
-        return "not installed: pip install 'attnmesh[bench]'", None
+        return "not installed: pip install 'attnmesh[bench]'"
     if case.mask not in (am.Causal(), am.Full()):
-        return "it has no such mask", None
+        return "it has no such mask"
     from ring_attention_pytorch import ring_flash_attn_
 
     causal, ranks = case.mask == am.Causal(), dist.get_world_size()
     layout = am.Striped() if causal else am.Contiguous()
-    q, k, v = (_share(x, layout).transpose(1, 2).contiguous().requires_grad_() for x in whole)
+    q, k, v = (_share(x, layout).transpose(1, 2) for x in whole)
+    q = q.unflatten(2, (case.heads[1], -1)).transpose(2, 3).flatten(2, 3)  # it counts grouped heads the other way
+    q, k, v = (x.contiguous().requires_grad_() for x in (q, k, v))
     dout = torch.ones_like(q)
 
     def call() -> Any:
         out = ring_flash_attn_(q, k, v, None, causal, 1024, True, causal, None, ranks, False, 50.0)
-        return torch.autograd.grad(out, (q, k, v), dout)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout)
+        return dq.unflatten(2, (-1, case.heads[1])).transpose(2, 3).flatten(2, 3), dk, dv
 
-    return "", call
+    return Peer(call, layout)
 
 
-def _ringmaster(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any] | None]:
+def _ringmaster(case: Case, whole: list[Tensor]) -> Peer | str:
     if find_spec("ringmaster") is None:
-        return "not installed: pip install 'attnmesh[bench]'", None
+        return "not installed: pip install 'attnmesh[bench]'"
     if case.mask != am.Causal():
-        return "its ring is causal, and without windows off the GPU", None
+        return "its ring is causal, and without windows off the GPU"
     if case.heads[0] != case.heads[1]:
-        return "its ring without flash-attn takes no grouped heads", None
+        return "its ring without flash-attn takes no grouped heads"
     from ringmaster import RotateMethod
     from ringmaster.ring import ring_attention
 
@@ -210,7 +254,7 @@ def _ringmaster(case: Case, whole: list[Tensor]) -> tuple[str, Callable[[], Any]
         out = ring_attention(q, k, v, group=group, causal=True, scaling=scale, dropout=0.0, **kernel)
         return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    return "", call
+    return Peer(call, am.Contiguous())
 
 
 def _share(x: Tensor, layout: Layout) -> Tensor:

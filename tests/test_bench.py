@@ -1,0 +1,74 @@
+"""The prefill bench: its figures are those of the exchange, and its contenders solve the same problem."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from attnmesh.bench import prefill
+from attnmesh.bench.ranks import run_on_ranks
+from attnmesh.bench.timing import Timing
+from tests.pool import Pool
+from tests.test_cli import run
+
+
+def counted_and_foretold() -> list[tuple[str, int, int]]:
+    rows = []
+    for case in prefill.cases(64):
+        for shape, exchange in prefill.shapes(dist.get_world_size(), case.heads[1]):
+            call = prefill._ours(case, prefill._whole(case), shape, exchange)
+            row = prefill._measured(case, f"{case.name} {shape} {exchange}", shape, exchange, call)
+            rows.append((row.contender, row.counted, row.predicted))
+    return rows
+
+
+def test_what_is_counted_was_foretold(pool: Pool) -> None:
+    for name, counted, foretold in pool.run(4, counted_and_foretold, deadline=100)[0]:
+        assert counted == foretold, name
+
+
+def faults_of_peers() -> dict[str, list[str | None]]:
+    faults: dict[str, list[str | None]] = {}
+    for case in prefill.cases(64):
+        whole = prefill._whole(case)
+        for name, make in prefill.PEERS.items():
+            peer = make(case, whole)
+            faults.setdefault(name, []).append(peer if isinstance(peer, str) else prefill._faults(peer, case, whole))
+    return faults
+
+
+def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
+    """Or the bench says that they do not: one's backward pass returns dk and dv added up."""
+    one, other = pool.run(2, faults_of_peers, deadline=100)
+    assert one == other
+    assert one["axolotl-ringmaster ring"][0] is None
+    assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def refuse() -> None:
+    raise ValueError(f"no, says {dist.get_rank()}")
+
+
+def test_ranks_are_started_and_their_errors_come_back() -> None:
+    assert run_on_ranks(2, own_rank) == [0, 1]
+    with pytest.raises(RuntimeError, match="no, says"):
+        run_on_ranks(2, refuse)
+
+
+def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200, 3.5),
+        prefill.Row("causal", "peer", note="it has no such mask"),
+    ]
+    monkeypatch.setattr(prefill, "rows", lambda ranks, length, report: iter(rows))
+    code, text = run("bench", "prefill", "--ranks", "2", "--json")
+    assert code == 0
+    assert json.loads(text)["rows"][0]["counted"] == 1200
+    code, text = run("bench", "prefill", "-v")
+    assert code == 0
+    assert "it has no such mask" in text
+    assert run("bench", "prefill", "--ranks", "1")[0] == 2
