@@ -23,7 +23,7 @@ def counted_and_foretold() -> list[tuple[str, int, int]]:
 
 
 def test_what_is_counted_was_foretold(pool: Pool) -> None:
-    for name, counted, foretold in pool.run(4, counted_and_foretold, deadline=100)[0]:
+    for name, counted, foretold in pool.run(2, counted_and_foretold, deadline=100)[0]:
         assert counted == foretold, name
 
 

@@ -6,13 +6,14 @@ with the same kernel, is the yardstick: a package whose kernel for CPUs is naive
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.bench.ranks import run_on_ranks
@@ -150,8 +151,14 @@ def _together(call: Callable[[], Any]) -> Callable[[], None]:
     return called
 
 
+@lru_cache
+def _mesh(shape: Shape) -> DeviceMesh:
+    """One mesh a shape: each has process groups of its own, and each group has threads."""
+    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=AXES)
+
+
 def _ours(case: Case, whole: list[Tensor], shape: Shape, exchange: str) -> Callable[[], Any]:
-    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=AXES)
+    mesh = _mesh(shape)
     q, k, v = (am.shard(x, mesh, layout=case.layout).requires_grad_() for x in whole)
     dout = torch.ones_like(q)
 
