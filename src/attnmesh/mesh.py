@@ -91,15 +91,15 @@ class Axis:
 class Mesh:
     """This rank's place in a mesh."""
 
-    heads: Axis = Axis()
-    queries: Axis = Axis()
-    keys: Axis = Axis()
+    heads: Axis
+    queries: Axis
+    keys: Axis
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":
         """The axes that a `DeviceMesh` names, in any order; axes with other names are somebody else's."""
         if device_mesh is None:
-            return Mesh()
+            return Mesh(Axis(), Axis(), Axis())
         if not isinstance(device_mesh, DeviceMesh):
             fix = "make one with torch.distributed.device_mesh.init_device_mesh"
             raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
@@ -112,7 +112,7 @@ class Mesh:
             raise MeshError(
                 "mesh", "a mesh that holds this rank", str(device_mesh), "call it on the ranks of the mesh alone"
             )
-        return Mesh(**{name: _axis(device_mesh, name) for name in mine})
+        return Mesh(*(_axis(device_mesh, name) if name in mine else Axis() for name in AXES))
 
     @staticmethod
     def named(shape: Shape, indices: Sequence[int], group_names: str) -> "Mesh":
