@@ -131,10 +131,7 @@ def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile
         "rows": [row.record() for row in rows],
         "memory": [asdict(memory) for memory in memories],
     }
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
-    if as_json:
-        _print_json(report)
+    if _published(report, as_json, out):
         return
     console.print(_pairs("this machine", _machine()))
     console.print(_bench_table(rows))
@@ -158,10 +155,7 @@ def bench_prefill(
         rows = list(prefill_bench.rows(ranks, length, lambda what: status.update(f"measuring {what}")))
     command = f"attnmesh bench prefill --ranks {ranks} --length {length}"
     report = {"command": command, "machine": _machine(), "rows": [asdict(row) for row in rows]}
-    if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n")
-    if as_json:
-        _print_json(report)
+    if _published(report, as_json, out):
         return
     console.print(_pairs("this machine", _machine()))
     console.print(_prefill_table(rows))
@@ -249,6 +243,15 @@ def _pairs(title: str, values: dict[str, Any]) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     return Table(*columns, title=title, title_justify="left", title_style="bold")
+
+
+def _published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
+    """Write the report to the file asked for, if any; whether it was all that was asked for on standard output."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        _print_json(report)
+    return as_json
 
 
 def _print_json(value: dict[str, Any]) -> None:
