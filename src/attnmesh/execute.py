@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.exchange import Tensors, gather, give_back
-from attnmesh.kernel.walk import Answer, Gradients, Kernel
+from attnmesh.kernel.walk import Answer, Gradients, Kernel, identity
 from attnmesh.kernel.walk import backward as kernel_backward
 from attnmesh.kernel.walk import forward as kernel_forward
 from attnmesh.mesh import Mesh
@@ -45,10 +45,7 @@ class Arrivals:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
     """The partial of this rank's queries over the keys of all ranks, in float32 or wider."""
-    own = Partial(
-        q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=wide(q.dtype)),
-        q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)),
-    )
+    own = identity(q, v, wide(q.dtype))
     returns = Returns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
         (rows,) = arrivals.rows()

@@ -94,7 +94,7 @@ def _seen(answer: Answer) -> Answer:
 
 
 def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
-    total = _identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
+    total = identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
     fresh = 0  # rows from here on have no partial yet: blocks come in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
@@ -136,7 +136,8 @@ def _part(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor
     return q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
 
 
-def _identity(q: Tensor, v: Tensor, dtype: torch.dtype) -> Partial:
+def identity(q: Tensor, v: Tensor, dtype: torch.dtype) -> Partial:
+    """The partial of queries that have seen nothing yet, its `out` in that dtype."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)))
 
