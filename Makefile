@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test check format bench fuzz gpu clean
+.PHONY: demo test long check format bench fuzz gpu clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -17,7 +17,10 @@ demo: $(VENV)/ready            ## what this installation can do, each kernel pro
 	$(RUN)/attnmesh check
 
 test: $(VENV)/ready            ## the whole suite, on the CPU
-	$(RUN)/pytest -m 'not gpu'
+	$(RUN)/pytest -m 'not gpu and not long'
+
+long: $(VENV)/ready            ## what `make test` samples, in full: each mesh and exchange trains a model (8 minutes)
+	$(RUN)/pytest -m long
 
 check: $(VENV)/ready           ## format, lint, types
 	$(RUN)/ruff format --check .

@@ -61,13 +61,15 @@ def test_ranks_are_started_and_their_errors_come_back() -> None:
 
 def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200, 3.5),
+        prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200),
         prefill.Row("causal", "peer", note="it has no such mask"),
     ]
-    monkeypatch.setattr(prefill, "rows", lambda ranks, length, report: iter(rows))
+    monkeypatch.setattr(prefill, "rows", lambda ranks, length: rows)
+    monkeypatch.setattr(prefill, "memory", lambda ranks, length: [prefill.Memory("full", "1x2x1 ring", 3.5, 3.0)])
     code, text = run("bench", "prefill", "--ranks", "2", "--json")
     assert code == 0
     assert json.loads(text)["rows"][0]["counted"] == 1200
+    assert json.loads(text)["memory"][0]["foretold"] == 3.0
     code, text = run("bench", "prefill", "-v")
     assert code == 0
     assert "it has no such mask" in text

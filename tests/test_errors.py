@@ -191,10 +191,15 @@ def test_bad_input_is_refused_by_name(call: Callable[[], Any], kind: type[Except
     assert str(caught.value).count("Fix: ") == 1
 
 
-@pytest.mark.parametrize("name", ["dropout_p", "softcap", "score_mod", "attn_mask", "is_causal", "enable_gqa"])
-def test_options_of_others_are_not_swallowed(name: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        attention(**{name: 0.1})()
+@pytest.mark.parametrize(
+    "name", ["dropout_p", "softcap", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"]
+)
+def test_what_other_attentions_take_is_refused_by_name(name: str) -> None:
+    for call in (attention, attend):
+        with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=. Fix: "):
+            call(**{name: 0.1})()
+    with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'mesk'"):
+        attention(mesk=am.Causal())()
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own jvp

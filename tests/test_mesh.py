@@ -111,6 +111,7 @@ DISAGREEMENTS = [
     ([{"mask": am.Documents((3, 4))}] * 2, errors.MaskError, "documents that add up to 10 tokens, given 7 tokens"),
     ([{"kernel": "cuda"}, {}], errors.MeshError, "kernel=cuda.*; on shard 1 .*kernel=auto"),
     ([{"exchange": "tree"}], errors.KernelError, "attention exchange: expected one of auto, bulk"),
+    ([{}, {"dropout_p": 0.1}], errors.KernelError, "exact softmax attention .*given dropout_p="),
     ([{"length": "ten"}], errors.ShapeError, "attention length: expected a whole number, given 'ten'"),
 ]
 

@@ -115,6 +115,19 @@ def test_losses_are_those_of_one_device(pool: Pool, ranks: int) -> None:
             assert errors.max() <= ATOL, f"{exchange}: {errors.max():.1e} at step {int(errors.argmax())}"
 
 
+def losses_on(shape: Shape, exchange: str) -> list[float]:
+    return losses([(named_mesh(shape, AXES), exchange, am.Zigzag())] * STEPS, heads(shape.ranks))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("shape", [shape for ranks in SIZES for shape in shapes(ranks)])
+def test_losses_on_every_mesh_are_those_of_one_device(pool: Pool, shape: Shape, exchange: str) -> None:
+    expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(shape.ranks)))
+    for given in pool.run(shape.ranks, losses_on, shape, exchange, deadline=100):
+        assert (torch.tensor(given) - expected).abs().max() <= ATOL
+
+
 # --- errors in bfloat16 ---
 
 

@@ -5,30 +5,26 @@ queries x keys mesh forward and backward; from the first to the second only tens
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree
+from attnmesh.cost import automatic
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
 from attnmesh.execute import Task, backward, forward
-from attnmesh.inputs import check_one_device, check_qkv, check_scale, check_tensor
+from attnmesh.inputs import check_no_more, check_one_device, check_qkv, check_scale, check_tensor
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient, with_sinks
 from attnmesh.kernel.choose import check_kernel, choose
-from attnmesh.kernel.walk import Answer, Kernel
+from attnmesh.kernel.walk import Answer
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
 from attnmesh.mesh import Mesh, Shape
 from attnmesh.partial import wide
-from attnmesh.schedule import Problem, schedule
+from attnmesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.swap import swap_op
-
-EXCHANGES = ("auto", "bulk", "pipelined", "ring")
-
-HEAD_GROUPS = 4
-"""Groups of heads that "pipelined" goes by, if there are as many: one is gathered while another is attended."""
 
 
 def attention(
@@ -46,6 +42,7 @@ def attention(
     length: int | None = None,
     key_layout: Layout | None = None,
     key_length: int | None = None,
+    **more: Never,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank: shards in, the same shard out.
 
@@ -56,6 +53,7 @@ def attention(
     On a mesh, `layout` says which of `length` tokens each rank holds, and `exchange` how keys travel: "bulk", at once;
     "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
     The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
+    What is no exact softmax attention, as dropout or soft-capped logits, is refused by name.
     DTensors whose tokens are sharded along the mesh's axes may come in, with `layout=Contiguous()`, and go out.
 
     >>> import torch
@@ -65,7 +63,7 @@ def attention(
     True
     """
     key_layout = layout if key_layout is None else key_layout
-    options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length)
+    options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
     if isinstance(q, Tensor) and type(q).__name__ == "DTensor":
         return _of_dtensors(q, k, v, sinks, mesh, options)
     return _of_shards(q, k, v, sinks, mesh, options)
@@ -82,6 +80,7 @@ class _Options(NamedTuple):
     scale: float | None
     length: int | None
     key_length: int | None
+    more: dict[str, Never] | None  # what has no meaning here, to be refused by all ranks
 
 
 def _of_shards(
@@ -135,7 +134,7 @@ def mesh_op(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Forward on the queries x keys mesh: (out, lse) of this rank's queries."""
-    task = _task(groups, code, exchange, choose(kernel, q, k, v), scale)
+    task = _task(q, k, v, groups, code, exchange, kernel, scale)
     partial = with_sinks(forward(q, k, v, task), sinks)
     return placed(partial.out, q.dtype), partial.lse
 
@@ -160,7 +159,7 @@ def mesh_backward_op(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward on the queries x keys mesh: (dq, dk, dv) of this rank's tokens."""
-    task = _task(groups, code, exchange, choose(kernel, q, k, v), scale)
+    task = _task(q, k, v, groups, code, exchange, kernel, scale)
     dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, Answer(out, lse, dout), task))
     return dq, dk, dv
 
@@ -187,10 +186,22 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 mesh_op.register_autograd(_gradients, setup_context=_remember)
 
 
-def _task(groups: str, code: Sequence[int], exchange: str, kernel: Kernel, scale: float) -> Task:
+def _task(
+    q: Tensor, k: Tensor, v: Tensor, groups: str, code: Sequence[int], exchange: str, kernel: str, scale: float
+) -> Task:
     here = Mesh.named(Shape(*code[:3]), code[3:6], groups)
-    plan = schedule(Problem.decode(here.shape, code[6:]), here.queries.index, here.keys.index, exchange == "ring")
-    return Task(here, plan, HEAD_GROUPS if exchange == "pipelined" else 1, kernel, scale)
+    problem = Problem.decode(here.shape, code[6:])
+    how = _automatic(q, k, problem) if exchange == "auto" else EXCHANGES[exchange]
+    plan = schedule(problem, here.queries.index, here.keys.index, how.ring)
+    head_groups = how.head_groups(here.shape, k.shape[1] * here.shape.heads)
+    return Task(here, plan, head_groups, choose(kernel, q, k, v), scale)
+
+
+def _automatic(q: Tensor, k: Tensor, problem: Problem) -> Exchange:
+    """From what all ranks know alike: heads here are a rank's share of them, tokens those of a shard."""
+    tokens = max(problem.length, problem.key_length) // problem.shape.ranks
+    q_heads, kv_heads = (problem.shape.heads * x.shape[1] for x in (q, k))
+    return automatic(problem.shape, q_heads, kv_heads, q.shape[0] * tokens * q.shape[-1])
 
 
 def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Problem:
@@ -231,12 +242,13 @@ def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 
 
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    check_no_more("attention", options.more or {})
     check_qkv("attention", q, k, v)
     check_mask("attention mask", options.mask)
     check_layout("attention layout", options.layout)
     check_layout("attention key_layout", options.key_layout)
-    if not isinstance(options.exchange, str) or options.exchange not in EXCHANGES:
-        expected = f"one of {', '.join(EXCHANGES)}"
+    if not isinstance(options.exchange, str) or options.exchange not in ("auto", *EXCHANGES):
+        expected = f"one of auto, {', '.join(EXCHANGES)}"
         raise KernelError("attention exchange", expected, repr(options.exchange), 'leave it at "auto"')
     for name, length in (("length", options.length), ("key_length", options.key_length)):
         if length is not None and (not isinstance(length, int) or length < 0):

@@ -151,14 +151,18 @@ def bench_prefill(
     """Every shape and exchange on local ranks, forward and backward, beside published packages (minutes)."""
     if out is not None:
         out.touch()
-    with progress.status("starting") as status:
-        rows = list(prefill_bench.rows(ranks, length, lambda what: status.update(f"measuring {what}")))
+    with progress.status(f"measuring times on {ranks} ranks") as status:
+        rows = prefill_bench.rows(ranks, length)
+        status.update(f"measuring memory on {ranks} ranks")
+        memories = prefill_bench.memory(ranks, length)
     command = f"attnmesh bench prefill --ranks {ranks} --length {length}"
-    report = {"command": command, "machine": _machine(), "rows": [asdict(row) for row in rows]}
+    tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
+    report = {"command": command, "machine": _machine(), **tables}
     if _published(report, as_json, out):
         return
     console.print(_pairs("this machine", _machine()))
     console.print(_prefill_table(rows))
+    console.print(_held_table(memories))
     if verbose:
         console.print(PREFILL_EXPLAINED)
 
@@ -168,19 +172,29 @@ Forward and backward of one call, milliseconds: median [quartiles] of rounds in 
 long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
 those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
 schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call, in
-ranks of their own that give freed memory back at once."""
+ranks of their own that give freed memory back at once; the formula is that of attnmesh.cost.held, for the backward
+pass alone."""
 
 
 def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
     table = _table("prefill bench, forward + backward", "case", "heads x queries x keys, exchange")
-    for name in ("ms", "beside ring", "elements counted", "foretold", "MB"):
+    for name in ("ms", "beside ring", "elements counted", "foretold"):
         table.add_column(name, justify="right")
     for row in rows:
         if row.timing is None:
             table.add_row(row.case, row.contender, row.note)
             continue
-        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted, row.megabytes)]
+        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted)]
         table.add_row(row.case, row.contender, f"{row.timing}{'; ' + row.note if row.note else ''}", *figures)
+    return table
+
+
+def _held_table(memories: Iterable[prefill_bench.Memory]) -> Table:
+    table = _table("peak extra memory of a rank, MB", "case", "heads x queries x keys, exchange")
+    for name in ("measured", "by the formula"):
+        table.add_column(name, justify="right")
+    for memory in memories:
+        table.add_row(memory.case, memory.contender, f"{memory.measured:.1f}", f"{memory.foretold:.1f}")
     return table
 
 

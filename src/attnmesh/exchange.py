@@ -44,16 +44,16 @@ def counted() -> Iterator[Traffic]:
 
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """The tokens that a step brings, beside those that it keeps, in order of position: (batch, heads, tokens, ...)."""
-    sends = {peer: tuple(take(x, tokens) for x in tensors) for peer, tokens in step.send}
+    parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
     wanted = {peer: tuple(_some(x, count) for x in tensors) for peer, count in step.receive}
-    finish = _trade(sends, wanted, axis)
+    finish = _trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
 
     def finished() -> Tensors:
         arrived = finish()
-        if not arrived:
-            return tuple(_ordered(take(x, step.keep), step.order) for x in tensors)
-        parts = [tuple(take(x, step.keep) for x in tensors), *(arrived[peer] for peer, _ in step.receive)]
-        return tuple(_ordered(torch.cat(part, dim=2), step.order) for part in zip(*parts, strict=True))
+        pieces = [tuple(take(x, step.keep) for x in tensors)] if len(step.keep) or not arrived else []
+        pieces += [arrived[peer] for peer, _ in step.receive]
+        joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
+        return joined if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in joined)
 
     return finished
 
@@ -61,12 +61,14 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
 def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """What was made for the tokens held goes to their owners: for this rank, which of its tokens, and what for them."""
     shares = {peer: tuple(take(x, tokens) for x in tensors) for peer, tokens in step.owners}
-    mine = {axis.index: shares.pop(axis.index)} if axis.index in shares else {}
+    mine = shares.pop(axis.index, None)
+    if mine is not None and shares:  # a copy: a view would keep all that was made for others
+        mine = tuple(x.clone() for x in mine)
     wanted = {peer: tuple(_some(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
-    finish = _trade(shares, wanted, axis)
+    finish = _trade(shares, wanted, axis, tensors[0].device)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
-        arrived = mine | finish()
+        arrived = finish() | ({} if mine is None else {axis.index: mine})
         return [(tokens, arrived[peer]) for peer, tokens in step.holders]
 
     return finished
@@ -75,7 +77,8 @@ def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tup
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """All to all: `parts[p]` goes to rank p, and what comes from p is shaped like `wanted[p]`."""
     others = [peer for peer in range(axis.size) if peer != axis.index]
-    finish = _trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis)
+    device = parts[axis.index][0].device
+    finish = _trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device)
     arrived = {axis.index: parts[axis.index]} | finish()
     return [arrived[peer] for peer in range(axis.size)]
 
@@ -99,54 +102,56 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
     return x.index_select(2, tokens.to(x.device))
 
 
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
-    return x if order is None else x.index_select(2, order.to(x.device))
-
-
-def _trade(sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis) -> Callable[[], dict[int, Tensors]]:
-    """Post all messages at once; finishing waits for them. `wanted` are empty tensors of the shapes that will come."""
-    letters = {peer: _pack(tensors) for peer, tensors in sends.items()}
-    boxes = {peer: [torch.empty_like(x) for x in _pack(tensors)] for peer, tensors in wanted.items()}
-    posts = [
-        dist.P2POp(dist.isend, x, group=axis.group, group_peer=peer) for peer, each in letters.items() for x in each
+def _trade(
+    sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis, device: torch.device
+) -> Callable[[], dict[int, Tensors]]:
+    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come."""
+    packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
+    letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
+    boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
+    posts = [(dist.isend, peer, x) for peer, x in letters.items()] + [
+        (dist.irecv, peer, x) for peer, x in boxes.items()
     ]
-    posts += [
-        dist.P2POp(dist.irecv, x, group=axis.group, group_peer=peer) for peer, each in boxes.items() for x in each
-    ]
-    works = dist.batch_isend_irecv(posts) if posts else []
+    posts = [post for post in posts if post[2].numel()]
+    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in posts]
+    works = dist.batch_isend_irecv(operations) if operations else []
     _count(wanted)
 
     def finished() -> dict[int, Tensors]:
-        for work in works:
-            work.wait()
+        while works:
+            works.pop().wait()
         letters.clear()  # they had to live until they were sent
         return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
 
     return finished
 
 
-def _pack(tensors: Tensors) -> list[Tensor]:
-    """One message for each dtype, as bytes: backends send those whatever they are of."""
-    dtypes = dict.fromkeys(x.dtype for x in tensors)
-    flat = [torch.cat([x.reshape(-1) for x in tensors if x.dtype == dtype]) for dtype in dtypes]
-    return [x.view(torch.uint8) for x in flat if x.numel()]
+def _pack(tensors: Tensors) -> Tensor:
+    """One message of bytes, which every backend sends, whatever they are of."""
+    message = torch.empty(_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
+    for place, x in zip(_unpack(message, tensors), tensors, strict=True):
+        place.copy_(x)
+    return message
 
 
-def _unpack(messages: list[Tensor], shapes: Tensors) -> Tensors:
-    dtypes = dict.fromkeys(x.dtype for x in shapes if x.numel())
-    rest = {dtype: message.view(dtype) for dtype, message in zip(dtypes, messages, strict=True)}
-    tensors = []
-    for x in shapes:
-        if x.numel():
-            tensors.append(rest[x.dtype][: x.numel()].view(x.shape))
-            rest[x.dtype] = rest[x.dtype][x.numel() :]
-        else:
-            tensors.append(x)
-    return tuple(tensors)
+def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
+    """The tensors in a message, as views: the widest dtype comes first, so that each lies on a multiple of its size."""
+    places, start = [message] * len(shapes), 0
+    for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):
+        x = shapes[index]
+        stop = start + x.numel() * x.element_size()
+        places[index] = message[start:stop].view(x.dtype).view(x.shape)
+        start = stop
+    return tuple(places)
+
+
+def _bytes(tensors: Tensors) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _some(x: Tensor, tokens: int) -> Tensor:
-    return x.new_empty((*x.shape[:2], tokens, *x.shape[3:]))
+    """The shape and dtype of so many tokens, without any memory."""
+    return torch.empty((*x.shape[:2], tokens, *x.shape[3:]), dtype=x.dtype, device="meta")
 
 
 def _count(wanted: dict[int, Tensors]) -> None:
@@ -154,4 +159,4 @@ def _count(wanted: dict[int, Tensors]) -> None:
         for x in (x for tensors in wanted.values() for x in tensors):
             traffic.vectors += x.numel() if x.ndim == 4 else 0
             traffic.scalars += x.numel() if x.ndim == 3 else 0
-            traffic.bytes += x.numel() * x.element_size()
+        traffic.bytes += sum(map(_bytes, wanted.values()))

@@ -15,9 +15,9 @@ from attnmesh.exchange import Tensors, gather, give_back
 from attnmesh.kernel.walk import Answer, Gradients, Kernel, identity
 from attnmesh.kernel.walk import backward as kernel_backward
 from attnmesh.kernel.walk import forward as kernel_forward
-from attnmesh.mesh import Mesh
+from attnmesh.mesh import Axis, Mesh
 from attnmesh.partial import Partial, merge, wide
-from attnmesh.schedule import Schedule
+from attnmesh.schedule import Schedule, Step
 
 Back = list[tuple[Tensor, Tensors]]
 """What came back: for which of this rank's tokens, and what."""
@@ -48,17 +48,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
     own = identity(q, v, wide(q.dtype))
     returns = Returns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
-        (rows,) = arrivals.rows()
-        total: Partial | None = None
-        for (keys, values), band in zip(arrivals.keys, task.schedule.bands, strict=True):
-            out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
-            partial = Partial(out.to(lse.dtype), lse)
-            total = partial if total is None else merge(total, partial)
-        assert total is not None  # every schedule has a step
         mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in own)
-        returns.add(give_back(total, task.schedule.row, task.mesh.keys), mine)
+        returns.add(_attended(arrivals, task), task.schedule.row, task.mesh.keys, mine)
     returns.finish()
     return own
+
+
+def _attended(arrivals: "Arrivals", task: Task) -> Partial:
+    """The partial of the row's queries over the column's keys, for one group of heads."""
+    (rows,) = arrivals.rows()
+    total: Partial | None = None
+    for band in task.schedule.bands:
+        keys, values = next(arrivals.keys)
+        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
+        del keys, values  # or they would live until the next ones have come
+        partial = Partial(out.to(lse.dtype), lse)
+        total = partial if total is None else merge(total, partial)
+    assert total is not None  # every schedule has a step
+    return total
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gradients:
@@ -67,19 +74,27 @@ def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gra
     own = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
     returns = Returns(_add_in)
     for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
-        rows, dout, lse, row_delta = arrivals.rows()
-        row_answer = Answer(_stand_in(dout, row_delta), lse, dout)
-        dq = torch.zeros_like(rows, dtype=wide(q.dtype))
-        mine = tuple(x[:, arrivals.heads] for x in (own.k, own.v))
-        for (keys, values), band, step in zip(arrivals.keys, task.schedule.bands, task.schedule.steps, strict=True):
-            part = kernel_backward(task.kernel, rows, keys, values, row_answer, band, task.scale)
-            dq += part.q
-            returns.add(give_back((part.k.to(dq.dtype), part.v.to(dq.dtype)), step, task.mesh.queries), mine)
-            del part  # or it would live through the next step's kernel
-        mine = (own.q[:, _shared(arrivals.heads, q, k)],)
-        returns.add(give_back((dq,), task.schedule.row, task.mesh.keys), mine)
+        mine = own.q[:, _shared(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
+        dq = _differentiated(arrivals, task, returns, mine[1:])
+        returns.add((dq,), task.schedule.row, task.mesh.keys, mine[:1])
     returns.finish()
     return own
+
+
+def _differentiated(arrivals: "Arrivals", task: Task, returns: "Returns", mine: Tensors) -> Tensor:
+    """The row's dq from the column's keys, for one group of heads; dk and dv go to their owners, into `mine`."""
+    rows, dout, lse, delta = arrivals.rows()
+    answer = Answer(_stand_in(dout, delta), lse, dout)
+    dq: Tensor | None = None
+    for band, step in zip(task.schedule.bands, task.schedule.steps, strict=True):
+        keys, values = next(arrivals.keys)
+        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.scale)
+        del keys, values  # or they would live until the next ones have come
+        dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
+        returns.add((part.k.to(dq.dtype), part.v.to(dq.dtype)), step, task.mesh.queries, mine)
+        del part
+    assert dq is not None  # every schedule has a step
+    return dq
 
 
 class Returns:
@@ -89,10 +104,10 @@ class Returns:
         self.put = put
         self.under_way: tuple[Callable[[], Back], Tensors] | None = None
 
-    def add(self, coming: Callable[[], Back], mine: Tensors) -> None:
-        """What comes back is to be put into `mine`."""
+    def add(self, made: Tensors, step: Step, axis: Axis, mine: Tensors) -> None:
+        """Send back what was made; what others made for this rank's tokens is to be put into `mine`."""
         self.finish()
-        self.under_way = coming, mine
+        self.under_way = give_back(made, step, axis), mine
 
     def finish(self) -> None:
         """Wait for what is under way."""
@@ -130,6 +145,7 @@ def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
             held = finish()
             finish = gather(held, step, axis)
             yield held
+            del held
         yield finish()
 
     return arrivals()

@@ -1,5 +1,6 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
@@ -11,6 +12,19 @@ from attnmesh import errors
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SHAPE = "(batch, heads, length, dim)"
 
+ELSEWHERE = {
+    "dropout": "leave it out, and drop elsewhere in the layer",
+    "softcap": "use a model without soft-capped logits",
+    "score": "bring what is added to logits into q and k, or use a mask of positions",
+    "bias": "bring what is added to logits into q and k, or use a mask of positions",
+    "alibi": "bring what is added to logits into q and k, or use a mask of positions",
+    "attn_mask": "pass mask=, a function of positions: Causal(), Window(left), Documents(lengths)",
+    "block_mask": "pass mask=, a function of positions: Causal(), Window(left), Documents(lengths)",
+    "is_causal": "pass mask=Causal() or mask=Full()",
+    "enable_gqa": "leave it out: heads are grouped by their numbers",
+}
+"""What other attentions take and this one does not, by a part of the argument's name, and what to do instead."""
+
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless q, k and v are one attention problem; heads may be grouped, values may have another width."""
@@ -21,6 +35,16 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             fix = "add or split the missing dims; the heads come before the length"
             raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
     _check_shapes(subject, q, k, v)
+
+
+def check_no_more(subject: str, more: Mapping[str, object]) -> None:
+    """Refuse by name what other attentions take; anything else is unknown, as to every function of Python."""
+    for name in more:
+        plain = name.replace("soft_cap", "softcap")
+        fix = next((fix for part, fix in ELSEWHERE.items() if part in plain), None)
+        if fix is None:
+            raise TypeError(f"{subject}() got an unexpected keyword argument {name!r}")
+        raise errors.KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
 
 
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:

@@ -8,9 +8,10 @@ A chunk is what the ranks of one (r, c) hold together along the heads axis, in o
 `steps`: all at once, or step by step round a ring, each rank passing on what those behind it still need.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from attnmesh.kernel.blocks import Band
 from attnmesh.layout import Layout, decode_layout, encode_layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import Shape
+
+
+class Exchange(NamedTuple):
+    """How keys travel: round a ring or at once, all heads together or group by group, the next under way meanwhile."""
+
+    ring: bool = False
+    by_heads: bool = False
+
+    def head_groups(self, shape: Shape, kv_heads: int) -> int:
+        """Groups of heads: enough that what one gathers is about what is in flight round a ring."""
+        wanted = max(4, shape.queries // 2, shape.keys // 2) if self.by_heads else 1
+        return min(wanted, kv_heads // shape.heads)
+
+
+EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
 
 Picks = tuple[tuple[int, Tensor], ...]
 """For each peer that is concerned, which tokens: indices, ascending."""
@@ -190,5 +206,13 @@ def _among(some: Tensor, all_of: Tensor) -> Tensor:
     return torch.searchsorted(all_of, some)
 
 
-def _picks(pairs: Iterator[tuple[int, Tensor]] | list[tuple[int, Tensor]]) -> Picks:
-    return tuple((peer, tokens) for peer, tokens in pairs if len(tokens))
+def _picks(pairs: Iterable[tuple[int, Tensor]]) -> Picks:
+    """Those of any tokens; peers that get the same tokens share one tensor, so that they are packed once."""
+    distinct: list[Tensor] = []
+    picks = []
+    for peer, tokens in pairs:
+        if len(tokens):
+            known = next((other for other in distinct if torch.equal(other, tokens)), tokens)
+            distinct += [known] if known is tokens else []
+            picks.append((peer, known))
+    return tuple(picks)

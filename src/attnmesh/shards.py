@@ -59,7 +59,9 @@ def _gathered(x: Tensor, here: Mesh, counts: list[int]) -> Tensor:
         if axis.group is not None:
             first = here.shard - here.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
-            wanted = [(x.new_empty((sum(counts[start : start + held]), *x.shape[1:])),) for start in starts]
+            wanted = [
+                (x.new_empty((sum(counts[start : start + held]), *x.shape[1:]), device="meta"),) for start in starts
+            ]
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
         held *= axis.size
     return x

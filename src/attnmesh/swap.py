@@ -54,7 +54,9 @@ def _tokens(code: Sequence[int], keys: bool) -> list[Tensor]:
 
 def _to_heads(x: Tensor, axis: Axis, tokens: list[Tensor]) -> Tensor:
     shares = [(part,) for part in x.chunk(axis.size, dim=1)]
-    wanted = [(shares[axis.index][0].new_empty((*shares[0][0].shape[:2], len(some), x.shape[3])),) for some in tokens]
+    wanted = [
+        (shares[0][0].new_empty((*shares[0][0].shape[:2], len(some), x.shape[3]), device="meta"),) for some in tokens
+    ]
     out = empty_placed(x.new_empty((*shares[0][0].shape[:2], sum(map(len, tokens)), 1)), x.shape[3])
     for some, (part,) in zip(tokens, swap(shares, wanted, axis), strict=True):
         out.index_copy_(2, some.to(x.device), part)

@@ -4,7 +4,7 @@ All run in one set of ranks, in turns, forward and backward; a round takes as lo
 with the same kernel, is the yardstick: a package whose kernel for CPUs is naive is no baseline for an exchange.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh.bench.ranks import run_on_ranks
 from attnmesh.bench.timing import Timing, peak_memory, race
+from attnmesh.cost import held
 from attnmesh.exchange import counted
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
-from attnmesh.schedule import Problem, Schedule, schedule
+from attnmesh.schedule import EXCHANGES, Problem, Schedule, schedule
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,17 @@ class Row:
     beside_ring: float | None = None
     counted: int | None = None
     predicted: int | None = None
-    megabytes: float | None = None
     note: str | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most megabytes by which a rank grew in one call, and what the formula says of its backward pass."""
+
+    case: str
+    contender: str
+    measured: float
+    foretold: float
 
 
 def cases(length: int) -> list[Case]:
@@ -76,30 +87,47 @@ def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
     return found
 
 
-def rows(ranks: int, length: int, report: Callable[[str], None]) -> Iterator[Row]:
-    """Every case in one set of ranks, its contenders in turns; their memory in another set, as telling it is slow."""
-    report(f"times on {ranks} ranks")
-    timed = run_on_ranks(ranks, _contests, length)[0]
-    report(f"memory on {ranks} ranks")
-    memory = run_on_ranks(ranks, _memories, length, exact_memory=True)[0]
-    for row in timed:
-        yield replace(row, megabytes=memory.get((row.case, row.contender)))
+def rows(ranks: int, length: int) -> list[Row]:
+    """Every case in one set of ranks, its contenders in turns; before them one rank beside the kernel alone."""
+    return [row for n, contests in ((1, _alone), (ranks, _contests)) for row in run_on_ranks(n, contests, length)[0]]
+
+
+def memory(ranks: int, length: int) -> list[Memory]:
+    """Under a full mask, where all travels. In ranks of their own, as telling memory exactly is slow."""
+    return [row for row in run_on_ranks(ranks, _memories, length, exact_memory=True)[0] if row.measured]
+
+
+def _alone(length: int) -> list[Row]:
+    """A mesh of one rank beside SDPA, which is the same kernel without us."""
+    case = cases(length)[0]
+    q, k, v = (x.requires_grad_() for x in _whole(case))
+    ours = _ours(case, _whole(case), Shape(1, 1, 1), "auto")
+
+    def kernel() -> Any:
+        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    name = f"{case.name}, one rank"
+    timings = race({"the kernel alone": kernel, "1x1x1": ours}, torch.device("cpu"), seconds=8)
+    return [Row(name, contender, timing) for contender, timing in timings.items()]
 
 
 def _contests(length: int) -> list[Row]:
     return [row for case in cases(length) for row in _contest(case)]
 
 
-def _memories(length: int) -> dict[tuple[str, str], float]:
-    """By case and contender, the most megabytes by which a rank grew; for the causal cases, which others resemble."""
-    most = {}
-    for case in cases(length)[:2]:
-        for shape, exchange in shapes(dist.get_world_size(), case.heads[1]):
+def _memories(length: int) -> list[Memory]:
+    ranks, found = dist.get_world_size(), []
+    for heads in ((8, 8), (8, 2)):
+        case = Case(f"full, {heads[0]}/{heads[1]} heads", am.Full(), am.Contiguous(), heads, length)
+        for shape, exchange in shapes(ranks, heads[1]):
             peak = peak_memory(_ours(case, _whole(case), shape, exchange), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
-            most[case.name, _name(shape, exchange)] = round(float(figure) / 1e6, 1)
-    return most
+            foretold = 4 * case.width * length / ranks * held(shape, *heads, EXCHANGES[exchange])
+            megabytes = (round(x / 1e6, 1) for x in (float(figure), foretold))
+            found.append(Memory(case.name, _name(shape, exchange), *megabytes))
+    return found
 
 
 def _name(shape: Shape, exchange: str) -> str:

@@ -4,13 +4,13 @@ The mask and the positions are turned into a band inside the attend_op, where th
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
 
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.inputs import check_qkv, check_scale
+from attnmesh.inputs import check_no_more, check_qkv, check_scale
 from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer, backward, forward
@@ -28,6 +28,7 @@ def attend(
     k_positions: Tensor | None = None,
     scale: float | None = None,
     kernel: str = "auto",
+    **more: Never,
 ) -> Partial:
     """Attention of q over k and v on one device: the normalised `out` and its `lse`, both differentiable.
 
@@ -41,6 +42,7 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
+    check_no_more("attend", more)
     check_qkv("attend", q, k, v)
     in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
     check_mask("attend mask", mask, *in_order)
