@@ -21,6 +21,7 @@ def held(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float
         sent, coming and kept of dq           f (2C - 1) q    after that, while the next group's kernel runs
         the next group's gathers              f (2C q + 2R k)
 
+    Not counted: what a heads axis swaps, and gathered tokens that are not in order and have to be put so.
     Round a ring R is 1 in what a kernel holds and makes, beside one chunk sent, one coming, and the same of its
     gradients, with dq growing from step to step.
     """

@@ -1,4 +1,4 @@
-"""What crosses ranks, and nothing else does: gather, give back, swap heads for tokens, and agree.
+"""What crosses ranks, and nothing else does: gather, give back, swap heads for tokens, share, trade.
 
 Each takes off at once and is finished by calling what it returns, so that a kernel can run meanwhile. All messages go
 directly from rank to rank, all of an exchange at the same time, and only the tokens that a schedule names travel.
@@ -46,7 +46,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """The tokens that a step brings, beside those that it keeps, in order of position: (batch, heads, tokens, ...)."""
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
     wanted = {peer: tuple(_some(x, count) for x in tensors) for peer, count in step.receive}
-    finish = _trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
+    finish = trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
 
     def finished() -> Tensors:
         arrived = finish()
@@ -65,7 +65,7 @@ def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tup
     if mine is not None and shares:  # a copy: a view would keep all that was made for others
         mine = tuple(x.clone() for x in mine)
     wanted = {peer: tuple(_some(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
-    finish = _trade(shares, wanted, axis, tensors[0].device)
+    finish = trade(shares, wanted, axis, tensors[0].device)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish() | ({} if mine is None else {axis.index: mine})
@@ -78,7 +78,7 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
     """All to all: `parts[p]` goes to rank p, and what comes from p is shaped like `wanted[p]`."""
     others = [peer for peer in range(axis.size) if peer != axis.index]
     device = parts[axis.index][0].device
-    finish = _trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device)
+    finish = trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device)
     arrived = {axis.index: parts[axis.index]} | finish()
     return [arrived[peer] for peer in range(axis.size)]
 
@@ -102,11 +102,11 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
     return x.index_select(2, tokens.to(x.device))
 
 
-def _trade(
+def trade(
     sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis, device: torch.device
 ) -> Callable[[], dict[int, Tensors]]:
     """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come."""
-    packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
+    packed = {id(tensors): pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
     boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
     posts = [(dist.isend, peer, x) for peer, x in letters.items()] + [
@@ -121,20 +121,20 @@ def _trade(
         while works:
             works.pop().wait()
         letters.clear()  # they had to live until they were sent
-        return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
+        return {peer: unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
 
     return finished
 
 
-def _pack(tensors: Tensors) -> Tensor:
+def pack(tensors: Tensors) -> Tensor:
     """One message of bytes, which every backend sends, whatever they are of."""
     message = torch.empty(_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
-    for place, x in zip(_unpack(message, tensors), tensors, strict=True):
+    for place, x in zip(unpack(message, tensors), tensors, strict=True):
         place.copy_(x)
     return message
 
 
-def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
+def unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """The tensors in a message, as views: the widest dtype comes first, so that each lies on a multiple of its size."""
     places, start = [message] * len(shapes), 0
     for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):

@@ -118,7 +118,7 @@ class Mesh:
     def named(shape: Shape, indices: Sequence[int], group_names: str) -> "Mesh":
         """The mesh again, from what an operator's schema can carry."""
         names = group_names.split(",")
-        axes = (Axis(n, i, _group(name)) for n, i, name in zip(shape, indices, names, strict=True))
+        axes = (Axis(n, i, group_named(name)) for n, i, name in zip(shape, indices, names, strict=True))
         return Mesh(*axes)
 
     @property
@@ -147,6 +147,19 @@ def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
     return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name)) if size > 1 else Axis()
 
 
-def _group(name: str) -> ProcessGroup | None:
+def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
+    """Several axes of a mesh as one: the ranks that share a place along all others."""
+    if device_mesh is None:
+        return Axis()
+    given = device_mesh.mesh_dim_names or ()
+    long = tuple(name for name in given if name in names and device_mesh.size(given.index(name)) > 1)
+    if len(long) < 2:
+        return _axis(device_mesh, long[0]) if long else Axis()
+    flat = device_mesh[long]._flatten()
+    return Axis(flat.size(), flat.get_local_rank(), flat.get_group())
+
+
+def group_named(name: str) -> ProcessGroup | None:
+    """The process group of that name; none for the empty one."""
     group: ProcessGroup | None = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
     return group

@@ -1,0 +1,257 @@
+"""Merge partials across ranks: one packed message a step, of a size that the context does not change.
+
+        "tree"         halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
+        "direct"       every rank sends to every other, one exchange, one merge
+        "gather"       the same by a collective
+        "allreduce"    maximum, numerator and denominator, each by a collective: the paper's Algorithm 3, a baseline
+
+A *witness* rides along: two numbers whose maximum over all ranks tells each of them whether all ranks said the same.
+"""
+
+import math
+import os
+import socket
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
+from attnmesh.exchange import pack, share, trade, unpack
+from attnmesh.mesh import Axis, group_named
+from attnmesh.partial import Partial, merge, wide
+from attnmesh.tree import Round, by_residue, tree
+
+FEW = 3
+"""Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
+
+BASES = {"e": 1.0, "2": math.log(2.0)}
+"""By which an `lse` in this base is multiplied to be natural."""
+
+
+class Said(NamedTuple):
+    """What a rank brings to a merge: its partial and its witness."""
+
+    lse: Tensor
+    witness: Tensor
+    out: Tensor
+
+
+def merge_across(
+    partial: Partial,
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    how: str = "auto",
+    output: str = "replicated",
+    wire: torch.dtype | None = None,
+    base: str = "e",
+) -> Partial:
+    """The merge of the partials of all ranks of a group: attention over the keys of all of them, for any engine.
+
+    `out` is (batch, heads, length, dim) and `lse` (batch, heads, length), natural or, with `base="2"`, base 2; so is
+    the result's. `output="heads"` gives rank i the i-th share of the heads, as `torch.tensor_split` cuts them. `how` is
+    "tree", "direct", "gather", "allreduce" or "auto". Partials travel in float32 or wider, or with `out` in the dtype
+    `wire`. All ranks pass the same shapes and options. No gradients.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> here = am.attend(q, k, v)
+    >>> torch.equal(merge_across(here, None).out, here.out)
+    True
+    """
+    axis = axis_of(group)
+    check_merge("merge_across", how, output)
+    _check(partial, wire, base)
+    out, lse = partial
+    natural = lse if base == "e" else lse * BASES[base]
+    if torch.compiler.is_compiling():
+        name, wired = "" if axis.group is None else axis.group.group_name, str(wire or "").removeprefix("torch.")
+        merged = Partial(*merge_op(out, natural, name, [axis.size, axis.index], how, output, wired))
+    else:
+        merged = _merged(Partial(out, natural), axis, how, output, wire)
+    return merged if base == "e" else Partial(merged.out, merged.lse / BASES[base])
+
+
+@torch.library.custom_op("attnmesh::merge_across", mutates_args=())
+def merge_op(
+    out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, wire: str
+) -> tuple[Tensor, Tensor]:
+    """As an operator, so that it is one node of a compiled graph."""
+    dtype = getattr(torch, wire) if wire else None
+    return _merged(Partial(out, lse), Axis(place[0], place[1], group_named(group)), how, output, dtype)
+
+
+@merge_op.register_fake
+def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
+    heads = share_of(out.shape[1], Axis(place[0], place[1])) if output == "heads" else slice(0, out.shape[1])
+    return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
+
+
+def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None) -> Partial:
+    """In tensors of its own, and `out` in the dtype in which it came."""
+    (out, lse), _ = merged_across(partial, partial.lse.new_zeros(2), axis, how, output, wire)
+    return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
+
+
+def merged_across(
+    partial: Partial,
+    witness: Tensor,
+    axis: Axis,
+    how: str,
+    output: str,
+    wire: torch.dtype | None = None,
+    *,
+    canonical: bool = False,
+) -> tuple[Partial, Tensor]:
+    """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues."""
+    if axis.size == 1:
+        return partial, witness
+    said = Said(partial.lse, witness, partial.out.to(wire or wide(partial.out.dtype)))
+    how = _automatic(axis, output) if how == "auto" else how
+    if how == "direct" and output == "heads":
+        return _to_each_its_heads(said, axis)
+    said = _climbed(said, axis, canonical) if how == "tree" else MERGES[how](said, axis)
+    heads = share_of(said.lse.shape[1], axis) if output == "heads" else slice(None)
+    return Partial(said.out[:, heads], said.lse[:, heads]), said.witness
+
+
+def _automatic(axis: Axis, output: str) -> str:
+    return "direct" if output == "heads" or axis.size <= FEW else "tree"
+
+
+def _climbed(said: Said, axis: Axis, canonical: bool) -> Said:
+    """Round by round, what is held is merged with what is heard: for two, the bits do not depend on the order."""
+    for step in rounds(axis, canonical, said.out.device)[axis.index]:
+        arrived = trade(dict.fromkeys(step.send, tuple(said)), {step.hear: tuple(said)}, axis, said.out.device)()
+        said = _joined([said, Said(*arrived[step.hear])])
+    return said
+
+
+def _direct(said: Said, axis: Axis) -> Said:
+    others = [peer for peer in range(axis.size) if peer != axis.index]
+    arrived = trade(dict.fromkeys(others, tuple(said)), dict.fromkeys(others, tuple(said)), axis, said.out.device)()
+    return _joined([Said(*arrived[peer]) if peer in arrived else said for peer in range(axis.size)])
+
+
+def _to_each_its_heads(said: Said, axis: Axis) -> tuple[Partial, Tensor]:
+    """All to all: each rank hears of its own heads alone, from all."""
+    shares = [_cut(said, share_of(said.lse.shape[1], Axis(axis.size, peer))) for peer in range(axis.size)]
+    others = [peer for peer in range(axis.size) if peer != axis.index]
+    mine = shares[axis.index]
+    arrived = trade({p: tuple(shares[p]) for p in others}, dict.fromkeys(others, tuple(mine)), axis, said.out.device)()
+    joined = _joined([Said(*arrived[peer]) if peer in arrived else mine for peer in range(axis.size)])
+    return Partial(joined.out, joined.lse), joined.witness
+
+
+def _gathered(said: Said, axis: Axis) -> Said:
+    message = pack(tuple(said))
+    messages = [torch.empty_like(message) for _ in range(axis.size)]
+    dist.all_gather(messages, message, group=axis.group)
+    return _joined([Said(*unpack(each, tuple(said))) for each in messages])
+
+
+def _summed(said: Said, axis: Axis) -> Said:
+    """Algorithm 3 of Tree Attention as it stands: softmax is not left to `merge`, and it takes three collectives."""
+    peaks = torch.cat([said.lse.flatten(), said.witness])
+    dist.all_reduce(peaks, dist.ReduceOp.MAX, group=axis.group)
+    peak, witness = peaks[: said.lse.numel()].view(said.lse.shape), peaks[said.lse.numel() :]
+    weight = torch.exp(said.lse - peak.masked_fill(peak == -torch.inf, 0.0))
+    numerator, denominator = said.out.to(weight.dtype) * weight.unsqueeze(-1), weight.clone()
+    dist.all_reduce(numerator, group=axis.group)
+    dist.all_reduce(denominator, group=axis.group)
+    out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+    return Said(peak + denominator.log(), witness, out)
+
+
+MERGES: dict[str, Callable[[Said, Axis], Said]] = {"direct": _direct, "gather": _gathered, "allreduce": _summed}
+
+HOW = ("auto", "tree", *MERGES)
+
+OUTPUTS = ("replicated", "heads")
+
+
+def _joined(said: list[Said]) -> Said:
+    out, lse = merge(*(Partial(each.out, each.lse) for each in said))
+    return Said(lse, torch.stack([each.witness for each in said]).amax(0), out)
+
+
+def _cut(said: Said, heads: slice) -> Said:
+    return Said(said.lse[:, heads], said.witness, said.out[:, heads])
+
+
+def share_of(heads: int, axis: Axis) -> slice:
+    """This rank's share of the heads: sizes differ by one where they do not divide, the larger ones first."""
+    size, more = divmod(heads, axis.size)
+    start = axis.index * size + min(axis.index, more)
+    return slice(start, start + size + (axis.index < more))
+
+
+def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
+    """The number, and less the number: their maxima over all ranks cancel if all say the same. Exact up to 2^24."""
+    number = torch.as_tensor(number, device=like.device).to(like.dtype)
+    return torch.stack((number, -number))
+
+
+@lru_cache(maxsize=64)
+def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
+    """The tree of an axis; the first time its ranks tell each other where they are."""
+    return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
+
+
+def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
+    """The ranks of each host; a host is a name and a network of its own."""
+    space = Path("/proc/self/ns/net")
+    name = f"{socket.gethostname()} {os.stat(space).st_ino if space.exists() else ''}"
+    number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
+    said = [row[0] for row in share([number], [axis], device)]
+    return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
+
+
+def axis_of(group: Any) -> Axis:
+    """The ranks of a process group, or of a mesh of one axis, in line."""
+    if group is None:
+        return Axis()
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            fix = 'pass one axis of it, as mesh["keys"]'
+            raise MeshError("merge_across group", "a process group or a mesh of one axis", str(group), fix)
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        fix = "pass dist.group.WORLD, mesh.get_group(axis), or None for one rank"
+        raise MeshError("merge_across group", "a process group that holds this rank", type(group).__name__, fix)
+    return Axis(group.size(), group.rank(), group)
+
+
+def check_merge(subject: str, how: str, output: str) -> None:
+    """Raise unless there is such a merge and such an output."""
+    for name, given, known in (("merge", how, HOW), ("output", output, OUTPUTS)):
+        if not isinstance(given, str) or given not in known:
+            raise KernelError(f"{subject} {name}", f"one of {', '.join(known)}", repr(given), f'use "{known[0]}"')
+
+
+def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
+    if not (isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)):
+        given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
+        raise DtypeError("merge_across", "a partial (out, lse)", given, fix)
+    out, lse = partial
+    if not out.is_floating_point() or lse.dtype != wide(out.dtype):
+        given = f"out {out.dtype}, lse {lse.dtype}"
+        raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
+    if out.ndim != 4 or lse.shape != out.shape[:-1]:
+        expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
+        raise ShapeError("merge_across", expected, given, "put the heads before the length")
+    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
+        fix = "call it under torch.no_grad(), or train with attention"
+        raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
+    if wire is not None and (not isinstance(wire, torch.dtype) or not wire.is_floating_point):
+        raise DtypeError("merge_across wire", "a dtype of floats or None", repr(wire), "leave it out for float32")
+    if base not in BASES:
+        fix = 'say "2" if the engine took base-2 logarithms'
+        raise KernelError("merge_across base", "one of e, 2", repr(base), fix)
