@@ -1,6 +1,9 @@
 """Exact attention across a mesh of devices."""
 
+from attnmesh.across import merge_across as merge_across
 from attnmesh.attention import attention as attention
+from attnmesh.cache import KVCache as KVCache
+from attnmesh.decode import decode as decode
 from attnmesh.energy import energy as energy
 from attnmesh.kernel.attend import attend as attend
 from attnmesh.layout import Contiguous as Contiguous

@@ -32,15 +32,18 @@ from attnmesh.tree import Round, by_residue, tree
 FEW = 3
 """Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
+ROOM = 1 << 20
+"""Bytes kept for a message that turns out to be another than was expected: see `trade`."""
+
 BASES = {"e": 1.0, "2": math.log(2.0)}
 """By which an `lse` in this base is multiplied to be natural."""
 
 
 class Said(NamedTuple):
-    """What a rank brings to a merge: its partial and its witness."""
+    """What a rank brings to a merge: its witness, at the beginning of the message, and its partial."""
 
-    lse: Tensor
     witness: Tensor
+    lse: Tensor
     out: Tensor
 
 
@@ -113,7 +116,7 @@ def merged_across(
     """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues."""
     if axis.size == 1:
         return partial, witness
-    said = Said(partial.lse, witness, partial.out.to(wire or wide(partial.out.dtype)))
+    said = Said(witness, partial.lse, partial.out.to(wire or wide(partial.out.dtype)))
     how = _automatic(axis, output) if how == "auto" else how
     if how == "direct" and output == "heads":
         return _to_each_its_heads(said, axis)
@@ -129,32 +132,37 @@ def _automatic(axis: Axis, output: str) -> str:
 def _climbed(said: Said, axis: Axis, canonical: bool) -> Said:
     """Round by round, what is held is merged with what is heard: for two, the bits do not depend on the order."""
     for step in rounds(axis, canonical, said.out.device)[axis.index]:
-        arrived = trade(dict.fromkeys(step.send, tuple(said)), {step.hear: tuple(said)}, axis, said.out.device)()
-        said = _joined([said, Said(*arrived[step.hear])])
+        arrived = _traded(dict.fromkeys(step.send, said), {step.hear: said}, axis)
+        said = _joined([said, arrived[step.hear]])
     return said
 
 
 def _direct(said: Said, axis: Axis) -> Said:
-    others = [peer for peer in range(axis.size) if peer != axis.index]
-    arrived = trade(dict.fromkeys(others, tuple(said)), dict.fromkeys(others, tuple(said)), axis, said.out.device)()
-    return _joined([Said(*arrived[peer]) if peer in arrived else said for peer in range(axis.size)])
+    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), said)
+    everyone = _traded(others, others, axis) | {axis.index: said}
+    return _joined([everyone[peer] for peer in range(axis.size)])
 
 
 def _to_each_its_heads(said: Said, axis: Axis) -> tuple[Partial, Tensor]:
     """All to all: each rank hears of its own heads alone, from all."""
-    shares = [_cut(said, share_of(said.lse.shape[1], Axis(axis.size, peer))) for peer in range(axis.size)]
-    others = [peer for peer in range(axis.size) if peer != axis.index]
-    mine = shares[axis.index]
-    arrived = trade({p: tuple(shares[p]) for p in others}, dict.fromkeys(others, tuple(mine)), axis, said.out.device)()
-    joined = _joined([Said(*arrived[peer]) if peer in arrived else mine for peer in range(axis.size)])
+    shares = {peer: _cut(said, share_of(said.lse.shape[1], Axis(axis.size, peer))) for peer in range(axis.size)}
+    mine = shares.pop(axis.index)
+    everyone = _traded(shares, dict.fromkeys(shares, mine), axis) | {axis.index: mine}
+    joined = _joined([everyone[peer] for peer in range(axis.size)])
     return Partial(joined.out, joined.lse), joined.witness
 
 
+def _traded(sends: dict[int, Said], wanted: dict[int, Said], axis: Axis) -> dict[int, Said]:
+    device = next(iter(wanted.values())).out.device
+    arrived = trade({**sends}, {**wanted}, axis, device, ROOM if device.type == "cpu" else 0)()
+    return {peer: Said(*tensors) for peer, tensors in arrived.items()}
+
+
 def _gathered(said: Said, axis: Axis) -> Said:
-    message = pack(tuple(said))
+    message = pack(said)
     messages = [torch.empty_like(message) for _ in range(axis.size)]
     dist.all_gather(messages, message, group=axis.group)
-    return _joined([Said(*unpack(each, tuple(said))) for each in messages])
+    return _joined([Said(*unpack(each, said)) for each in messages])
 
 
 def _summed(said: Said, axis: Axis) -> Said:
@@ -167,7 +175,7 @@ def _summed(said: Said, axis: Axis) -> Said:
     dist.all_reduce(numerator, group=axis.group)
     dist.all_reduce(denominator, group=axis.group)
     out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
-    return Said(peak + denominator.log(), witness, out)
+    return Said(witness, peak + denominator.log(), out)
 
 
 MERGES: dict[str, Callable[[Said, Axis], Said]] = {"direct": _direct, "gather": _gathered, "allreduce": _summed}
@@ -179,11 +187,11 @@ OUTPUTS = ("replicated", "heads")
 
 def _joined(said: list[Said]) -> Said:
     out, lse = merge(*(Partial(each.out, each.lse) for each in said))
-    return Said(lse, torch.stack([each.witness for each in said]).amax(0), out)
+    return Said(torch.stack([each.witness for each in said]).amax(0), lse, out)
 
 
 def _cut(said: Said, heads: slice) -> Said:
-    return Said(said.lse[:, heads], said.witness, said.out[:, heads])
+    return Said(said.witness, said.lse[:, heads], said.out[:, heads])
 
 
 def share_of(heads: int, axis: Axis) -> slice:
@@ -191,12 +199,6 @@ def share_of(heads: int, axis: Axis) -> slice:
     size, more = divmod(heads, axis.size)
     start = axis.index * size + min(axis.index, more)
     return slice(start, start + size + (axis.index < more))
-
-
-def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
-    """The number, and less the number: their maxima over all ranks cancel if all say the same. Exact up to 2^24."""
-    number = torch.as_tensor(number, device=like.device).to(like.dtype)
-    return torch.stack((number, -number))
 
 
 @lru_cache(maxsize=64)

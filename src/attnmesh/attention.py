@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree
 from attnmesh.cost import automatic
-from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
+from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.execute import Task, backward, forward
-from attnmesh.inputs import check_no_more, check_one_device, check_qkv, check_scale, check_tensor
+from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient, with_sinks
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
@@ -255,7 +255,7 @@ def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks
             raise ShapeError(f"attention {name}", "a whole number", repr(length), "count the tokens of all ranks")
     check_kernel(options.kernel)
     check_scale("attention", options.scale, q)
-    _check_sinks(sinks, q)
+    check_sinks("attention sinks", sinks, q)
     if k.shape[1] % mesh.shape.heads:
         given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
         fix = "give those ranks to the queries or the keys axis"
@@ -291,15 +291,3 @@ def _check_shards(problem: Problem, table: list[list[int]]) -> None:
         if given != expected:
             fix = f"shard with am.shard and this layout, or mend {name}"
             raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", f"{given}", fix)
-
-
-def _check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    if sinks is None:
-        return
-    check_tensor("attention sinks", sinks)
-    fix = "give each query head one logit"
-    if not sinks.is_floating_point():
-        raise DtypeError("attention sinks", "a tensor of floats", str(sinks.dtype), fix)
-    if tuple(sinks.shape) != (q.shape[1],):
-        raise ShapeError("attention sinks", f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)
-    check_one_device("attention sinks", {"sinks": sinks, "q": q})

@@ -213,9 +213,9 @@ class KVCache:
         shape = self.mesh.shape
         shards = [shape.shard(h, self.mesh.queries.index, self.mesh.keys.index) for h in range(axis.size)]
         wanted = [tuple(_sized(x, counts[shard]) for x in parts[0]) for shard in shards]
-        return tuple(
-            torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in zip(*swap(parts, wanted, axis), strict=True)
-        )
+        columns = zip(*swap(parts, wanted, axis), strict=True)
+        k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
+        return k, v, positions
 
     def _summary(self, positions: Tensor) -> list[int]:
         """How many, for which rank along the tokens' axis, a sum that tells which, and whether dealing does it."""

@@ -103,12 +103,17 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trade(
-    sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis, device: torch.device
+    sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis, device: torch.device, room: int = 0
 ) -> Callable[[], dict[int, Tensors]]:
-    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come."""
+    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
+
+    Gloo takes a message into any box that is not too small for it: with `room`, in bytes, ranks that do not agree on
+    what is sent can still hear what the beginnings of messages say.
+    """
     packed = {id(tensors): pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
-    boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
+    sizes = {peer: max(_bytes(x), room) for peer, x in wanted.items()}
+    boxes = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
     posts = [(dist.isend, peer, x) for peer, x in letters.items()] + [
         (dist.irecv, peer, x) for peer, x in boxes.items()
     ]

@@ -89,6 +89,19 @@ def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
     return float(scale)
 
 
+def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
+    """Raise unless there are none, or one learned logit a query head."""
+    if sinks is None:
+        return
+    check_tensor(subject, sinks)
+    fix = "give each query head one logit"
+    if not sinks.is_floating_point():
+        raise errors.DtypeError(subject, "a tensor of floats", str(sinks.dtype), fix)
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise errors.ShapeError(subject, f"shape ({q.shape[1]},)", f"shape {tuple(sinks.shape)}", fix)
+    check_one_device(subject, {"sinks": sinks, "q": q})
+
+
 def _check_shapes(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 

@@ -1,0 +1,352 @@
+"""Decoding: keys stay where they are and the query goes to them. A step is a local attention and a merge across ranks.
+
+With `reproducible=True` the result is the same bits on 1, 2, 4, 8, ... ranks. The law: each block of keys that is dealt
+makes a partial of its own, and these are merged along one tree over the blocks' numbers, whose halves are the even and
+the odd numbers, their halves the residues modulo 4, and so on. Of that tree each rank's blocks are a subtree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Never
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from attnmesh.across import HOW, MERGES, OUTPUTS, ROOM, check_merge, merged_across, share_of
+from attnmesh.agree import agree
+from attnmesh.cache import KVCache, Ragged
+from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
+from attnmesh.exchange import Tensors, trade
+from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
+from attnmesh.kernel.attend import with_sinks
+from attnmesh.kernel.blocks import Band
+from attnmesh.kernel.choose import check_kernel, choose
+from attnmesh.kernel.walk import forward, identity
+from attnmesh.mask import Causal, Mask, check_mask
+from attnmesh.mesh import Axis, group_named
+from attnmesh.partial import Partial, merge, wide
+
+DIGEST = (1 << 24) - 3
+"""Witnesses are numbers below this one: float32 holds them exactly."""
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Step:
+    """All of a step that is not a tensor."""
+
+    heads: Axis
+    tokens: Axis
+    block: int
+    capacity: int
+    mask: Mask
+    scale: float
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+
+
+Run = Callable[..., Partial]
+"""A kernel at a scale: (q, keys, values, band) -> the partial."""
+
+
+class Held(NamedTuple):
+    """What a cache holds, as tensors."""
+
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+    state: Tensor
+    ragged: Ragged | None
+
+
+@torch.no_grad()
+def decode(
+    q: Tensor,
+    cache: KVCache,
+    *,
+    mask: Mask = Causal(),
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    merge: str = "auto",
+    output: str = "replicated",
+    reproducible: bool = False,
+    kernel: str = "auto",
+    **more: Never,
+) -> Tensor:
+    """Attention of the last tokens of the cache, the same `q` on every rank, over all that the cache holds.
+
+    Each row of `q` (batch, heads, length, dim) sees what the mask lets its position see: causal, unless another is
+    given. The output is the same bits on every rank, or with `output="heads"` this rank's share of the heads. `merge`
+    is "tree", "direct", "gather", "allreduce" or "auto". `reproducible` asks for the same bits on any power of two of
+    ranks; it wants a cache filled by dealing, and blocks of 128 tokens or more to be fast.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=8, dtype=torch.float32)
+    >>> cache.append(k, v)
+    >>> whole = am.attend(q, k, v, mask=am.Causal()).out
+    >>> torch.allclose(decode(q[:, :, -2:], cache), whole[:, :, -2:], atol=1e-6)
+    True
+    """
+    options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
+    call: str | InputError
+    try:
+        _check(q, cache, sinks, options)
+        call = f"decode of {q.dtype} {list(q.shape)}, {'no' if sinks is None else 'some'} sinks, {options}"
+    except InputError as error:
+        if torch.compiler.is_compiling() or cache.mesh.shape.ranks == 1:
+            raise
+        call = error
+    if torch.compiler.is_compiling():
+        return _compiled(q, cache, sinks, _step(cache, options, check_scale("decode", scale, q)))
+    if isinstance(call, InputError):
+        witness = _absent(cache, _step(cache, options, 1.0))
+    else:
+        call, scale = f"{call}, {cache.length} tokens in the cache", check_scale("decode", scale, q)
+        if options.merge in MERGES:  # collectives cannot hear of a message that is not the one expected
+            agree(cache.mesh, cache.device, call)
+        held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.ragged)
+        out, witness = _decoded(q, held, sinks, _step(cache, options, scale), crc32(call.encode()))
+        if float(witness.sum()) == 0:
+            return out
+    agree(cache.mesh, cache.device, call)  # raises on all ranks alike, unless it is the numbers in q that differ
+    fix = "broadcast each sampled token from one rank"
+    raise MeshError("decode q", "the same query on every rank", "queries that differ", fix)
+
+
+class _Options(NamedTuple):
+    mask: Mask
+    scale: float | None
+    merge: str
+    output: str
+    reproducible: bool
+    kernel: str
+    more: dict[str, Never] | None
+
+
+def _step(cache: KVCache, options: _Options, scale: float) -> Step:
+    where = cache.mesh.heads, cache.tokens, cache.block, cache.capacity
+    return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
+
+
+def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor]:
+    """This rank's output, and a witness of what all ranks were asked."""
+    heads = share_of(q.shape[1], step.heads)
+    mine = _local(q[:, heads], held, step)
+    witness = _witness(q, call, mine.lse.dtype)
+    how = "tree" if step.reproducible else step.merge
+    merged, witness = merged_across(mine, witness, step.tokens, how, step.output, canonical=step.reproducible)
+    if sinks is not None:
+        sinks = sinks[heads]
+        merged = with_sinks(merged, sinks[share_of(len(sinks), step.tokens)] if step.output == "heads" else sinks)
+    out = (merged.out + 0.0).to(q.dtype)  # no -0.0: whether there is one may depend on merges with nothing
+    return _all_heads(out.contiguous(), witness, step)
+
+
+def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Along the heads axis, the outputs of all ranks in line, if all are to have them; in any case their witnesses."""
+    axis = step.heads
+    if axis.size == 1:
+        return out, witness
+    said: Tensors = (witness, out) if step.output == "replicated" else (witness,)
+    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), said)
+    room = ROOM if out.device.type == "cpu" else 0
+    everyone = trade(others, others, axis, out.device, room)() | {axis.index: said}
+    columns = list(zip(*(everyone[peer] for peer in range(axis.size)), strict=True))
+    return out if len(columns) == 1 else torch.cat(columns[1], 1), torch.stack(columns[0]).amax(0)
+
+
+def _absent(cache: KVCache, step: Step) -> Tensor:
+    """The witness of a rank that cannot go on: it takes its part in the exchanges, or the others would wait for it."""
+    nothing = identity(cache.keys[:, :0, :0], cache.values, wide(cache.dtype))  # no heads: the witness alone
+    witness = nothing.lse.new_full((2,), torch.inf)
+    how, output = (given if given in known else "auto" for given, known in ((step.merge, HOW), (step.output, OUTPUTS)))
+    canonical = step.reproducible and not step.tokens.size & (step.tokens.size - 1)
+    merged, witness = merged_across(nothing, witness, step.tokens, how, output, canonical=canonical)
+    return _all_heads(merged.out.to(cache.dtype), witness, step)[1]
+
+
+def _local(q: Tensor, held: Held, step: Step) -> Partial:
+    """The partial over this rank's keys, in float32 or wider."""
+    length, used = held.state.tolist()
+    keys, values = (x.narrow(2, 0, used) for x in (held.keys, held.values))
+    run = partial(forward, choose(step.kernel, q, keys, values), scale=step.scale)
+    positions = torch.arange(length - q.shape[2], length)
+    if held.ragged is not None:
+        return _padded(run, q, keys, values, held.ragged, length, step.mask)
+    columns: int | Tensor = used if used == length else held.columns[:used].cpu()
+    band = Band.of(step.mask, positions, columns)
+    if step.reproducible:
+        return _by_blocks(run, q, keys, values, band, step.block)
+    return _widened(run(q, keys, values, band))
+
+
+def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, ragged: Ragged, length: int, mask: Mask) -> Partial:
+    """Each sequence by itself: its padding cuts its keys into runs, seldom more than one, of positions of its own."""
+    real = ragged.real[:, length - q.shape[2] : length]
+    places = (ragged.lengths[:, None] - real.flip(1).cumsum(1).flip(1)).clamp(min=0).cpu()
+    parts = []
+    for row in range(q.shape[0]):
+        only, own = slice(row, row + 1), ragged.places[row, : keys.shape[2]].cpu()
+        total = identity(q[only], values[only], wide(q.dtype))
+        for start, stop in _runs(own >= 0):
+            band = Band.of(mask, places[row], own[start:stop])
+            total = merge(total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band)))
+        parts.append(total)
+    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    padding = ~real[:, None]
+    return Partial(out.masked_fill(padding.unsqueeze(-1), 0.0), lse.masked_fill(padding, -torch.inf))
+
+
+def _runs(flags: Tensor) -> list[tuple[int, int]]:
+    """From where to where the flags are True."""
+    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+    """A partial of each block, those that every row sees whole in one call, and their merge along the tree."""
+    used, rows = keys.shape[2], q.shape[2]
+    count = -(-used // block)
+    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
+    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    whole = range(first, max(first, last))
+    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    for row in range(q.shape[0] if whole else 0):
+        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
+        blocks = (
+            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+        )
+        own = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(own, *blocks, full)
+    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = number * block, min(used, (number + 1) * block)
+        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+    return _up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+
+
+def _up_the_tree(leaves: Partial) -> Partial:
+    """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
+    while (count := len(leaves.lse)) > 1:
+        half = 1 << (count - 1).bit_length() - 1
+        both = merge(*(Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))))
+        leaves = Partial(*(torch.cat((x, y[count - half : half])) for x, y in zip(both, leaves, strict=True)))
+    return Partial(leaves.out[0], leaves.lse[0])
+
+
+def _widened(partial: Partial) -> Partial:
+    return Partial(partial.out.to(partial.lse.dtype), partial.lse)
+
+
+def _witness(q: Tensor, call: int, dtype: torch.dtype) -> Tensor:
+    """What tells this call and these queries from others: a number, and less the number."""
+    bits = q.contiguous().view(BITS[q.element_size()]).flatten()
+    weights = torch.arange(1, 2 * len(bits), 2, device=q.device)
+    number = ((bits * weights).sum() + call).remainder(DIGEST).to(dtype)
+    return torch.stack((number, -number))
+
+
+def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Tensor:
+    groups = (axis.group.group_name if axis.group is not None else "" for axis in (step.heads, step.tokens))
+    names = [*groups, step.merge, step.output, step.kernel]
+    places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
+    numbers = [*places, step.block, step.capacity, step.reproducible, *step.mask.encode()]
+    padded = (None, None, None) if cache.ragged is None else cache.ragged
+    held = (cache.keys, cache.values, cache.columns, cache.state, *padded)
+    return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("attnmesh::decode", mutates_args=())
+def decode_op(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    state: Tensor,
+    real: Tensor | None,
+    places: Tensor | None,
+    lengths: Tensor | None,
+    sinks: Tensor | None,
+    numbers: Sequence[int],
+    names: str,
+    scale: float,
+) -> Tensor:
+    """As an operator, so that a step is one graph. It cannot raise from a graph: where ranks disagree, all get NaN."""
+    step = _named(numbers, names, scale)
+    ragged = None if real is None or places is None or lengths is None else Ragged(real, places, lengths)
+    call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
+    out, witness = _decoded(q, Held(keys, values, columns, state, ragged), sinks, step, call)
+    fine = (witness.sum() == 0) & (state[0] <= step.capacity)
+    return torch.where(fine, out, torch.nan)
+
+
+@decode_op.register_fake
+def _(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    step = _named(*rest[-3:])
+    heads = q.shape[1]
+    if step.output == "heads":
+        for axis in (step.heads, step.tokens):
+            part = share_of(heads, axis)
+            heads = part.stop - part.start
+    return q.new_empty((q.shape[0], heads, q.shape[2], values.shape[-1]))
+
+
+def _named(numbers: Sequence[int], names: str, scale: float) -> Step:
+    """The step that an operator's schema has carried."""
+    heads, tokens, how, output, kernel = names.split(",")
+    axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
+    mask = Mask.decode(numbers[7:])
+    return Step(*axes, numbers[4], numbers[5], mask, scale, how, output, bool(numbers[6]), kernel)
+
+
+def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -> None:
+    check_no_more("decode", options.more or {})
+    check_same_kind("decode", {"q": q})
+    shape = (cache.batch, "heads", "length", cache.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.batch, cache.head_dim) or not q.shape[2]:
+        fix = "pass the queries of the cache's last tokens"
+        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+    if q.shape[1] % cache.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {cache.kv_heads} key heads"
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, "pass the model's heads")
+    if q.dtype != cache.dtype or q.device.type != cache.device.type:
+        given = f"{q.dtype} on {q.device}"
+        raise DtypeError("decode q", f"{cache.dtype} on {cache.device}", given, "call .to(cache.dtype)")
+    check_mask("decode mask", options.mask)
+    check_merge("decode", options.merge, options.output)
+    check_kernel(options.kernel)
+    check_scale("decode", options.scale, q)
+    check_sinks("decode sinks", sinks, q)
+    if cache.ragged is not None and options.mask.ends:
+        fix = "keep documents in sequences of their own"
+        raise MaskError("decode mask", "no documents in a padded batch", f"{options.mask}", fix)
+    if options.reproducible:
+        _check_reproducible(cache, options)
+    if not torch.compiler.is_compiling():
+        _check_length(q, cache, options)
+
+
+def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
+    """What needs to know the length: a graph does not ask for it."""
+    if not q.shape[2] <= cache.length <= cache.capacity:
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.capacity} tokens in the cache"
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, "append before decode")
+    options.mask.check_length("decode mask", cache.length)
+
+
+def _check_reproducible(cache: KVCache, options: _Options) -> None:
+    ranks = cache.tokens.size
+    if ranks & (ranks - 1) or options.merge not in ("auto", "tree"):
+        given = f"{ranks} ranks and merge {options.merge!r}"
+        raise KernelError("decode reproducible", "1, 2, 4, 8, ... ranks and a tree", given, 'leave merge at "auto"')
+    if not cache.dealt or cache.ragged is not None:
+        given = "a padded batch" if cache.ragged is not None else "one that keeps what a sharded prefill made"
+        fix = "fill it with append, or prefill in Striped(cache.block)"
+        raise LayoutError("decode reproducible", "a cache whose tokens were dealt", given, fix)
