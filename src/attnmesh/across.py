@@ -12,10 +12,11 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,27 +25,53 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
-from attnmesh.exchange import pack, share, trade, unpack
+from attnmesh.exchange import climb, meet, share
 from attnmesh.mesh import Axis, group_named
-from attnmesh.partial import Partial, merge, wide
+from attnmesh.partial import Partial, collapse, wide
 from attnmesh.tree import Round, by_residue, tree
 
 FEW = 3
 """Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
-ROOM = 1 << 20
+ROOM = 1 << 17
 """Bytes kept for a message that turns out to be another than was expected: see `trade`."""
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
 """By which an `lse` in this base is multiplied to be natural."""
 
 
-class Said(NamedTuple):
-    """What a rank brings to a merge: its witness, at the beginning of the message, and its partial."""
+@dataclass(frozen=True)
+class Form:
+    """How a partial and its witness lie in a message of bytes: (witness, lse, out), the witness in lse's dtype."""
 
-    witness: Tensor
-    lse: Tensor
-    out: Tensor
+    shape: tuple[int, ...]
+    lse: torch.dtype
+    out: torch.dtype
+
+    def message(self, witness: Tensor, partial: Partial) -> Tensor:
+        """The bytes of one rank's message."""
+        out = partial.out.to(self.out).reshape(-1)
+        if self.out == self.lse:
+            return torch.cat((witness, partial.lse.reshape(-1), out)).view(torch.uint8)
+        parts = (witness, partial.lse.reshape(-1)), (out,)
+        return torch.cat([torch.cat(part).view(torch.uint8) for part in parts])
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
+        """The witnesses and the partials of several messages, stacked."""
+        size, first, count = self.lse.itemsize, 2 * self.lse.itemsize, math.prod(self.shape[:-1])
+        middle = first + count * size
+        lse = rows[:, first:middle].view(self.lse).view(len(rows), *self.shape[:-1])
+        out = rows[:, middle : middle + count * self.shape[-1] * self.out.itemsize].view(self.out)
+        return rows[:, :first].view(self.lse), Partial(out.view(len(rows), *self.shape), lse)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Several messages as one."""
+        return self.message(*self.joined(rows))
+
+    def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
+        """What several messages come to."""
+        witnesses, partials = self.read(rows)
+        return witnesses.amax(0), collapse(partials)
 
 
 def merge_across(
@@ -116,82 +143,77 @@ def merged_across(
     """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues."""
     if axis.size == 1:
         return partial, witness
-    said = Said(witness, partial.lse, partial.out.to(wire or wide(partial.out.dtype)))
+    dtype = wide(partial.out.dtype)
+    form = Form(tuple(partial.out.shape), dtype, wire or dtype)
     how = _automatic(axis, output) if how == "auto" else how
     if how == "direct" and output == "heads":
-        return _to_each_its_heads(said, axis)
-    said = _climbed(said, axis, canonical) if how == "tree" else MERGES[how](said, axis)
-    heads = share_of(said.lse.shape[1], axis) if output == "heads" else slice(None)
-    return Partial(said.out[:, heads], said.lse[:, heads]), said.witness
+        return _to_each_its_heads(partial, witness, form, axis)
+    witness, merged = MERGES[how](partial, witness, form, axis, canonical)
+    heads = share_of(form.shape[1], axis) if output == "heads" else slice(None)
+    return Partial(*(x[:, heads] for x in merged)), witness
 
 
 def _automatic(axis: Axis, output: str) -> str:
     return "direct" if output == "heads" or axis.size <= FEW else "tree"
 
 
-def _climbed(said: Said, axis: Axis, canonical: bool) -> Said:
-    """Round by round, what is held is merged with what is heard: for two, the bits do not depend on the order."""
-    for step in rounds(axis, canonical, said.out.device)[axis.index]:
-        arrived = _traded(dict.fromkeys(step.send, said), {step.hear: said}, axis)
-        said = _joined([said, arrived[step.hear]])
-    return said
+def _tree(partial: Partial, witness: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
+    """Of two messages the bits of the merge do not depend on which is the first."""
+    steps = rounds(axis, canonical, witness.device)[axis.index]
+    whole = climb(form.message(witness, partial), steps, axis, ROOM, form.join)
+    witnesses, merged = form.read(whole[None])
+    return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
 
 
-def _direct(said: Said, axis: Axis) -> Said:
-    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), said)
-    everyone = _traded(others, others, axis) | {axis.index: said}
-    return _joined([everyone[peer] for peer in range(axis.size)])
+def _direct(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+    return form.joined(meet([form.message(witness, partial)] * axis.size, axis, ROOM))
 
 
-def _to_each_its_heads(said: Said, axis: Axis) -> tuple[Partial, Tensor]:
+def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
     """All to all: each rank hears of its own heads alone, from all."""
-    shares = {peer: _cut(said, share_of(said.lse.shape[1], Axis(axis.size, peer))) for peer in range(axis.size)}
-    mine = shares.pop(axis.index)
-    everyone = _traded(shares, dict.fromkeys(shares, mine), axis) | {axis.index: mine}
-    joined = _joined([everyone[peer] for peer in range(axis.size)])
-    return Partial(joined.out, joined.lse), joined.witness
+    shares = [share_of(form.shape[1], Axis(axis.size, rank)) for rank in range(axis.size)]
+    messages = [form.message(witness, Partial(*(x[:, heads] for x in partial))) for heads in shares]
+    mine = shares[axis.index]
+    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
+    witness, merged = form.joined(meet(messages, axis, ROOM))
+    return merged, witness
 
 
-def _traded(sends: dict[int, Said], wanted: dict[int, Said], axis: Axis) -> dict[int, Said]:
-    device = next(iter(wanted.values())).out.device
-    arrived = trade({**sends}, {**wanted}, axis, device, ROOM if device.type == "cpu" else 0)()
-    return {peer: Said(*tensors) for peer, tensors in arrived.items()}
+def _gather(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+    message = form.message(witness, partial)
+    rows = list(message.new_empty(axis.size, len(message)))
+    dist.all_gather(rows, message, group=axis.group)
+    return form.joined(torch.stack(rows))
 
 
-def _gathered(said: Said, axis: Axis) -> Said:
-    message = pack(said)
-    messages = [torch.empty_like(message) for _ in range(axis.size)]
-    dist.all_gather(messages, message, group=axis.group)
-    return _joined([Said(*unpack(each, said)) for each in messages])
-
-
-def _summed(said: Said, axis: Axis) -> Said:
+def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
     """Algorithm 3 of Tree Attention as it stands: softmax is not left to `merge`, and it takes three collectives."""
-    peaks = torch.cat([said.lse.flatten(), said.witness])
+    peaks = torch.cat([witness, partial.lse.flatten()])
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group=axis.group)
-    peak, witness = peaks[: said.lse.numel()].view(said.lse.shape), peaks[said.lse.numel() :]
-    weight = torch.exp(said.lse - peak.masked_fill(peak == -torch.inf, 0.0))
-    numerator, denominator = said.out.to(weight.dtype) * weight.unsqueeze(-1), weight.clone()
+    peak = peaks[2:].view(partial.lse.shape)
+    weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
+    # Collectives add memory to memory: all ranks' tensors have to lie alike.
+    numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
+    denominator = weight.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(numerator, group=axis.group)
     dist.all_reduce(denominator, group=axis.group)
     out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
-    return Said(witness, peak + denominator.log(), out)
+    return peaks[:2], Partial(out, peak + denominator.log())
 
 
-MERGES: dict[str, Callable[[Said, Axis], Said]] = {"direct": _direct, "gather": _gathered, "allreduce": _summed}
+MERGES: dict[str, Callable[[Partial, Tensor, Form, Axis, bool], tuple[Tensor, Partial]]] = {
+    "tree": _tree,
+    "direct": _direct,
+    "gather": _gather,
+    "allreduce": _allreduce,
+}
 
-HOW = ("auto", "tree", *MERGES)
+COLLECTIVE = ("gather", "allreduce")
+"""Merges whose ranks cannot even hear of a message that is not the one expected."""
+
+HOW = ("auto", *MERGES)
 
 OUTPUTS = ("replicated", "heads")
-
-
-def _joined(said: list[Said]) -> Said:
-    out, lse = merge(*(Partial(each.out, each.lse) for each in said))
-    return Said(torch.stack([each.witness for each in said]).amax(0), lse, out)
-
-
-def _cut(said: Said, heads: slice) -> Said:
-    return Said(said.witness, said.lse[:, heads], said.out[:, heads])
 
 
 def share_of(heads: int, axis: Axis) -> slice:

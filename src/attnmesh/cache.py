@@ -9,17 +9,32 @@ After a sharded prefill tokens stay on the rank that made them: a slot knows its
 reserved at once and the lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree
-from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError
+from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError, StoreError
 from attnmesh.exchange import swap
 from attnmesh.inputs import DTYPES, check_same_kind
-from attnmesh.mesh import Mesh, flat_axis
+from attnmesh.mesh import AXES, Mesh, flat_axis
+from attnmesh.store import Stored, write
+
+T = TypeVar("T")
+
+NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+"""What a cache is made of."""
+
+VERSION = 1
+
+HEADER = "attnmesh cache"
+
+PIECE = 4096
+"""Tokens that are saved as one tensor, so that a rank need not read all of another's to find its own."""
 
 SLACK = 2
 """Tokens by which a shard of a prefill may be larger than an even share: a zigzag's two chunks are rounded each."""
@@ -83,12 +98,12 @@ class KVCache:
     @property
     def length(self) -> int:
         """Tokens so far, of all ranks; in a padded batch padding counts."""
-        return int(self.state[0])
+        return int(self.state.tolist()[0])
 
     @property
     def used(self) -> int:
         """Tokens that this rank holds."""
-        return int(self.state[1])
+        return int(self.state.tolist()[1])
 
     @property
     def lengths(self) -> Tensor:
@@ -107,12 +122,15 @@ class KVCache:
         self._check_real("append", real, k.shape[2])
         if not torch.compiler.is_compiling():
             self._check_room("append", k.shape[2])
+            if self._all_elsewhere(k.shape[2], real):
+                self.state[0] += k.shape[2]
+                return
         length, used = self.state.unbind()
         tokens = length + torch.arange(k.shape[2], device=self.device)
         mine = (self.owner(tokens) == self.tokens.index) & (tokens < self.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         heads = self.mesh.heads
-        self._write(k.chunk(heads.size, 1)[heads.index], v.chunk(heads.size, 1)[heads.index], tokens, slots, real)
+        self._write(k.chunk(heads.size, 1)[heads.index], v.chunk(heads.size, 1)[heads.index], tokens, slots, k.shape[2], real)
         self.state += torch.stack((torch.full_like(length, k.shape[2]), mine.sum()))
 
     @torch.no_grad()
@@ -140,7 +158,7 @@ class KVCache:
         k, v, positions = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
         order = positions.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
-        self._write(k.index_select(2, order), v.index_select(2, order), positions[order], slots, real)
+        self._write(k.index_select(2, order), v.index_select(2, order), positions[order], slots, total, real)
         self.state += torch.tensor([total, len(order)], device=self.device)
 
     @torch.no_grad()
@@ -177,31 +195,118 @@ class KVCache:
         for each in self.ragged or ():
             each.copy_(each.index_select(0, index))
 
+    def save(self, path: str | Path) -> None:
+        """Write the cache to a folder, each rank its own tokens; every rank calls it."""
+        here, used = f"{self.mesh.heads.index}.{self.tokens.index}", self.used
+        tensors = {f"{here} columns": self.columns[:used]}
+        for piece, start in enumerate(range(0, used, PIECE)):
+            some = slice(start, min(start + PIECE, used))
+            tensors |= {
+                f"{here} keys {piece}": self.keys[:, :, some],
+                f"{here} values {piece}": self.values[:, :, some],
+            }
+        if self.mesh.shard == 0:
+            kind = [DTYPES.index(str(self.dtype).removeprefix("torch.")), self.ragged is not None]
+            place = [self.length, self.mesh.heads.size, self.tokens.size]
+            numbers = [VERSION, *(getattr(self, name) for name in NUMBERS), *kind, *place]
+            tensors[HEADER] = torch.tensor(numbers)
+            if self.ragged is not None:
+                tensors["real"] = self.ragged.real[:, : self.length]
+        write(path, {name: x.clone() for name, x in tensors.items()}, flat_axis(self.device_mesh, AXES))
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        mesh: DeviceMesh | None,
+        *,
+        capacity: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> "KVCache":
+        """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
+        place = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        stored, numbers = _agreed(Mesh.of(mesh), place, lambda: _opened(path))
+        sizes = dict(zip(NUMBERS, numbers[1:7], strict=True)) | ({} if capacity is None else {"capacity": capacity})
+        kind, padded, length, *before = numbers[7:]
+        cache = cls(mesh, **sizes, dtype=getattr(torch, DTYPES[kind]), device=device)
+        cache._check_room("load", length)
+        _agreed(cache.mesh, cache.device, lambda: cache._fill(stored, length, bool(padded), *before))
+        return cache
+
+    @torch.no_grad()
+    def _fill(self, stored: Stored, length: int, padded: bool, heads: int, ranks: int) -> None:
+        """Read this rank's tokens, wherever they were: every saved shard whose heads it shares may have some."""
+        axis, found = self.mesh.heads, 0
+        own = range(*(index * self.kv_heads // axis.size for index in (axis.index, axis.index + 1)))
+        for h, t in ((h, t) for h in range(heads) for t in range(ranks)):
+            theirs = range(h * self.kv_heads // heads, (h + 1) * self.kv_heads // heads)
+            both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
+            if both:
+                into, of = (slice(both.start - x.start, both.stop - x.start) for x in (own, theirs))
+                found += len(both) * self._fill_from(stored, f"{h}.{t}", into, of)
+        held = self._counts(length)[self.tokens.index]
+        if found != held * len(own):
+            given = f"{found // len(own)} of this rank's {held} tokens in {stored.path}"
+            raise StoreError("load", "every token once", given, "restore the folder from a copy, or save again")
+        self.state.copy_(torch.tensor([length, held]))
+        if padded:
+            (real,) = stored.read(["real"])
+            self.ragged = self._new_ragged()
+            self.ragged.real[:, :length] = real.to(self.device)
+            places = torch.where(real, real.cumsum(1) - 1, -1).to(self.device)
+            self.ragged.places[:, :held] = places.index_select(1, self.columns[:held])
+            self.ragged.lengths.copy_(real.sum(1))
+
+    def _fill_from(self, stored: Stored, shard: str, into: slice, of: slice) -> int:
+        """How many of a saved shard's tokens are dealt to this rank here."""
+        (columns,), found = stored.read([f"{shard} columns"]), 0
+        for piece, tokens in enumerate(columns.split(PIECE) if len(columns) else ()):
+            mine = (self.owner(tokens) == self.tokens.index).nonzero().flatten()
+            if len(mine):
+                tokens = tokens[mine].to(self.device)
+                slots = tokens // (self.block * self.tokens.size) * self.block + tokens % self.block
+                self.columns[slots] = tokens
+                read = stored.read([f"{shard} keys {piece}", f"{shard} values {piece}"])
+                for held, x in zip((self.keys, self.values), read, strict=True):
+                    held[:, into].index_copy_(2, slots, x[:, of, mine].to(self.device))
+                found += len(mine)
+        return found
+
+    def _new_ragged(self) -> Ragged:
+        """As if all tokens so far were real."""
+        everything = torch.ones(self.batch, self.capacity, dtype=torch.bool, device=self.device)
+        return Ragged(everything, self.columns.expand(self.batch, -1).clone(), self.lengths)
+
     def owner(self, tokens: Tensor) -> Tensor:
         """To which rank along the tokens' axis each token is dealt."""
         return tokens // self.block % self.tokens.size
 
-    def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, real: Tensor | None) -> None:
-        """Put this rank's heads of some tokens into slots, before the length counts them."""
+    def _all_elsewhere(self, more: int, real: Tensor | None) -> bool:
+        """Whether all new tokens are dealt to one other rank, as most are; where it is free to know."""
+        if self.device.type == "cuda" or self.ragged is not None or real is not None or not more:
+            return False
+        first, last = ((self.length + token) // self.block for token in (0, more - 1))
+        return first == last and first % self.tokens.size != self.tokens.index
+
+    def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor, total: int, real: Tensor | None) -> None:
+        """Put this rank's heads of its tokens into slots, before the length counts the `total` of all ranks."""
         self.keys.index_copy_(2, slots, k)
         self.values.index_copy_(2, slots, v)
         self.columns.index_copy_(0, slots, tokens)
         if real is not None and self.ragged is None:
-            places = self.columns.expand(self.batch, -1).clone()
-            everything = torch.ones(self.batch, self.capacity, dtype=torch.bool, device=self.device)
-            self.ragged = Ragged(everything, places, self.lengths)
+            self.ragged = self._new_ragged()
         if self.ragged is not None:
-            start = self.state[0]
-            width = len(tokens) if real is None else real.shape[1]
-            if real is not None:
-                self.ragged.real.index_copy_(1, start + torch.arange(width, device=self.device), real.to(self.device))
-            self._place(tokens - start, slots, self.ragged, start + torch.arange(width, device=self.device))
+            self._place(self.ragged, tokens, slots, total, real)
 
-    def _place(self, tokens: Tensor, slots: Tensor, ragged: Ragged, new: Tensor) -> None:
+    def _place(self, ragged: Ragged, tokens: Tensor, slots: Tensor, total: int, real: Tensor | None) -> None:
         """Where new tokens stand in their own sequences."""
-        real = ragged.real.index_select(1, new)
-        before = ragged.lengths[:, None] + real.cumsum(1) - 1
-        ragged.places.index_copy_(1, slots, torch.where(real, before, -1).index_select(1, tokens))
+        start = self.state[0]
+        if real is None:
+            real = torch.ones(self.batch, total, dtype=torch.bool)
+        real = real.to(self.device)
+        ragged.real.index_copy_(1, start + torch.arange(total, device=self.device), real)
+        places = torch.where(real, ragged.lengths[:, None] + real.cumsum(1) - 1, -1)
+        ragged.places.index_copy_(1, slots, places.index_select(1, tokens - start))
         ragged.lengths.add_(real.sum(1))
 
     def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -289,7 +394,25 @@ class KVCache:
         return f"KVCache of {numbers}, {self.dtype}"
 
 
-NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+def _agreed(mesh: Mesh, device: torch.device, act: Callable[[], T]) -> T:
+    """What acting gives, once all ranks have; or the error that all raise if any did."""
+    said: str | InputError = "load"
+    try:
+        result = act()
+    except InputError as error:
+        said = error
+    agree(mesh, device, said)
+    return result
+
+
+def _opened(path: str | Path) -> tuple[Stored, list[int]]:
+    stored = Stored(path)
+    (header,) = stored.read([HEADER])
+    numbers: list[int] = header.tolist()
+    if len(numbers) != 12 or numbers[0] != VERSION:
+        fix = "load it with the version of attnmesh that saved it"
+        raise StoreError("load", f"a cache of version {VERSION}", f"{numbers[:1]}", fix)
+    return stored, numbers
 
 
 def _scrambled(positions: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ the odd numbers, their halves the residues modulo 4, and so on. Of that tree eac
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Never
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from attnmesh.across import HOW, MERGES, OUTPUTS, ROOM, check_merge, merged_across, share_of
+from attnmesh.across import COLLECTIVE, HOW, OUTPUTS, ROOM, check_merge, merged_across, share_of
 from attnmesh.agree import agree
 from attnmesh.cache import KVCache, Ragged
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
@@ -26,7 +26,7 @@ from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import forward, identity
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
-from attnmesh.partial import Partial, merge, wide
+from attnmesh.partial import Partial, join, wide
 
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
@@ -94,29 +94,54 @@ def decode(
     True
     """
     options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
-    call: str | InputError
     try:
         _check(q, cache, sinks, options)
-        call = f"decode of {q.dtype} {list(q.shape)}, {'no' if sinks is None else 'some'} sinks, {options}"
-    except InputError as error:
+        error = None
+    except InputError as found:
         if torch.compiler.is_compiling() or cache.mesh.shape.ranks == 1:
             raise
-        call = error
+        error = found
     if torch.compiler.is_compiling():
         return _compiled(q, cache, sinks, _step(cache, options, check_scale("decode", scale, q)))
-    if isinstance(call, InputError):
-        witness = _absent(cache, _step(cache, options, 1.0))
-    else:
-        call, scale = f"{call}, {cache.length} tokens in the cache", check_scale("decode", scale, q)
-        if options.merge in MERGES:  # collectives cannot hear of a message that is not the one expected
-            agree(cache.mesh, cache.device, call)
-        held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.ragged)
-        out, witness = _decoded(q, held, sinks, _step(cache, options, scale), crc32(call.encode()))
-        if float(witness.sum()) == 0:
-            return out
-    agree(cache.mesh, cache.device, call)  # raises on all ranks alike, unless it is the numbers in q that differ
+    if error is not None:
+        _absent(cache, _step(cache, options, 1.0))
+        agree(cache.mesh, cache.device, error)
+    return _agreed(q, cache, sinks, options)
+
+
+def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options") -> Tensor:
+    """The output, if all ranks were asked the same; else the error that all raise."""
+    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.length)
+    if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
+        agree(cache.mesh, cache.device, repr(call))
+    held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.ragged)
+    step = _step(cache, options, check_scale("decode", options.scale, q))
+    out, witness = _decoded(q, held, sinks, step, _number(call._replace(length=0)) + call.length)
+    if float(witness.sum()) == 0:
+        return out
+    agree(cache.mesh, cache.device, repr(call))  # raises on all ranks alike, unless only the numbers in q differ
     fix = "broadcast each sampled token from one rank"
     raise MeshError("decode q", "the same query on every rank", "queries that differ", fix)
+
+
+class _Call(NamedTuple):
+    """What ranks have to agree on."""
+
+    options: "_Options"
+    dtype: torch.dtype
+    shape: torch.Size
+    sinks: torch.dtype | None
+    length: int
+
+
+@lru_cache(maxsize=64)
+def _number(call: _Call) -> int:
+    return crc32(repr(call).encode())
+
+
+@lru_cache(maxsize=64)
+def _weights(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, 2 * count, 2, device=device)
 
 
 class _Options(NamedTuple):
@@ -144,8 +169,8 @@ def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int)
     if sinks is not None:
         sinks = sinks[heads]
         merged = with_sinks(merged, sinks[share_of(len(sinks), step.tokens)] if step.output == "heads" else sinks)
-    out = (merged.out + 0.0).to(q.dtype)  # no -0.0: whether there is one may depend on merges with nothing
-    return _all_heads(out.contiguous(), witness, step)
+    out = merged.out + 0.0 if step.reproducible else merged.out  # merges with nothing, of which 8 ranks have more
+    return _all_heads(out.to(q.dtype).contiguous(), witness, step)  # than one, may turn a -0.0 into 0.0
 
 
 def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -179,6 +204,8 @@ def _local(q: Tensor, held: Held, step: Step) -> Partial:
     positions = torch.arange(length - q.shape[2], length)
     if held.ragged is not None:
         return _padded(run, q, keys, values, held.ragged, length, step.mask)
+    if q.shape[2] == 1 and step.mask.left >= length - 1 and not step.mask.ends and not step.reproducible:
+        return _widened(run(q, keys, values, None if used else Band.of(step.mask, positions, 0)))
     columns: int | Tensor = used if used == length else held.columns[:used].cpu()
     band = Band.of(step.mask, positions, columns)
     if step.reproducible:
@@ -196,7 +223,7 @@ def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, ragged: Ragged, l
         total = identity(q[only], values[only], wide(q.dtype))
         for start, stop in _runs(own >= 0):
             band = Band.of(mask, places[row], own[start:stop])
-            total = merge(total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band)))
+            total = join([total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
         parts.append(total)
     out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
     padding = ~real[:, None]
@@ -236,7 +263,7 @@ def _up_the_tree(leaves: Partial) -> Partial:
     """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
     while (count := len(leaves.lse)) > 1:
         half = 1 << (count - 1).bit_length() - 1
-        both = merge(*(Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))))
+        both = join([Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))])
         leaves = Partial(*(torch.cat((x, y[count - half : half])) for x, y in zip(both, leaves, strict=True)))
     return Partial(leaves.out[0], leaves.lse[0])
 
@@ -247,9 +274,8 @@ def _widened(partial: Partial) -> Partial:
 
 def _witness(q: Tensor, call: int, dtype: torch.dtype) -> Tensor:
     """What tells this call and these queries from others: a number, and less the number."""
-    bits = q.contiguous().view(BITS[q.element_size()]).flatten()
-    weights = torch.arange(1, 2 * len(bits), 2, device=q.device)
-    number = ((bits * weights).sum() + call).remainder(DIGEST).to(dtype)
+    bits = q.reshape(-1).view(BITS[q.element_size()])
+    number = ((bits * _weights(len(bits), q.device)).sum() + call).remainder(DIGEST).to(dtype)
     return torch.stack((number, -number))
 
 

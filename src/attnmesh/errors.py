@@ -47,3 +47,7 @@ class MeshError(InputError):
 
 class KernelError(InputError):
     """A kernel that is unknown, or cannot serve what was asked of it."""
+
+
+class StoreError(InputError):
+    """Files that are not those of a cache, or are damaged."""

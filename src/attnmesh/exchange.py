@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
+from attnmesh.tree import Round
 
 Tensors = tuple[Tensor, ...]
 
@@ -114,12 +116,8 @@ def trade(
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
     sizes = {peer: max(_bytes(x), room) for peer, x in wanted.items()}
     boxes = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
-    posts = [(dist.isend, peer, x) for peer, x in letters.items()] + [
-        (dist.irecv, peer, x) for peer, x in boxes.items()
-    ]
-    posts = [post for post in posts if post[2].numel()]
-    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in posts]
-    works = dist.batch_isend_irecv(operations) if operations else []
+    posts = [(post, *each) for post, pile in ((dist.isend, letters), (dist.irecv, boxes)) for each in pile.items()]
+    works = _posted(posts, axis)
     _count(wanted)
 
     def finished() -> dict[int, Tensors]:
@@ -131,8 +129,52 @@ def trade(
     return finished
 
 
+def climb(message: Tensor, rounds: Sequence[Round], axis: Axis, room: int, join: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round by round `join` what is held and what is heard, two rows of bytes, to what is held next.
+
+    Gloo is told of all that will be heard at once, as what is expected comes in half the time. On other backends a
+    receipt would hold up what is sent after it. `room` is as for `trade`.
+    """
+    size, early = len(message), message.device.type == "cpu"
+    boxes = [message.new_empty(2, max(size, room if early else 0)) for _ in rounds]
+    receipts = [(dist.irecv, step.hear, box[1]) for step, box in zip(rounds, boxes, strict=True)]
+    coming = [_posted([receipt], axis) if early else [] for receipt in receipts]
+    going = []
+    for step, box, receipt, works in zip(rounds, boxes, receipts, coming, strict=True):
+        sends = [(dist.isend, peer, message) for peer in step.send]
+        posted = _posted(sends if early else [*sends, receipt], axis)
+        going += [(message, work) for work in posted]  # messages have to live until they are sent
+        box[0, :size] = message
+        for work in works or posted:
+            work.wait()
+        message = join(box[:, :size])
+    for _, work in going:
+        work.wait()
+    return message
+
+
+def meet(messages: Sequence[Tensor], axis: Axis, room: int) -> Tensor:
+    """All to all: `messages[p]` goes to rank p, and row p is what came from it, as long as the own one."""
+    mine = messages[axis.index]
+    rows = mine.new_empty(axis.size, max(len(mine), room if mine.device.type == "cpu" else 0))
+    others = [peer for peer in range(axis.size) if peer != axis.index]
+    works = _posted([(dist.irecv, p, rows[p]) for p in others] + [(dist.isend, p, messages[p]) for p in others], axis)
+    rows[axis.index, : len(mine)] = mine
+    for work in works:
+        work.wait()
+    return rows[:, : len(mine)]
+
+
+def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis) -> list[Any]:
+    """Post all at once; each is what to do, with whom, and with which tensor."""
+    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in posts if x.numel()]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
 def pack(tensors: Tensors) -> Tensor:
     """One message of bytes, which every backend sends, whatever they are of."""
+    if all(x.dtype == tensors[0].dtype for x in tensors):
+        return torch.cat([x.reshape(-1) for x in tensors]).view(torch.uint8)
     message = torch.empty(_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
     for place, x in zip(unpack(message, tensors), tensors, strict=True):
         place.copy_(x)
@@ -141,6 +183,9 @@ def pack(tensors: Tensors) -> Tensor:
 
 def unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """The tensors in a message, as views: the widest dtype comes first, so that each lies on a multiple of its size."""
+    if all(x.dtype == shapes[0].dtype for x in shapes):
+        flat = message[: _bytes(shapes)].view(shapes[0].dtype).split([x.numel() for x in shapes])
+        return tuple(part.view(x.shape) for part, x in zip(flat, shapes, strict=True))
     places, start = [message] * len(shapes), 0
     for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):
         x = shapes[index]

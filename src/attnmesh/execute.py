@@ -16,7 +16,7 @@ from attnmesh.kernel.walk import Answer, Gradients, Kernel, identity
 from attnmesh.kernel.walk import backward as kernel_backward
 from attnmesh.kernel.walk import forward as kernel_forward
 from attnmesh.mesh import Axis, Mesh
-from attnmesh.partial import Partial, merge, wide
+from attnmesh.partial import Partial, join, wide
 from attnmesh.schedule import Schedule, Step
 
 Back = list[tuple[Tensor, Tensors]]
@@ -63,7 +63,7 @@ def _attended(arrivals: "Arrivals", task: Task) -> Partial:
         out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
         del keys, values  # or they would live until the next ones have come
         partial = Partial(out.to(lse.dtype), lse)
-        total = partial if total is None else merge(total, partial)
+        total = partial if total is None else join([total, partial])
     assert total is not None  # every schedule has a step
     return total
 
@@ -155,7 +155,7 @@ def _merge_in(parts: Back, total: Tensors) -> None:
     """Merge what ranks of the row made, for some of this rank's queries each, into the partial for all of them."""
     for tokens, part in parts:
         places = tokens.to(part[0].device)
-        merged = merge(Partial(*(x.index_select(2, places) for x in total)), Partial(*part))
+        merged = join([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
         for whole, some in zip(total, merged, strict=True):
             whole.index_copy_(2, places, some)
 

@@ -3,6 +3,7 @@
 Every schedule in this library - a ring, a tree, a mesh - is an order of merging. No schedule owns softmax arithmetic.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,19 +36,29 @@ def merge(*partials: Partial) -> Partial:
     True
     """
     _check(partials)
-    partials = tuple(Partial(*p) for p in partials)
-    peak = torch.stack(torch.broadcast_tensors(*(p.lse.detach() for p in partials))).amax(0)
-    # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
-    peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    weights = [torch.exp(p.lse - peak) for p in partials]
-    total = _sum(weights)
-    seen = total != 0  # a total of 0 has neither a reciprocal nor a log with a gradient: step around it both ways
-    divisor = torch.where(seen, total, 1.0)
-    out = _sum(
-        [p.out.to(wide(p.out.dtype)) * (w / divisor).unsqueeze(-1) for p, w in zip(partials, weights, strict=True)]
-    )
-    lse = torch.where(seen, peak + torch.log(divisor), -torch.inf)
-    return Partial(out.to(_common([p.out for p in partials])), lse)
+    lses = torch.broadcast_tensors(*(lse for _, lse in partials))
+    # Rows that saw nothing in any partial are answered by definition: a softmax over -inf has no gradient.
+    blind = torch.stack(lses).detach().amax(0) == -torch.inf
+    joined = join([Partial(out, lse.masked_fill(blind, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)])
+    return Partial(joined.out.masked_fill(blind.unsqueeze(-1), 0.0), joined.lse.masked_fill(blind, -torch.inf))
+
+
+def join(partials: Sequence[Partial]) -> Partial:
+    """`merge` for schedules, who made the partials themselves and ask for no gradients."""
+    lses = torch.stack([lse for _, lse in partials])
+    out = _sum([out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, _weights(lses), strict=True)])
+    return Partial(out.to(_common([out for out, _ in partials])), torch.logsumexp(lses, 0))
+
+
+def collapse(stacked: Partial) -> Partial:
+    """The same for partials stacked along a first dim, in float32 or wider."""
+    out, lses = stacked
+    return Partial((out.to(wide(out.dtype)) * _weights(lses)).sum(0), torch.logsumexp(lses, 0))
+
+
+def _weights(lses: Tensor) -> Tensor:
+    """`e^(lse_i - lse)`, and 0 for what saw nothing, also where none of them saw anything."""
+    return torch.softmax(lses, 0).masked_fill(lses == -torch.inf, 0.0).unsqueeze(-1)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ knows of masks, layouts or positions and no mask or layout knows of kernels.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
-from attnmesh.partial import Partial, merge, wide
+from attnmesh.partial import Partial, join, wide
 
 
 class Gradients(NamedTuple):
@@ -62,12 +63,19 @@ class Kernel(Protocol):
         ...
 
 
-def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> Partial:
-    """Attention over the band, in q's dtype or wider; rows that see nothing give the identity `(0, -inf)`."""
-    blocks = kernel.cut(band) if q.shape[0] else []
+def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, scale: float) -> Partial:
+    """Attention over the band, in q's dtype or wider; rows that see nothing give the identity `(0, -inf)`.
+
+    Without a band every row sees every key: for a few rows that is one block, and need not be found out.
+    """
+    blocks = (
+        (kernel.cut(band) if band is not None else [Block(slice(0, q.shape[2]), slice(0, k.shape[2]))])
+        if q.shape[0]
+        else []
+    )
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
-    with torch.autocast(q.device.type, enabled=False):  # the dtype is the caller's: nothing here is to round further
+    with _as_given(q):
         if _whole(blocks, q, k):
             return _attend(kernel, q, k, v, blocks[0], scale)
         return _merged(kernel, q, k, v, blocks, scale)
@@ -78,12 +86,18 @@ def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, ba
     blocks = kernel.cut(band) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
-    with torch.autocast(q.device.type, enabled=False):
+    with _as_given(q):
         if _whole(blocks, q, k):
             dq, dk, dv = kernel.differentiate(q, k, v, _seen(answer), blocks[0], scale)
         else:
             dq, dk, dv = _summed(kernel, q, k, v, _seen(answer), blocks, scale)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+
+
+def _as_given(q: Tensor) -> AbstractContextManager[object]:
+    """The dtype is the caller's: under autocast nothing here is to round further."""
+    on = torch.is_autocast_enabled(q.device.type)
+    return torch.autocast(q.device.type, enabled=False) if on else nullcontext()
 
 
 def _seen(answer: Answer) -> Answer:
@@ -100,7 +114,7 @@ def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block]
         rows = Partial(*(x[:, :, block.queries] for x in total))
         partial = _attend(kernel, *_part(q, k, v, block), block, scale)
         if block.queries.start < fresh:
-            partial = merge(rows, partial)
+            partial = join([rows, partial])
         rows.out.copy_(partial.out)
         rows.lse.copy_(partial.lse)
         fresh = max(fresh, block.queries.stop)

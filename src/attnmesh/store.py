@@ -1,0 +1,73 @@
+"""Tensors of several ranks in one folder, through `torch.distributed.checkpoint`, each with a sum that tells damage."""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import StoreError
+from attnmesh.mesh import Axis
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+SUM = " sum"
+"""What the name of a tensor's sum ends with."""
+
+
+def write(path: str | Path, tensors: dict[str, Tensor], ranks: Axis) -> None:
+    """Write this rank's tensors, whose names no other rank uses; every rank calls it."""
+    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and seldom used
+
+    sums = {name + SUM: _sum(x) for name, x in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        save(tensors | sums, checkpoint_id=path, process_group=ranks.group, no_dist=ranks.size == 1)
+
+
+class Stored:
+    """A folder that `write` wrote, read by each rank for itself."""
+
+    def __init__(self, path: str | Path) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.path = path
+        try:
+            entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        except Exception as error:
+            expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
+            raise StoreError("load", expected, given, "check the path, or save again") from error
+        self.entries = {name: x for name, x in entries.items() if isinstance(x, TensorStorageMetadata)}
+
+    def read(self, names: Iterable[str]) -> list[Tensor]:
+        """The tensors of these names, or an error if any is not there or not what was written."""
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        wanted = list(names)
+        if missing := [name for name in (*wanted, *(name + SUM for name in wanted)) if name not in self.entries]:
+            raise StoreError("load", "a cache that KVCache.save wrote", f"no {missing[0]!r} in {self.path}", FIX)
+        shapes = ((name, self.entries[name]) for each in wanted for name in (each, each + SUM))
+        tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in shapes}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                load(tensors, checkpoint_id=self.path, no_dist=True)
+        except Exception as error:
+            given = f"{wanted[0]!r} in {self.path} ({type(error).__name__})"
+            raise StoreError("load", "files as they were written", given, FIX) from error
+        for name in wanted:
+            if not torch.equal(_sum(tensors[name]), tensors[name + SUM]):
+                raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
+        return [tensors[name] for name in wanted]
+
+
+FIX = "restore the folder from a copy, or save again"
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Of the bits, each weighed by an odd number of its own: none can change unseen, and hardly two."""
+    bits = x.detach().cpu().contiguous().reshape(-1)
+    bits = bits.view(BITS[x.element_size()]) if bits.numel() else bits.to(torch.int64)
+    return (bits * (2 * torch.arange(len(bits)) + 1)).sum()
