@@ -130,7 +130,9 @@ class KVCache:
         mine = (self.owner(tokens) == self.tokens.index) & (tokens < self.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         heads = self.mesh.heads
-        self._write(k.chunk(heads.size, 1)[heads.index], v.chunk(heads.size, 1)[heads.index], tokens, slots, k.shape[2], real)
+        self._write(
+            k.chunk(heads.size, 1)[heads.index], v.chunk(heads.size, 1)[heads.index], tokens, slots, k.shape[2], real
+        )
         self.state += torch.stack((torch.full_like(length, k.shape[2]), mine.sum()))
 
     @torch.no_grad()

@@ -283,7 +283,7 @@ def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Te
     groups = (axis.group.group_name if axis.group is not None else "" for axis in (step.heads, step.tokens))
     names = [*groups, step.merge, step.output, step.kernel]
     places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
-    numbers = [*places, step.block, step.capacity, step.reproducible, *step.mask.encode()]
+    numbers = [*places, step.block, step.capacity, int(step.reproducible), *step.mask.encode()]
     padded = (None, None, None) if cache.ragged is None else cache.ragged
     held = (cache.keys, cache.values, cache.columns, cache.state, *padded)
     return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]

@@ -150,6 +150,7 @@ def climb(message: Tensor, rounds: Sequence[Round], axis: Axis, room: int, join:
         message = join(box[:, :size])
     for _, work in going:
         work.wait()
+    _count_messages(len(rounds), size)
     return message
 
 
@@ -159,6 +160,7 @@ def meet(messages: Sequence[Tensor], axis: Axis, room: int) -> Tensor:
     rows = mine.new_empty(axis.size, max(len(mine), room if mine.device.type == "cpu" else 0))
     others = [peer for peer in range(axis.size) if peer != axis.index]
     works = _posted([(dist.irecv, p, rows[p]) for p in others] + [(dist.isend, p, messages[p]) for p in others], axis)
+    _count_messages(len(others), len(mine))
     rows[axis.index, : len(mine)] = mine
     for work in works:
         work.wait()
@@ -210,3 +212,8 @@ def _count(wanted: dict[int, Tensors]) -> None:
             traffic.vectors += x.numel() if x.ndim == 4 else 0
             traffic.scalars += x.numel() if x.ndim == 3 else 0
         traffic.bytes += sum(map(_bytes, wanted.values()))
+
+
+def _count_messages(number: int, size: int) -> None:
+    if (traffic := _traffic.get()) is not None:
+        traffic.bytes += number * size

@@ -45,20 +45,27 @@ def merge(*partials: Partial) -> Partial:
 
 def join(partials: Sequence[Partial]) -> Partial:
     """`merge` for schedules, who made the partials themselves and ask for no gradients."""
-    lses = torch.stack([lse for _, lse in partials])
-    out = _sum([out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, _weights(lses), strict=True)])
-    return Partial(out.to(_common([out for out, _ in partials])), torch.logsumexp(lses, 0))
+    weights, lse = _weights(torch.stack([lse for _, lse in partials]))
+    out = _sum([out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, weights, strict=True)])
+    return Partial(out.to(_common([out for out, _ in partials])), lse)
 
 
 def collapse(stacked: Partial) -> Partial:
-    """The same for partials stacked along a first dim, in float32 or wider."""
-    out, lses = stacked
-    return Partial((out.to(wide(out.dtype)) * _weights(lses)).sum(0), torch.logsumexp(lses, 0))
+    """The same for partials stacked along a first dim, in float32 or wider; of two, to the same bits."""
+    weights, lse = _weights(stacked.lse)
+    return Partial((stacked.out.to(wide(stacked.out.dtype)) * weights).sum(0), lse)
 
 
-def _weights(lses: Tensor) -> Tensor:
-    """`e^(lse_i - lse)`, and 0 for what saw nothing, also where none of them saw anything."""
-    return torch.softmax(lses, 0).masked_fill(lses == -torch.inf, 0.0).unsqueeze(-1)
+def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """`e^(lse_i - lse)`, ready to weigh `out_i`, and `lse`.
+
+    Step by step, and not by softmax: exp and log of one tensor after another give the same bits whatever their shapes.
+    """
+    # Where nothing was seen the peak is -inf: measured from a finite one, every weight is e^-inf = 0 and never NaN.
+    peak = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
+    weights = torch.exp(lses - peak)
+    total = weights.sum(0)
+    return (weights / total.clamp(min=1.0)).unsqueeze(-1), peak + total.log()  # 1 or more, unless nothing was seen
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

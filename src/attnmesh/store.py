@@ -43,6 +43,7 @@ class Stored:
 
     def read(self, names: Iterable[str]) -> list[Tensor]:
         """The tensors of these names, or an error if any is not there or not what was written."""
+        from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
         from torch.distributed.checkpoint.state_dict_loader import load
 
         wanted = list(names)
@@ -54,7 +55,7 @@ class Stored:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
                 load(tensors, checkpoint_id=self.path, no_dist=True)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             given = f"{wanted[0]!r} in {self.path} ({type(error).__name__})"
             raise StoreError("load", "files as they were written", given, FIX) from error
         for name in wanted:
