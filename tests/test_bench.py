@@ -3,9 +3,11 @@
 import json
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from attnmesh.bench import prefill
+import attnmesh as am
+from attnmesh.bench import decode, prefill
 from attnmesh.bench.ranks import run_on_ranks
 from attnmesh.bench.timing import Timing
 from tests.pool import Pool
@@ -74,3 +76,37 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "it has no such mask" in text
     assert run("bench", "prefill", "--ranks", "1")[0] == 2
+
+
+def merges_of_a_step() -> list[str]:
+    case = decode.Case("step", (4, 2), 64, repeat=1, rounds=5)
+    return [row.contender for row in decode._step(case) if row.timing is not None]
+
+
+def test_the_contenders_of_a_step_run(pool: Pool) -> None:
+    (names, _) = pool.run(2, merges_of_a_step, deadline=100)
+    assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
+
+
+def the_ring_is_attention() -> bool:
+    case = decode.Case("step", (4, 2), 64)
+    cache, q = decode._cache(case), decode._query(case)
+    held = torch.cat([x[:, :, : cache.used] for x in (cache.keys, cache.values)])
+    return torch.allclose(decode._ring(q, held).out, am.decode(q, cache), atol=1e-5)
+
+
+def test_the_ring_beside_which_we_stand_is_right(pool: Pool) -> None:
+    assert pool.run(4, the_ring_is_attention) == [True] * 4
+
+
+def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [decode.Row("step", "decode", Timing(10.0, 9.0, 11.0), 1.0)]
+    monkeypatch.setattr(decode, "parts", lambda ranks: {"steps": lambda: rows})
+    monkeypatch.setattr(decode, "memory", lambda ranks: [decode.Memory("32k", "tree", 16.9)])
+    code, text = run("bench", "decode", "--json")
+    assert code == 0
+    assert json.loads(text)["memory"][0]["megabytes"] == 16.9
+    code, text = run("bench", "decode", "-v")
+    assert code == 0
+    assert "16.9" in text
+    assert run("bench", "decode", "--ranks", "6")[0] == 2

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.bench.timing import resident
 from attnmesh.exchange import counted
 from attnmesh.mesh import AXES, Axis, Shape
 from attnmesh.store import write
@@ -148,6 +149,21 @@ def fills_without_a_copy() -> bool:
 
 def test_the_cache_grows_in_place(pool: Pool) -> None:
     assert pool.run(2, fills_without_a_copy) == [True] * 2
+
+
+def growth_of_a_thousand_steps() -> float:
+    """Megabytes by which a rank grows from the hundredth step to the thousandth."""
+    cache = cache_of((1, 1, 2), 30, capacity=1100)
+    for step in range(1000):
+        cache.append(*torch.ones(2, 1, HEADS[1], 1, WIDTH).unbind())
+        am.decode(query(1), cache)
+        if step == 100:
+            before = resident("VmRSS")
+    return (resident("VmRSS") - before) / 1e6
+
+
+def test_a_thousand_steps_hold_no_more_than_a_hundred(pool: Pool) -> None:
+    assert max(pool.run(2, growth_of_a_thousand_steps, deadline=60)) < 2, "the allocator's own pages"
 
 
 # --- bad input ---

@@ -15,6 +15,7 @@ from rich.table import Table
 
 import attnmesh
 from attnmesh import proof
+from attnmesh.bench import decode as decode_bench
 from attnmesh.bench import kernel as kernel_bench
 from attnmesh.bench import prefill as prefill_bench
 
@@ -196,6 +197,51 @@ def _held_table(memories: Iterable[prefill_bench.Memory]) -> Table:
     for memory in memories:
         table.add_row(memory.case, memory.contender, f"{memory.measured:.1f}", f"{memory.foretold:.1f}")
     return table
+
+
+@bench.command(name="decode", short_help="Merges across ranks and whole steps beside other patterns.")
+def bench_decode(
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine: 2, 4, 8, ...")] = 8,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    out: OutFile = None,
+) -> None:
+    """Decoding on local ranks: merges, whole steps, long contexts, beside published code and the limit (minutes)."""
+    if ranks & (ranks - 1):
+        raise typer.BadParameter("a power of two, as the same bits on any number of ranks are measured too")
+    if out is not None:
+        out.touch()
+    with progress.status("starting") as status:
+        rows = []
+        for name, part in decode_bench.parts(ranks).items():
+            status.update(f"measuring {name} on {ranks} ranks")
+            rows += part()
+        status.update(f"measuring memory on {ranks} ranks")
+        memories = decode_bench.memory(ranks)
+    tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
+    report = {"command": f"attnmesh bench decode --ranks {ranks}", "machine": _machine(), **tables}
+    if _published(report, as_json, out):
+        return
+    console.print(_pairs("this machine", _machine()))
+    table = _table(f"decode bench on {ranks} ranks, one call", "case", "contender")
+    for name in ("ms", "times ours"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.case, row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
+    console.print(table)
+    table = _table("a rank's keys, values and all that a step holds beside them", "case", "contender", "MB")
+    for memory in memories:
+        table.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
+    console.print(table)
+    if verbose:
+        console.print(DECODE_EXPLAINED)
+
+
+DECODE_EXPLAINED = """\
+Milliseconds are medians with quartiles of calls in a row, contenders in turns, as rank 0 sees them. The limit of a step
+is the local attention, as all ranks do it at once, and as many bare exchanges as the tree has, of the same bytes. The
+ring passes keys and values on while it attends; published code without grouped heads gets them spread. Memory is in
+the sense of the Tree Attention paper: keys and values and what a step holds beside them, on the fullest rank."""
 
 
 BENCH_EXPLAINED = """\

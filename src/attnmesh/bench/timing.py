@@ -30,17 +30,33 @@ class Timing:
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return Timing(*(round(1e3 * x, 4) for x in (median, low, high)))
 
+    def divided(self, count: int) -> "Timing":
+        """Of one call, when so many were timed together."""
+        return Timing(*(round(x / count, 4) for x in (self.median, self.low, self.high)))
+
     def __str__(self) -> str:
         digits = max(0, 2 - len(str(int(self.median))) + 1)
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
-def race(calls: dict[str, Call], device: torch.device, *, seconds: float = 4.0, rounds: int = 31) -> dict[str, Timing]:
-    """Time the calls in turns, after a round to warm up: at least 5 rounds, then up to so many rounds or seconds."""
+def race(
+    calls: dict[str, Call],
+    device: torch.device,
+    *,
+    seconds: float = 4.0,
+    rounds: int = 31,
+    before: Call | None = None,
+) -> dict[str, Timing]:
+    """Time the calls in turns, after a round to warm up: at least 5 rounds, then up to so many rounds or seconds.
+
+    `before` each call, ranks may wait for each other.
+    """
     measured: dict[str, list[float]] = {name: [] for name in calls}
     end = None
     for count in range(rounds + 1):
         for name, call in calls.items():
+            if before is not None:
+                before()
             measured[name].append(_timed(call, device))
         end = end or time.perf_counter() + seconds
         if count >= 5 and time.perf_counter() > end:
@@ -86,11 +102,12 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
 def _growth(call: Call) -> int:
     gc.collect()
     FORGET.write_text("5")  # the kernel forgets the highest resident size so far
-    before = _resident("VmRSS")
+    before = resident("VmRSS")
     call()
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
+    """Bytes that this process has in memory ("VmRSS"), or has had at the most ("VmHWM"), as Linux tells."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
