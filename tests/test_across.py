@@ -139,10 +139,10 @@ def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:
 
 
 BAD = [
-    ({"how": "ring"}, errors.KernelError, r"merge: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
+    ({"how": "ring"}, errors.KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
     ({"output": "mine"}, errors.KernelError, "output: expected one of replicated, heads"),
     ({"base": 2}, errors.KernelError, "base: expected one of e, 2"),
-    ({"wire": torch.int8}, errors.DtypeError, "wire: expected a dtype of floats or None"),
+    ({"wire": torch.int8}, errors.DtypeError, "wire: expected None or one of float64"),
     ({"group": "world"}, errors.MeshError, "a process group that holds this rank, given str"),
     ({"lse": torch.zeros(2, 9)}, errors.ShapeError, r"\(2, 9, 3, 8\) and \(2, 9\)"),
     ({"lse": torch.zeros(2, 9, 3).half()}, errors.DtypeError, "lse in float32"),

@@ -189,6 +189,14 @@ def bad_step(kind: str) -> bool:
                 am.decode(query(1), cache, mask=am.Window(3) if one else am.Causal())
             case "dropout":
                 am.decode(query(1), cache, **({"dropout_p": 0.1} if one else {}))
+            case "unknown":
+                am.decode(query(1), cache, **({"mesk": 0.1} if one else {}))
+            case "sinks":
+                am.decode(query(1), cache, sinks=torch.full((4,), float(one)))
+            case "long message":
+                am.decode(query(30).expand(1, 4, 30, 8), cache, scale="big" if one else None)
+            case "gather":
+                am.decode(query(1), cache, merge="gather", scale="big" if one else None)
             case "collective":
                 am.decode(query(2 if one else 1), cache, merge="allreduce")
             case "long":
@@ -219,18 +227,26 @@ def bad_step(kind: str) -> bool:
 
 
 BAD = [
-    ("token", errors.MeshError, "the same query on every rank, given queries that differ. Fix: broadcast each"),
+    (
+        "token",
+        errors.MeshError,
+        "the same query and sinks on every rank, given numbers that differ. Fix: broad",
+    ),
     ("shape", errors.MeshError, r"same call on every rank, given .*\[1, 4, 1, 8\].* on shard 1 .*\[1, 4, 2, 8\]"),
     ("width", errors.ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 8\), given \(1, 4, 1, 4\)"),
     ("dtype", errors.DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
     ("mask", errors.MeshError, r"on shards 0, 2 .*Causal\(\).*; on shard 1 .*Window\(3\)"),
     ("dropout", errors.KernelError, "exact softmax attention under a mask of positions, given dropout_p="),
+    ("unknown", errors.ArgumentError, "the arguments of its signature, given mesk="),
+    ("sinks", errors.MeshError, "numbers that differ"),
+    ("long message", errors.DtypeError, "decode scale: expected None, 0 or a number"),
+    ("gather", errors.DtypeError, "decode scale: expected None, 0 or a number"),
     ("collective", errors.MeshError, "same call on every rank"),
     ("long", errors.ShapeError, "given 31 queries and 30 of 32 tokens in the cache"),
     ("reproducible", errors.KernelError, "1, 2, 4, 8, ... ranks and a tree, given 3 ranks"),
     ("capacity", errors.ShapeError, "append: expected room .* given 30 tokens and 3 more in a cache of 32"),
     ("heads", errors.ShapeError, r"append k: expected shape \(1, 2, tokens, 8\), given \(1, 1, 3, 8\)"),
-    ("cut", errors.ShapeError, "truncate: expected a length from 0 to 30, given 31"),
+    ("cut", errors.ShapeError, "truncate: expected a length from 0 to 30, given 31 of type int"),
     ("order", errors.ShapeError, "reorder: expected 1 numbers of sequences below 1"),
     ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
     ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
@@ -245,6 +261,121 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, kind: str, error: type[Exce
     assert len({str(answer) for answer in answers}) == 1
     with pytest.raises(error, match=message):
         raise answers[0]
+
+
+def bad_call(kind: str) -> str:
+    """Something that leaves the caches of the ranks different, or that a rank is alone with."""
+    one = dist.get_rank() == 1
+    cache = am.KVCache(
+        named_mesh(Shape(1, 1, 2), AXES),
+        batch=2,
+        kv_heads=2,
+        head_dim=8,
+        capacity=1 << 14,
+        dtype=torch.float32,
+        block=4,
+    )
+    rows = torch.ones(2, HEADS[1], 6, WIDTH)
+    try:
+        match kind:
+            case "padding":
+                cache.append(rows, rows, real=torch.full((2, 6), not one))
+            case "shard padding":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, real=torch.full((2, 6), not one))
+            case "shard padding width":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, real=torch.ones(2, 6 + one) > 0)
+            case "order":
+                cache.append(rows, rows)
+                cache.reorder(torch.tensor([int(one), 0]))
+            case "cut of shards":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine)
+                cache.truncate(100 if one else 1)
+            case "long":
+                cache.append(*torch.ones(2, 2, HEADS[1], 5000, WIDTH).unbind())
+                am.decode(torch.ones(2, 4, 5000 if one else 1, WIDTH), cache)
+            case "device":
+                am.KVCache(
+                    named_mesh(Shape(1, 1, 2), AXES),
+                    batch=1,
+                    kv_heads=1,
+                    head_dim=1,
+                    capacity=1,
+                    dtype=torch.float32,
+                    device="foo" if one else None,
+                )
+            case "merge":
+                out = torch.ones(1, 2, 3 + one, 4)
+                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD)
+            case "merge alone":
+                out = torch.ones(1, 2, 3, 4)
+                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, base="3" if one else "e")
+        am.decode(torch.ones(2, 4, 1, WIDTH), cache)
+    except errors.InputError as error:
+        return str(error)
+    return "no error"
+
+
+ALONE = {
+    "padding": "its padding and order stamped",
+    "shard padding": "append_shard: expected the same call on every rank",
+    "shard padding width": "append_shard: expected the same call on every rank",
+    "order": "its padding and order stamped",
+    "cut of shards": "truncate: expected a length from 0 to 6, given 100",
+    "long": "decode: expected the same call on every rank",
+    "device": "KVCache device: expected a device that PyTorch knows, given 'foo'",
+    "merge": "merge_across: expected the same call on every rank",
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_ranks_that_differ_all_hear_of_it(pool: Pool, kind: str) -> None:
+    for said in pool.run(2, bad_call, kind, deadline=20):
+        assert ALONE[kind] in said
+
+
+def test_a_rank_that_is_alone_with_its_error_leaves_none_waiting(pool: Pool) -> None:
+    others, alone = pool.run(2, bad_call, "merge alone", deadline=20)
+    assert "same call on every rank" in others
+    assert "merge_across base: expected one of e, 2, given '3'" in alone
+
+
+def in_inference_mode() -> bool:
+    with torch.inference_mode():
+        cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+        cache.append(*torch.ones(2, 1, 1, 3, 2).unbind(), real=torch.tensor([[False, True, True]]))
+        inside = am.decode(torch.ones(1, 1, 1, 2), cache)
+    cache.append(*torch.ones(2, 1, 1, 1, 2).unbind())
+    cache.truncate(3)
+    return torch.equal(am.decode(torch.ones(1, 1, 1, 2), cache), inside)
+
+
+def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
+    assert in_inference_mode()
+
+
+def test_gradients_are_refused_and_not_dropped() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    learned = torch.ones(1, 1, 1, 2, requires_grad=True)
+    with pytest.raises(errors.KernelError, match="append k: expected a tensor without gradients"):
+        cache.append(learned, learned)
+    with torch.no_grad():
+        cache.append(learned, learned)
+        am.decode(learned, cache)
+    with pytest.raises(errors.KernelError, match="a query and sinks without gradients"):
+        am.decode(learned, cache)
+
+
+def test_saving_where_nothing_can_be_written_and_saving_twice(tmp_path: Path) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.StoreError, match="save: expected a folder that can be written to"):
+        cache.save(tmp_path / "file" / "folder")
+    for _ in range(2):
+        cache.save(tmp_path / "folder")
+    assert am.KVCache.load(tmp_path / "folder", None).length == 0
 
 
 def spoiled() -> bool:

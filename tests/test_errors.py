@@ -198,7 +198,7 @@ def test_what_other_attentions_take_is_refused_by_name(name: str) -> None:
     for call in (attention, attend):
         with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=. Fix: "):
             call(**{name: 0.1})()
-    with pytest.raises(TypeError, match=r"attention\(\) got an unexpected keyword argument 'mesk'"):
+    with pytest.raises(TypeError, match=r"the arguments of its signature, given mesk=\. Fix: see help"):
         attention(mesk=am.Causal())()
 
 

@@ -17,6 +17,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import DtypeError, KernelError, MeshError, ShapeError
+from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, meet, share
+from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, collapse, wide
 from attnmesh.tree import Round, by_residue, tree
@@ -35,6 +37,9 @@ FEW = 3
 
 ROOM = 1 << 17
 """Bytes kept for a message that turns out to be another than was expected: see `trade`."""
+
+DIGEST = (1 << 24) - 3
+"""Witnesses are numbers below this one: float32 holds them exactly."""
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
 """By which an `lse` in this base is multiplied to be natural."""
@@ -47,6 +52,12 @@ class Form:
     shape: tuple[int, ...]
     lse: torch.dtype
     out: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        rows = math.prod(self.shape[:-1])
+        return (2 + rows) * self.lse.itemsize + rows * self.shape[-1] * self.out.itemsize
 
     def message(self, witness: Tensor, partial: Partial) -> Tensor:
         """The bytes of one rank's message."""
@@ -97,8 +108,13 @@ def merge_across(
     True
     """
     axis = axis_of(group)
-    check_merge("merge_across", how, output)
-    _check(partial, wire, base)
+    try:
+        check_merge("merge_across", how, output)
+        _check(partial, wire, base)
+    except InputError:
+        if not torch.compiler.is_compiling() and how not in COLLECTIVE:
+            absent(axis, how, output)  # or the others would wait for this rank
+        raise
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
@@ -126,7 +142,12 @@ def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, outp
 
 def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None) -> Partial:
     """In tensors of its own, and `out` in the dtype in which it came."""
-    (out, lse), _ = merged_across(partial, partial.lse.new_zeros(2), axis, how, output, wire)
+    call = tuple(partial.out.shape), partial.out.dtype, how, output, wire
+    witness = witness_of(crc32(repr(call).encode()), partial.lse)
+    (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
+    if not torch.compiler.is_compiling() and float(witness.sum()) != 0:
+        given, fix = f"another elsewhere than {call} here", "pass partials of the same queries, with the same options"
+        raise MeshError("merge_across", "the same call on every rank", given, fix)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
 
 
@@ -146,11 +167,32 @@ def merged_across(
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
     how = _automatic(axis, output) if how == "auto" else how
+    if how not in COLLECTIVE and form.size > ROOM:  # too long to be heard by a rank that expects another
+        told = absent(axis, how, output, witness, canonical=canonical)
+        if float(told.sum()) != 0:
+            return partial, told
     if how == "direct" and output == "heads":
         return _to_each_its_heads(partial, witness, form, axis)
     witness, merged = MERGES[how](partial, witness, form, axis, canonical)
     heads = share_of(form.shape[1], axis) if output == "heads" else slice(None)
     return Partial(*(x[:, heads] for x in merged)), witness
+
+
+def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, canonical: bool = False) -> Tensor:
+    """Take part in the exchanges with a witness alone: one that nobody shares, of a rank that cannot go on.
+
+    Also what goes before messages that are too long for a box that expects others.
+    """
+    witness = torch.full((2,), torch.inf) if witness is None else witness
+    nothing = Partial(witness.new_zeros(1, 0, 0, 1), witness.new_zeros(1, 0, 0))
+    how, output = (given if given in known else "auto" for given, known in ((how, HOW), (output, OUTPUTS)))
+    return merged_across(nothing, witness, axis, how, output, canonical=canonical)[1]
+
+
+def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
+    """The number, and less the number: their maxima over all ranks cancel if all say the same."""
+    number = torch.as_tensor(number, device=like.device).remainder(DIGEST).to(like.dtype)
+    return torch.stack((number, -number))
 
 
 def _automatic(axis: Axis, output: str) -> str:
@@ -255,7 +297,10 @@ def axis_of(group: Any) -> Axis:
 
 def check_merge(subject: str, how: str, output: str) -> None:
     """Raise unless there is such a merge and such an output."""
-    for name, given, known in (("merge", how, HOW), ("output", output, OUTPUTS)):
+    for name, given, known in (
+        ("how" if subject == "merge_across" else "merge", how, HOW),
+        ("output", output, OUTPUTS),
+    ):
         if not isinstance(given, str) or given not in known:
             raise KernelError(f"{subject} {name}", f"one of {', '.join(known)}", repr(given), f'use "{known[0]}"')
 
@@ -265,6 +310,9 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
         given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
         raise DtypeError("merge_across", "a partial (out, lse)", given, fix)
     out, lse = partial
+    check_tensor("merge_across out", out)
+    check_tensor("merge_across lse", lse)
+    check_one_device("merge_across", {"out": out, "lse": lse})
     if not out.is_floating_point() or lse.dtype != wide(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
@@ -274,8 +322,9 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
         fix = "call it under torch.no_grad(), or train with attention"
         raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
-    if wire is not None and (not isinstance(wire, torch.dtype) or not wire.is_floating_point):
-        raise DtypeError("merge_across wire", "a dtype of floats or None", repr(wire), "leave it out for float32")
-    if base not in BASES:
+    if wire is not None and str(wire).removeprefix("torch.") not in DTYPES:
+        expected = f"None or one of {', '.join(DTYPES)}"
+        raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
+    if not isinstance(base, str) or base not in BASES:
         fix = 'say "2" if the engine took base-2 logarithms'
         raise KernelError("merge_across base", "one of e, 2", repr(base), fix)

@@ -46,7 +46,8 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
     for shard, text in enumerate(texts):
         said[text].append(shard)
     given = "; ".join(f"on {_ranks(shards)} {text}" for text, shards in said.items())
-    raise MeshError("attention", "the same call on every rank", given, "call it alike on all ranks of the mesh")
+    subject = texts[0].split(" ")[0]  # what is said of a call begins with its name
+    raise MeshError(subject, "the same call on every rank", given, "call it alike on all ranks of the mesh")
 
 
 def _ranks(shards: list[int]) -> str:

@@ -12,13 +12,15 @@ reserved at once and the lengths live on the device: a step neither copies the c
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.across import rounds
 from attnmesh.agree import agree
-from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, ShapeError, StoreError
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, LayoutError, ShapeError, StoreError
 from attnmesh.exchange import swap
 from attnmesh.inputs import DTYPES, check_same_kind
 from attnmesh.mesh import AXES, Mesh, flat_axis
@@ -75,20 +77,24 @@ class KVCache:
     ) -> None:
         """Reserve room for `capacity` tokens; `block` tokens in a row go to one rank."""
         self.mesh, self.tokens = Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
-        self.device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        self.device = _device(mesh, device)
         self.batch, self.kv_heads, self.head_dim, self.block = batch, kv_heads, head_dim, block
         self.value_dim = head_dim if value_dim is None else value_dim
         self.capacity, self.dtype, self.device_mesh = capacity, dtype, mesh
-        agree(self.mesh, self.device, self._described())
+        agree(self.mesh, self.device, self._described(device))
         share = -(-capacity // self.tokens.size)
         self.slots = min(capacity, share + block + SLACK)
         # One slot more than is used: what is another rank's is written there, so that nobody need ask whose it is.
         room = (batch, kv_heads // self.mesh.heads.size, self.slots + 1)
-        self.keys = torch.empty(*room, head_dim, dtype=dtype, device=self.device)
-        self.values = torch.empty(*room, self.value_dim, dtype=dtype, device=self.device)
-        self.columns = torch.zeros(self.slots + 1, dtype=torch.int64, device=self.device)
-        self.state = torch.zeros(2, dtype=torch.int64, device=self.device)  # tokens of all ranks, and those held here
+        with torch.inference_mode(False):  # tensors that can be written to in any mode
+            self.keys = torch.empty(*room, head_dim, dtype=dtype, device=self.device)
+            self.values = torch.empty(*room, self.value_dim, dtype=dtype, device=self.device)
+            self.columns = torch.zeros(self.slots + 1, dtype=torch.int64, device=self.device)
+            self.state = torch.zeros(2, dtype=torch.int64, device=self.device)  # tokens of all ranks, and held here
+        if self.tokens.size > 1:
+            rounds(self.tokens, False, self.device)  # ranks tell each other on which hosts they are
         self.ragged: Ragged | None = None
+        self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
         self._shards = (
             0,
             [0] * self.tokens.size,
@@ -115,7 +121,6 @@ class KVCache:
         """Whether every token lies where dealing puts it, as after `append` alone."""
         return self._shards[0] == 0
 
-    @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
         self._check_new("append", k, v)
@@ -125,17 +130,18 @@ class KVCache:
             if self._all_elsewhere(k.shape[2], real):
                 self.state[0] += k.shape[2]
                 return
+        with torch.no_grad():
+            self._append(k, v, real)
+
+    def _append(self, k: Tensor, v: Tensor, real: Tensor | None) -> None:
         length, used = self.state.unbind()
         tokens = length + torch.arange(k.shape[2], device=self.device)
         mine = (self.owner(tokens) == self.tokens.index) & (tokens < self.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        heads = self.mesh.heads
-        self._write(
-            k.chunk(heads.size, 1)[heads.index], v.chunk(heads.size, 1)[heads.index], tokens, slots, k.shape[2], real
-        )
+        own_k, own_v = (x.chunk(self.mesh.heads.size, 1)[self.mesh.heads.index] for x in (k, v))
+        self._write(own_k, own_v, tokens, slots, k.shape[2], real)
         self.state += torch.stack((torch.full_like(length, k.shape[2]), mine.sum()))
 
-    @torch.no_grad()
     def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, real: Tensor | None = None) -> None:
         """Keep the tokens that this rank made, all heads of them, at these positions of the whole sequence.
 
@@ -143,10 +149,12 @@ class KVCache:
         tokens of all ranks), is False for padding and the same on every rank.
         """
         start = self.length
-        call: str | InputError = f"append_shard at {start}, {'no' if real is None else 'some'} padding"
+        call: str | InputError
         try:
             self._check_new("append_shard", k, v)
             _check_positions(positions, k.shape[2])
+            self._check_real("append_shard", real, None)
+            call = f"append_shard at {start}, padding stamped {_stamp(0, real)} {[] if real is None else [*real.shape]}"
         except InputError as error:
             call = error
         table = agree(self.mesh, self.device, call, self._summary(positions) if isinstance(call, str) else [0] * 4)
@@ -160,20 +168,28 @@ class KVCache:
         k, v, positions = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
         order = positions.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
-        self._write(k.index_select(2, order), v.index_select(2, order), positions[order], slots, total, real)
-        self.state += torch.tensor([total, len(order)], device=self.device)
+        with torch.no_grad():
+            self._write(k.index_select(2, order), v.index_select(2, order), positions[order], slots, total, real)
+            self.state += torch.tensor([total, len(order)], device=self.device)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected speculation."""
         before = self.length
+        call: str | InputError = f"truncate to {length}"
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-            fix = "truncate to a length that the cache has had"
-            raise ShapeError("truncate", f"a length from 0 to {before}", repr(length), fix)
-        held = int(torch.searchsorted(self.columns[: self.used], length))
-        if length < self._shards[0]:
-            table = agree(self.mesh, self.device, f"truncate to {length}", [self.tokens.index, held])
-            self._shards = length, [count for _, count in sorted({tuple(row) for row in table})]
+            given, fix = (
+                f"{length!r} of type {type(length).__name__}",
+                "pass an int that the cache has had",
+            )
+            call = ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+        held = int(torch.searchsorted(self.columns[: self.used], length)) if isinstance(call, str) else 0
+        if not self.dealt:  # only the others know how many of their tokens are left
+            table = agree(self.mesh, self.device, call, [self.tokens.index, held])
+            if length < self._shards[0]:
+                self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
+        elif isinstance(call, InputError):
+            raise call
         if self.ragged is not None:
             self.ragged.lengths.sub_(self.ragged.real[:, length:before].sum(1))
             self.ragged.real[:, length:] = True
@@ -196,6 +212,7 @@ class KVCache:
                 x[:, head, :used] = x[:, head, :used].index_select(0, index)
         for each in self.ragged or ():
             each.copy_(each.index_select(0, index))
+        self.stamp = _stamp(self.stamp, index)
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a folder, each rank its own tokens; every rank calls it."""
@@ -226,7 +243,7 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        place = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+        place = _device(mesh, device)
         stored, numbers = _agreed(Mesh.of(mesh), place, lambda: _opened(path))
         sizes = dict(zip(NUMBERS, numbers[1:7], strict=True)) | ({} if capacity is None else {"capacity": capacity})
         kind, padded, length, *before = numbers[7:]
@@ -276,8 +293,9 @@ class KVCache:
 
     def _new_ragged(self) -> Ragged:
         """As if all tokens so far were real."""
-        everything = torch.ones(self.batch, self.capacity, dtype=torch.bool, device=self.device)
-        return Ragged(everything, self.columns.expand(self.batch, -1).clone(), self.lengths)
+        with torch.inference_mode(False):
+            everything = torch.ones(self.batch, self.capacity, dtype=torch.bool, device=self.device)
+            return Ragged(everything, self.columns.expand(self.batch, -1).clone(), self.lengths)
 
     def owner(self, tokens: Tensor) -> Tensor:
         """To which rank along the tokens' axis each token is dealt."""
@@ -306,6 +324,8 @@ class KVCache:
         if real is None:
             real = torch.ones(self.batch, total, dtype=torch.bool)
         real = real.to(self.device)
+        if not torch.compiler.is_compiling():
+            self.stamp = _stamp(self.stamp, real)
         ragged.real.index_copy_(1, start + torch.arange(total, device=self.device), real)
         places = torch.where(real, ragged.lengths[:, None] + real.cumsum(1) - 1, -1)
         ragged.places.index_copy_(1, slots, places.index_select(1, tokens - start))
@@ -372,16 +392,22 @@ class KVCache:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 
-    def _check_real(self, subject: str, real: Tensor | None, tokens: int) -> None:
+    def _check_real(self, subject: str, real: Tensor | None, tokens: int | None) -> None:
+        """Raise unless it tells of so many tokens, or of any number of them, which are padding."""
         if real is None:
             return
-        if not isinstance(real, Tensor) or real.dtype != torch.bool or tuple(real.shape) != (self.batch, tokens):
-            given = f"{real.dtype} {tuple(real.shape)}" if isinstance(real, Tensor) else type(real).__name__
+        shape = tuple(real.shape) if isinstance(real, Tensor) else ()
+        wanted = (self.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
+        if not isinstance(real, Tensor) or real.dtype != torch.bool or shape != wanted:
+            given = f"{real.dtype} {shape}" if isinstance(real, Tensor) else type(real).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
-            raise ShapeError(f"{subject} real", f"torch.bool ({self.batch}, {tokens})", given, fix)
+            raise ShapeError(f"{subject} real", f"torch.bool {wanted}", given, fix)
 
-    def _described(self) -> str | InputError:
+    def _described(self, device: object) -> str | InputError:
         """The cache as ranks tell each other of it, or what is wrong with it."""
+        if device is not None and self.device != _parsed(device):
+            fix = "leave it out for the mesh's device type"
+            return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
         numbers = {name: getattr(self, name) for name in NUMBERS}
         for name, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
@@ -394,6 +420,23 @@ class KVCache:
             fix = "give those ranks to the keys axis"
             return ShapeError("KVCache", "key heads that the heads axis divides", given, fix)
         return f"KVCache of {numbers}, {self.dtype}"
+
+
+def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
+    """The device asked for, if there is such, else that of the mesh."""
+    return _parsed(device) or torch.device(mesh.device_type if mesh is not None else "cpu")
+
+
+def _parsed(device: object) -> torch.device | None:
+    try:
+        return torch.device(device) if isinstance(device, (str, torch.device)) else None
+    except RuntimeError:
+        return None
+
+
+def _stamp(before: int, told: Tensor | None) -> int:
+    """A number for all that ranks were told so far, if they are told the same in turn."""
+    return before if told is None else crc32(bytes(told.to(torch.uint8).cpu().flatten().tolist()), before)
 
 
 def _agreed(mesh: Mesh, device: torch.device, act: Callable[[], T]) -> T:

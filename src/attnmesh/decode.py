@@ -14,11 +14,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.across import COLLECTIVE, HOW, OUTPUTS, ROOM, check_merge, merged_across, share_of
+from attnmesh.across import COLLECTIVE, ROOM, absent, check_merge, merged_across, share_of, witness_of
 from attnmesh.agree import agree
 from attnmesh.cache import KVCache, Ragged
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
-from attnmesh.exchange import Tensors, trade
+from attnmesh.exchange import trade
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
 from attnmesh.kernel.attend import with_sinks
 from attnmesh.kernel.blocks import Band
@@ -27,9 +27,6 @@ from attnmesh.kernel.walk import forward, identity
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, join, wide
-
-DIGEST = (1 << 24) - 3
-"""Witnesses are numbers below this one: float32 holds them exactly."""
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,7 +61,6 @@ class Held(NamedTuple):
     ragged: Ragged | None
 
 
-@torch.no_grad()
 def decode(
     q: Tensor,
     cache: KVCache,
@@ -93,6 +89,8 @@ def decode(
     >>> torch.allclose(decode(q[:, :, -2:], cache), whole[:, :, -2:], atol=1e-6)
     True
     """
+    if not isinstance(cache, KVCache):
+        raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
     try:
         _check(q, cache, sinks, options)
@@ -104,24 +102,26 @@ def decode(
     if torch.compiler.is_compiling():
         return _compiled(q, cache, sinks, _step(cache, options, check_scale("decode", scale, q)))
     if error is not None:
-        _absent(cache, _step(cache, options, 1.0))
+        if options.merge not in COLLECTIVE:
+            _absent(cache, options)
         agree(cache.mesh, cache.device, error)
-    return _agreed(q, cache, sinks, options)
+    with torch.no_grad():
+        return _agreed(q, cache, sinks, options)
 
 
 def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options") -> Tensor:
     """The output, if all ranks were asked the same; else the error that all raise."""
-    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.length)
+    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.length, cache.stamp)
     if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(cache.mesh, cache.device, repr(call))
+        agree(cache.mesh, cache.device, call.text())
     held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.ragged)
     step = _step(cache, options, check_scale("decode", options.scale, q))
     out, witness = _decoded(q, held, sinks, step, _number(call._replace(length=0)) + call.length)
     if float(witness.sum()) == 0:
         return out
-    agree(cache.mesh, cache.device, repr(call))  # raises on all ranks alike, unless only the numbers in q differ
+    agree(cache.mesh, cache.device, call.text())  # raises on all ranks alike, unless only numbers differ
     fix = "broadcast each sampled token from one rank"
-    raise MeshError("decode q", "the same query on every rank", "queries that differ", fix)
+    raise MeshError("decode q", "the same query and sinks on every rank", "numbers that differ", fix)
 
 
 class _Call(NamedTuple):
@@ -132,6 +132,16 @@ class _Call(NamedTuple):
     shape: torch.Size
     sinks: torch.dtype | None
     length: int
+    stamp: int
+
+    def text(self) -> str:
+        """The call in words."""
+        named = {"sinks": self.sinks, **self.options._asdict()}
+        given = ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
+        return (
+            f"decode of {self.dtype} {list(self.shape)} with {given} and a cache of {self.length} tokens, its padding "
+            f"and order stamped {self.stamp}"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -163,7 +173,7 @@ def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int)
     """This rank's output, and a witness of what all ranks were asked."""
     heads = share_of(q.shape[1], step.heads)
     mine = _local(q[:, heads], held, step)
-    witness = _witness(q, call, mine.lse.dtype)
+    witness = witness_of(sum((_bits(x) for x in (q, sinks) if x is not None), start=torch.tensor(call)), mine.lse)
     how = "tree" if step.reproducible else step.merge
     merged, witness = merged_across(mine, witness, step.tokens, how, step.output, canonical=step.reproducible)
     if sinks is not None:
@@ -174,26 +184,34 @@ def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int)
 
 
 def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Along the heads axis, the outputs of all ranks in line, if all are to have them; in any case their witnesses."""
+    """Along the heads axis, the outputs of all ranks in line, if all are to have them and have been asked the same."""
     axis = step.heads
     if axis.size == 1:
         return out, witness
-    said: Tensors = (witness, out) if step.output == "replicated" else (witness,)
-    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), said)
-    room = ROOM if out.device.type == "cpu" else 0
-    everyone = trade(others, others, axis, out.device, room)() | {axis.index: said}
-    columns = list(zip(*(everyone[peer] for peer in range(axis.size)), strict=True))
-    return out if len(columns) == 1 else torch.cat(columns[1], 1), torch.stack(columns[0]).amax(0)
+    witness = _told(witness, axis)
+    if step.output == "heads" or (out.device.type == "cpu" and float(witness.sum()) != 0):
+        return out, witness
+    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), (out,))
+    everyone = trade(others, others, axis, out.device)() | {axis.index: (out,)}
+    return torch.cat([everyone[peer][0] for peer in range(axis.size)], 1), witness
 
 
-def _absent(cache: KVCache, step: Step) -> Tensor:
-    """The witness of a rank that cannot go on: it takes its part in the exchanges, or the others would wait for it."""
-    nothing = identity(cache.keys[:, :0, :0], cache.values, wide(cache.dtype))  # no heads: the witness alone
-    witness = nothing.lse.new_full((2,), torch.inf)
-    how, output = (given if given in known else "auto" for given, known in ((step.merge, HOW), (step.output, OUTPUTS)))
-    canonical = step.reproducible and not step.tokens.size & (step.tokens.size - 1)
-    merged, witness = merged_across(nothing, witness, step.tokens, how, output, canonical=canonical)
-    return _all_heads(merged.out.to(cache.dtype), witness, step)[1]
+def _absent(cache: KVCache, options: "_Options") -> None:
+    """A rank that cannot go on takes its part in the exchanges all the same."""
+    ranks = cache.tokens.size
+    canonical = bool(options.reproducible) and not ranks & (ranks - 1)
+    witness = torch.full((2,), torch.inf, dtype=wide(cache.dtype), device=cache.device)
+    absent(cache.tokens, options.merge, options.output, witness, canonical=canonical)
+    if cache.mesh.heads.size > 1:
+        _told(witness, cache.mesh.heads)
+
+
+def _told(witness: Tensor, axis: Axis) -> Tensor:
+    """The maximum of the witnesses of all ranks in line."""
+    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), (witness,))
+    room = ROOM if witness.device.type == "cpu" else 0
+    everyone = trade(others, others, axis, witness.device, room)()
+    return torch.stack([witness, *(each[0] for each in everyone.values())]).amax(0)
 
 
 def _local(q: Tensor, held: Held, step: Step) -> Partial:
@@ -272,11 +290,10 @@ def _widened(partial: Partial) -> Partial:
     return Partial(partial.out.to(partial.lse.dtype), partial.lse)
 
 
-def _witness(q: Tensor, call: int, dtype: torch.dtype) -> Tensor:
-    """What tells this call and these queries from others: a number, and less the number."""
-    bits = q.reshape(-1).view(BITS[q.element_size()])
-    number = ((bits * _weights(len(bits), q.device)).sum() + call).remainder(DIGEST).to(dtype)
-    return torch.stack((number, -number))
+def _bits(x: Tensor) -> Tensor:
+    """A number that tells these bits from others."""
+    bits = x.reshape(-1).view(BITS[x.element_size()])
+    return (bits * _weights(len(bits), x.device)).sum()
 
 
 def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Tensor:
@@ -309,19 +326,24 @@ def decode_op(
     ragged = None if real is None or places is None or lengths is None else Ragged(real, places, lengths)
     call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
     out, witness = _decoded(q, Held(keys, values, columns, state, ragged), sinks, step, call)
-    fine = (witness.sum() == 0) & (state[0] <= step.capacity)
-    return torch.where(fine, out, torch.nan)
+    shape = _shape(q, values, step)
+    if out.shape != shape:  # ranks found out before they had all heads
+        return q.new_full(shape, torch.nan)
+    return torch.where((witness.sum() == 0) & (state[0] <= step.capacity), out, torch.nan)
 
 
 @decode_op.register_fake
 def _(q: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
-    step = _named(*rest[-3:])
+    return q.new_empty(_shape(q, values, _named(*rest[-3:])))
+
+
+def _shape(q: Tensor, values: Tensor, step: Step) -> tuple[int, ...]:
+    """That of a step's output on this rank."""
     heads = q.shape[1]
-    if step.output == "heads":
-        for axis in (step.heads, step.tokens):
-            part = share_of(heads, axis)
-            heads = part.stop - part.start
-    return q.new_empty((q.shape[0], heads, q.shape[2], values.shape[-1]))
+    for axis in (step.heads, step.tokens) if step.output == "heads" else ():
+        part = share_of(heads, axis)
+        heads = part.stop - part.start
+    return q.shape[0], heads, q.shape[2], values.shape[-1]
 
 
 def _named(numbers: Sequence[int], names: str, scale: float) -> Step:
@@ -333,6 +355,9 @@ def _named(numbers: Sequence[int], names: str, scale: float) -> Step:
 
 
 def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
+        fix = "decode under torch.no_grad(), or train with attention"
+        raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
     check_no_more("decode", options.more or {})
     check_same_kind("decode", {"q": q})
     shape = (cache.batch, "heads", "length", cache.head_dim)
@@ -353,6 +378,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if cache.ragged is not None and options.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{options.mask}", fix)
+    if not isinstance(options.reproducible, bool):
+        raise KernelError("decode reproducible", "True or False", repr(options.reproducible), "say one of them")
     if options.reproducible:
         _check_reproducible(cache, options)
     if not torch.compiler.is_compiling():

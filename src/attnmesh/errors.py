@@ -49,5 +49,9 @@ class KernelError(InputError):
     """A kernel that is unknown, or cannot serve what was asked of it."""
 
 
+class ArgumentError(InputError, TypeError):
+    """An argument that no function here has; a `TypeError` too, as to every function of Python."""
+
+
 class StoreError(InputError):
     """Files that are not those of a cache, or are damaged."""

@@ -4,7 +4,7 @@ Each takes off at once and is finished by calling what it returns, so that a ker
 directly from rank to rank, all of an exchange at the same time, and only the tokens that a schedule names travel.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trade(
-    sends: dict[int, Tensors], wanted: dict[int, Tensors], axis: Axis, device: torch.device, room: int = 0
+    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, room: int = 0
 ) -> Callable[[], dict[int, Tensors]]:
     """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
 
@@ -206,7 +206,7 @@ def _some(x: Tensor, tokens: int) -> Tensor:
     return torch.empty((*x.shape[:2], tokens, *x.shape[3:]), dtype=x.dtype, device="meta")
 
 
-def _count(wanted: dict[int, Tensors]) -> None:
+def _count(wanted: Mapping[int, Tensors]) -> None:
     if (traffic := _traffic.get()) is not None:
         for x in (x for tensors in wanted.values() for x in tensors):
             traffic.vectors += x.numel() if x.ndim == 4 else 0

@@ -38,12 +38,12 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_no_more(subject: str, more: Mapping[str, object]) -> None:
-    """Refuse by name what other attentions take; anything else is unknown, as to every function of Python."""
+    """Refuse by name what other attentions take, and what nobody takes."""
     for name in more:
         plain = name.replace("soft_cap", "softcap")
         fix = next((fix for part, fix in ELSEWHERE.items() if part in plain), None)
         if fix is None:
-            raise TypeError(f"{subject}() got an unexpected keyword argument {name!r}")
+            raise errors.ArgumentError(subject, "the arguments of its signature", f"{name}=", f"see help({subject})")
         raise errors.KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
 
 

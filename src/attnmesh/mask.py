@@ -50,6 +50,7 @@ class Mask:
     ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ends", tuple(self.ends))
         if self.left < 0 or self.right < 0 or any(stop <= start for start, stop in pairwise((0, *self.ends))):
             given = f"left {self.left}, right {self.right}, ends {self.ends}"
             fix = "make masks with Full, Causal, Window and Documents"

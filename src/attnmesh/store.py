@@ -18,12 +18,20 @@ SUM = " sum"
 
 def write(path: str | Path, tensors: dict[str, Tensor], ranks: Axis) -> None:
     """Write this rank's tensors, whose names no other rank uses; every rank calls it."""
-    from torch.distributed.checkpoint.state_dict_saver import save  # slow to import, and seldom used
+    # Slow to import, and seldom used.
+    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     sums = {name + SUM: _sum(x) for name, x in tensors.items()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        save(tensors | sums, checkpoint_id=path, process_group=ranks.group, no_dist=ranks.size == 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing", UserWarning)
+            writer = FileSystemWriter(path, overwrite=True)
+            save(tensors | sums, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
+    except (Exception, CheckpointException) as error:
+        expected, given = "a folder that can be written to", f"{path!r} ({type(error).__name__})"
+        raise StoreError("save", expected, given, "check the path and the room on the disk") from error
 
 
 class Stored:
