@@ -183,7 +183,10 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
                         history.queries(event), cache, mask=event.mask, sinks=history.sink(), **dict(event.options)
                     )
                 )
-    assert cache.used <= -(-cache.length // cache.tokens.size) + cache.block + len(phase.events) + 2 or not cache.dealt
+    assert (
+        cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
+        or not cache.dealt
+    )
     if goes is not None:
         cache.save(goes)
     return outs

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.across import HOW, hosts, share_of
+from attnmesh.across import HOW, share_of
 from attnmesh.exchange import counted
+from attnmesh.hosts import hosts
 from attnmesh.mesh import Axis
 from tests.pool import Pool
 

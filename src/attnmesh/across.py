@@ -9,13 +9,8 @@ A *witness* rides along: two numbers whose maximum over all ranks tells each of 
 """
 
 import math
-import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -26,16 +21,16 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
-from attnmesh.exchange import climb, meet, share
+from attnmesh.exchange import climb, meet
+from attnmesh.hosts import rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, collapse, wide
-from attnmesh.tree import Round, by_residue, tree
 
 FEW = 3
 """Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
-ROOM = 1 << 17
+ROOM = 1 << 20
 """Bytes kept for a message that turns out to be another than was expected: see `trade`."""
 
 DIGEST = (1 << 24) - 3
@@ -263,21 +258,6 @@ def share_of(heads: int, axis: Axis) -> slice:
     size, more = divmod(heads, axis.size)
     start = axis.index * size + min(axis.index, more)
     return slice(start, start + size + (axis.index < more))
-
-
-@lru_cache(maxsize=64)
-def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
-    """The tree of an axis; the first time its ranks tell each other where they are."""
-    return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
-
-
-def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
-    """The ranks of each host; a host is a name and a network of its own."""
-    space = Path("/proc/self/ns/net")
-    name = f"{socket.gethostname()} {os.stat(space).st_ino if space.exists() else ''}"
-    number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-    said = [row[0] for row in share([number], [axis], device)]
-    return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
 
 
 def axis_of(group: Any) -> Axis:

@@ -5,9 +5,9 @@ makes a partial of its own, and these are merged along one tree over the blocks'
 the odd numbers, their halves the residues modulo 4, and so on. Of that tree each rank's blocks are a subtree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple, Never
 from zlib import crc32
 
@@ -16,17 +16,17 @@ from torch import Tensor
 
 from attnmesh.across import COLLECTIVE, ROOM, absent, check_merge, merged_across, share_of, witness_of
 from attnmesh.agree import agree
-from attnmesh.cache import KVCache, Ragged
+from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import trade
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
 from attnmesh.kernel.attend import with_sinks
-from attnmesh.kernel.blocks import Band
-from attnmesh.kernel.choose import check_kernel, choose
-from attnmesh.kernel.walk import forward, identity
+from attnmesh.kernel.choose import check_kernel
+from attnmesh.local import Held, attend_held
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
-from attnmesh.partial import Partial, join, wide
+from attnmesh.padding import Padding
+from attnmesh.partial import wide
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,20 +45,6 @@ class Step:
     output: str
     reproducible: bool
     kernel: str
-
-
-Run = Callable[..., Partial]
-"""A kernel at a scale: (q, keys, values, band) -> the partial."""
-
-
-class Held(NamedTuple):
-    """What a cache holds, as tensors."""
-
-    keys: Tensor
-    values: Tensor
-    columns: Tensor
-    state: Tensor
-    ragged: Ragged | None
 
 
 def decode(
@@ -114,7 +100,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
     call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.length, cache.stamp)
     if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
         agree(cache.mesh, cache.device, call.text())
-    held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.ragged)
+    held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.padding)
     step = _step(cache, options, check_scale("decode", options.scale, q))
     out, witness = _decoded(q, held, sinks, step, _number(call._replace(length=0)) + call.length)
     if float(witness.sum()) == 0:
@@ -165,14 +151,15 @@ class _Options(NamedTuple):
 
 
 def _step(cache: KVCache, options: _Options, scale: float) -> Step:
-    where = cache.mesh.heads, cache.tokens, cache.block, cache.capacity
+    where = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
     return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
 
 
 def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor]:
     """This rank's output, and a witness of what all ranks were asked."""
     heads = share_of(q.shape[1], step.heads)
-    mine = _local(q[:, heads], held, step)
+    block = step.block if step.reproducible else None
+    mine = attend_held(q[:, heads], held, step.mask, scale=step.scale, kernel=step.kernel, block=block)
     witness = witness_of(sum((_bits(x) for x in (q, sinks) if x is not None), start=torch.tensor(call)), mine.lse)
     how = "tree" if step.reproducible else step.merge
     merged, witness = merged_across(mine, witness, step.tokens, how, step.output, canonical=step.reproducible)
@@ -200,7 +187,7 @@ def _absent(cache: KVCache, options: "_Options") -> None:
     """A rank that cannot go on takes its part in the exchanges all the same."""
     ranks = cache.tokens.size
     canonical = bool(options.reproducible) and not ranks & (ranks - 1)
-    witness = torch.full((2,), torch.inf, dtype=wide(cache.dtype), device=cache.device)
+    witness = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
     absent(cache.tokens, options.merge, options.output, witness, canonical=canonical)
     if cache.mesh.heads.size > 1:
         _told(witness, cache.mesh.heads)
@@ -214,82 +201,6 @@ def _told(witness: Tensor, axis: Axis) -> Tensor:
     return torch.stack([witness, *(each[0] for each in everyone.values())]).amax(0)
 
 
-def _local(q: Tensor, held: Held, step: Step) -> Partial:
-    """The partial over this rank's keys, in float32 or wider."""
-    length, used = held.state.tolist()
-    keys, values = (x.narrow(2, 0, used) for x in (held.keys, held.values))
-    run = partial(forward, choose(step.kernel, q, keys, values), scale=step.scale)
-    positions = torch.arange(length - q.shape[2], length)
-    if held.ragged is not None:
-        return _padded(run, q, keys, values, held.ragged, length, step.mask)
-    if q.shape[2] == 1 and step.mask.left >= length - 1 and not step.mask.ends and not step.reproducible:
-        return _widened(run(q, keys, values, None if used else Band.of(step.mask, positions, 0)))
-    columns: int | Tensor = used if used == length else held.columns[:used].cpu()
-    band = Band.of(step.mask, positions, columns)
-    if step.reproducible:
-        return _by_blocks(run, q, keys, values, band, step.block)
-    return _widened(run(q, keys, values, band))
-
-
-def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, ragged: Ragged, length: int, mask: Mask) -> Partial:
-    """Each sequence by itself: its padding cuts its keys into runs, seldom more than one, of positions of its own."""
-    real = ragged.real[:, length - q.shape[2] : length]
-    places = (ragged.lengths[:, None] - real.flip(1).cumsum(1).flip(1)).clamp(min=0).cpu()
-    parts = []
-    for row in range(q.shape[0]):
-        only, own = slice(row, row + 1), ragged.places[row, : keys.shape[2]].cpu()
-        total = identity(q[only], values[only], wide(q.dtype))
-        for start, stop in _runs(own >= 0):
-            band = Band.of(mask, places[row], own[start:stop])
-            total = join([total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
-        parts.append(total)
-    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
-    padding = ~real[:, None]
-    return Partial(out.masked_fill(padding.unsqueeze(-1), 0.0), lse.masked_fill(padding, -torch.inf))
-
-
-def _runs(flags: Tensor) -> list[tuple[int, int]]:
-    """From where to where the flags are True."""
-    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
-    """A partial of each block, those that every row sees whole in one call, and their merge along the tree."""
-    used, rows = keys.shape[2], q.shape[2]
-    count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
-    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
-    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
-    whole = range(first, max(first, last))
-    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
-    for row in range(q.shape[0] if whole else 0):
-        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
-        blocks = (
-            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
-        )
-        own = q[row].expand(len(whole), *q.shape[1:])
-        out[first:last, row], lse[first:last, row] = run(own, *blocks, full)
-    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
-        start, stop = number * block, min(used, (number + 1) * block)
-        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
-        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return _up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
-
-
-def _up_the_tree(leaves: Partial) -> Partial:
-    """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
-    while (count := len(leaves.lse)) > 1:
-        half = 1 << (count - 1).bit_length() - 1
-        both = join([Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))])
-        leaves = Partial(*(torch.cat((x, y[count - half : half])) for x, y in zip(both, leaves, strict=True)))
-    return Partial(leaves.out[0], leaves.lse[0])
-
-
-def _widened(partial: Partial) -> Partial:
-    return Partial(partial.out.to(partial.lse.dtype), partial.lse)
-
-
 def _bits(x: Tensor) -> Tensor:
     """A number that tells these bits from others."""
     bits = x.reshape(-1).view(BITS[x.element_size()])
@@ -301,7 +212,7 @@ def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Te
     names = [*groups, step.merge, step.output, step.kernel]
     places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
     numbers = [*places, step.block, step.capacity, int(step.reproducible), *step.mask.encode()]
-    padded = (None, None, None) if cache.ragged is None else cache.ragged
+    padded = (None, None, None) if cache.padding is None else cache.padding
     held = (cache.keys, cache.values, cache.columns, cache.state, *padded)
     return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]
 
@@ -323,9 +234,9 @@ def decode_op(
 ) -> Tensor:
     """As an operator, so that a step is one graph. It cannot raise from a graph: where ranks disagree, all get NaN."""
     step = _named(numbers, names, scale)
-    ragged = None if real is None or places is None or lengths is None else Ragged(real, places, lengths)
+    padding = None if real is None or places is None or lengths is None else Padding(real, places, lengths)
     call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
-    out, witness = _decoded(q, Held(keys, values, columns, state, ragged), sinks, step, call)
+    out, witness = _decoded(q, Held(keys, values, columns, state, padding), sinks, step, call)
     shape = _shape(q, values, step)
     if out.shape != shape:  # ranks found out before they had all heads
         return q.new_full(shape, torch.nan)
@@ -360,22 +271,22 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
         raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
     check_no_more("decode", options.more or {})
     check_same_kind("decode", {"q": q})
-    shape = (cache.batch, "heads", "length", cache.head_dim)
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.batch, cache.head_dim) or not q.shape[2]:
+    shape = (cache.sizes.batch, "heads", "length", cache.sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.sizes.batch, cache.sizes.head_dim) or not q.shape[2]:
         fix = "pass the queries of the cache's last tokens"
         raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
-    if q.shape[1] % cache.kv_heads or not q.shape[1]:
-        given = f"{q.shape[1]} query heads on {cache.kv_heads} key heads"
+    if q.shape[1] % cache.sizes.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {cache.sizes.kv_heads} key heads"
         raise ShapeError("decode q", "query heads a multiple of key heads", given, "pass the model's heads")
-    if q.dtype != cache.dtype or q.device.type != cache.device.type:
+    if q.dtype != cache.sizes.dtype or q.device.type != cache.device.type:
         given = f"{q.dtype} on {q.device}"
-        raise DtypeError("decode q", f"{cache.dtype} on {cache.device}", given, "call .to(cache.dtype)")
+        raise DtypeError("decode q", f"{cache.sizes.dtype} on {cache.device}", given, "call .to(cache.sizes.dtype)")
     check_mask("decode mask", options.mask)
     check_merge("decode", options.merge, options.output)
     check_kernel(options.kernel)
     check_scale("decode", options.scale, q)
     check_sinks("decode sinks", sinks, q)
-    if cache.ragged is not None and options.mask.ends:
+    if cache.padding is not None and options.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{options.mask}", fix)
     if not isinstance(options.reproducible, bool):
@@ -388,8 +299,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
 
 def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
     """What needs to know the length: a graph does not ask for it."""
-    if not q.shape[2] <= cache.length <= cache.capacity:
-        given = f"{q.shape[2]} queries and {cache.length} of {cache.capacity} tokens in the cache"
+    if not q.shape[2] <= cache.length <= cache.sizes.capacity:
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, "append before decode")
     options.mask.check_length("decode mask", cache.length)
 
@@ -399,7 +310,7 @@ def _check_reproducible(cache: KVCache, options: _Options) -> None:
     if ranks & (ranks - 1) or options.merge not in ("auto", "tree"):
         given = f"{ranks} ranks and merge {options.merge!r}"
         raise KernelError("decode reproducible", "1, 2, 4, 8, ... ranks and a tree", given, 'leave merge at "auto"')
-    if not cache.dealt or cache.ragged is not None:
-        given = "a padded batch" if cache.ragged is not None else "one that keeps what a sharded prefill made"
-        fix = "fill it with append, or prefill in Striped(cache.block)"
+    if not cache.dealt or cache.padding is not None:
+        given = "a padded batch" if cache.padding is not None else "one that keeps what a sharded prefill made"
+        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
         raise LayoutError("decode reproducible", "a cache whose tokens were dealt", given, fix)

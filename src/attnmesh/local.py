@@ -1,0 +1,104 @@
+"""A rank's own part of a decode step: the partial of the last queries over the keys that it holds."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.kernel.blocks import Band
+from attnmesh.kernel.choose import choose
+from attnmesh.kernel.walk import forward, identity
+from attnmesh.mask import Mask
+from attnmesh.padding import Padding
+from attnmesh.partial import Partial, join, wide
+
+Run = Callable[..., Partial]
+"""A kernel at a scale: (q, keys, values, band) -> the partial."""
+
+
+class Held(NamedTuple):
+    """What a cache holds, as tensors."""
+
+    keys: Tensor
+    values: Tensor
+    columns: Tensor
+    state: Tensor
+    padding: Padding | None
+
+
+def attend_held(q: Tensor, held: Held, mask: Mask, *, scale: float, kernel: str, block: int | None = None) -> Partial:
+    """In float32 or wider; with `block`, made of a partial for each so many keys, merged along the tree of blocks."""
+    length, used = held.state.tolist()
+    keys, values = (x.narrow(2, 0, used) for x in (held.keys, held.values))
+    run = partial(forward, choose(kernel, q, keys, values), scale=scale)
+    positions = torch.arange(length - q.shape[2], length)
+    if held.padding is not None:
+        return _padded(run, q, keys, values, held.padding, length, mask)
+    if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
+        return _widened(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
+    columns: int | Tensor = used if used == length else held.columns[:used].cpu()
+    band = Band.of(mask, positions, columns)
+    if block is not None:
+        return _by_blocks(run, q, keys, values, band, block)
+    return _widened(run(q, keys, values, band))
+
+
+def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask) -> Partial:
+    """Each sequence by itself: its padding cuts its keys into runs, seldom more than one, of positions of its own."""
+    real = padding.real[:, length - q.shape[2] : length]
+    places = (padding.lengths[:, None] - real.flip(1).cumsum(1).flip(1)).clamp(min=0).cpu()
+    parts = []
+    for row in range(q.shape[0]):
+        only, own = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
+        total = identity(q[only], values[only], wide(q.dtype))
+        for start, stop in _runs(own >= 0):
+            band = Band.of(mask, places[row], own[start:stop])
+            total = join([total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
+        parts.append(total)
+    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+    blind = ~real[:, None]
+    return Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
+
+
+def _runs(flags: Tensor) -> list[tuple[int, int]]:
+    """From where to where the flags are True."""
+    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+    """A partial of each block, those that every row sees whole in one call, and their merge along the tree."""
+    used, rows = keys.shape[2], q.shape[2]
+    count = -(-used // block)
+    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
+    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    whole = range(first, max(first, last))
+    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    for row in range(q.shape[0] if whole else 0):
+        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
+        blocks = (
+            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+        )
+        own = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(own, *blocks, full)
+    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = number * block, min(used, (number + 1) * block)
+        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+    return _up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+
+
+def _up_the_tree(leaves: Partial) -> Partial:
+    """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
+    while (count := len(leaves.lse)) > 1:
+        half = 1 << (count - 1).bit_length() - 1
+        both = join([Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))])
+        leaves = Partial(*(torch.cat((x, y[count - half : half])) for x, y in zip(both, leaves, strict=True)))
+    return Partial(leaves.out[0], leaves.lse[0])
+
+
+def _widened(partial: Partial) -> Partial:
+    return Partial(partial.out.to(partial.lse.dtype), partial.lse)
