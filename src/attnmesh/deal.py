@@ -21,9 +21,9 @@ class Deal:
     def owner(self, tokens: Tensor) -> Tensor:
         """To which rank each token goes.
 
-            >>> import torch
+        >>> import torch
         >>> Deal(block=2, ranks=2).owner(torch.arange(7))
-            tensor([0, 0, 1, 1, 0, 0, 1])
+        tensor([0, 0, 1, 1, 0, 0, 1])
         """
         return tokens // self.block % self.ranks
 

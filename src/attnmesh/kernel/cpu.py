@@ -21,6 +21,10 @@ FEW_ROWS = 32
 """Up to so many queries, reading the keys is the cost, and the heads that share a key are packed to read it once."""
 
 
+CACHE_BYTES = 1 << 21
+"""Of keys in float32: what a core's own cache holds."""
+
+
 @dataclass(frozen=True)
 class FlashCPU:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`."""
@@ -41,6 +45,8 @@ class FlashCPU:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
+        if _goes_by_tiles(q, k, block):
+            return _settled(_by_tiles(q, k, v, scale), q, k, v, block, scale)
         packed = _packs(q, k)
         rows, keys, values = _fitted((_pack(q, k) if packed else q, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -57,6 +63,31 @@ class FlashCPU:
             dout, *qkv, out, answer.lse, **_arguments(qkv[0], block, packed=False), scale=scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
+
+
+def _goes_by_tiles(q: Tensor, k: Tensor, block: Block) -> bool:
+    """In half precision the operator is slow at one row a key head, and float16 would be widened all at once."""
+    if block.causal or block.band is not None or q.shape[2] > FEW_ROWS:
+        return False
+    return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[1] * q.shape[2] == k.shape[1])
+
+
+def _by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
+    """For few rows, tiles of keys as large as the cache: widened there, and multiplied in float32."""
+    rows = q.float().reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scale
+    size = max(TILE, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
+    tile = torch.empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # one for all: fresh memory costs more
+
+    def widened(x: Tensor) -> Tensor:
+        return tile[:, :, : x.shape[2], : x.shape[3]].copy_(x)
+
+    logits = torch.empty(*rows.shape[:3], k.shape[2])
+    for part, keys in zip(logits.split(size, -1), k.split(size, 2), strict=True):
+        part.copy_(rows @ widened(keys).mT)
+    out = torch.zeros(*rows.shape[:3], v.shape[3])
+    for part, values in zip(torch.softmax(logits, -1).split(size, -1), v.split(size, 2), strict=True):
+        out += part @ widened(values)
+    return Partial(out.to(q.dtype).reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))
 
 
 def _packs(q: Tensor, k: Tensor) -> bool:
