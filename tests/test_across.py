@@ -139,10 +139,23 @@ def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:
     assert pool.run(3, own_hosts) == [[[0, 1, 2]]] * 3
 
 
+def without_a_group() -> str:
+    try:
+        am.merge_across(partial_of(0, torch.float32), None)
+    except errors.MeshError as error:
+        return str(error)
+    return "merged with nobody"
+
+
+def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
+    for said in pool.run(2, without_a_group):
+        assert "given None in a world of 2 ranks. Fix: pass dist.group.WORLD" in said
+
+
 BAD = [
     ({"how": "ring"}, errors.KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
     ({"output": "mine"}, errors.KernelError, "output: expected one of replicated, heads"),
-    ({"base": 2}, errors.KernelError, "base: expected one of e, 2"),
+    ({"base": 2}, errors.KernelError, "base: expected one of 'e', '2'"),
     ({"wire": torch.int8}, errors.DtypeError, "wire: expected None or one of float64"),
     ({"group": "world"}, errors.MeshError, "a process group that holds this rank, given str"),
     ({"lse": torch.zeros(2, 9)}, errors.ShapeError, r"\(2, 9, 3, 8\) and \(2, 9\)"),

@@ -256,7 +256,11 @@ BAD = [
     ("reproducible", errors.KernelError, "1, 2, 4, 8, ... ranks and a tree, given 3 ranks"),
     ("capacity", errors.ShapeError, "append: expected room .* given 30 tokens and 3 more in a cache of 32"),
     ("heads", errors.ShapeError, r"append k: expected shape \(1, 2, tokens, 8\), given \(1, 1, 3, 8\)"),
-    ("cut", errors.ShapeError, "truncate: expected a length from 0 to 30, given 31 of type int"),
+    (
+        "cut",
+        errors.ShapeError,
+        "truncate: expected a length from 0 to 30, given 31 of type int. Fix: pass an int that is no more",
+    ),
     ("order", errors.ShapeError, "reorder: expected 1 numbers of sequences below 1"),
     ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
     ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
@@ -349,7 +353,7 @@ def test_ranks_that_differ_all_hear_of_it(pool: Pool, kind: str) -> None:
 def test_a_rank_that_is_alone_with_its_error_leaves_none_waiting(pool: Pool) -> None:
     others, alone = pool.run(2, bad_call, "merge alone", deadline=20)
     assert "same call on every rank" in others
-    assert "merge_across base: expected one of e, 2, given '3'" in alone
+    assert "merge_across base: expected one of 'e', '2', given '3'" in alone
 
 
 def in_inference_mode() -> bool:

@@ -106,7 +106,7 @@ DISAGREEMENTS = [
     ([{"d": 6}], errors.MeshError, r"q \[1, 2, 6\].*; on shard 1 .*q \[1, 2, 4\]"),
     ([{}, {"hk": 3}], errors.ShapeError, "query heads a multiple of key heads, given q"),
     ([{"mask": "causal"}, {}], errors.MaskError, "attention mask: expected Full"),
-    ([{"n": 3}], errors.ShapeError, r"of length 8: \[4, 4\] tokens, given \[3, 5\]. Fix: shard with"),
+    ([{"n": 3}], errors.ShapeError, r"of length 8: \[4, 4\] tokens, given \[3, 5\], 8 in all. Fix: shard with"),
     ([{"length": 11, "key_length": 10}] * 2, errors.ShapeError, r"length 11: \[6, 5\] tokens, given \[5, 5\]"),
     ([{"mask": am.Documents((3, 4))}] * 2, errors.MaskError, "documents that add up to 10 tokens, given 7 tokens"),
     ([{"kernel": "cuda"}, {}], errors.MeshError, "kernel=cuda.*; on shard 1 .*kernel=auto"),

@@ -115,3 +115,8 @@ def test_bad_partials_are_refused() -> None:
         merge(good, Partial(good.out, good.lse.bfloat16()))
     with pytest.raises(errors.DeviceError, match=r"expected one device, given cpu and meta\. Fix: move"):
         merge(good, Partial(good.out.to("meta"), good.lse.to("meta")))
+
+
+def test_plain_tuples_are_partials_too() -> None:
+    out, lse = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3)
+    assert torch.equal(merge((out, lse), (out, lse)).out, merge(Partial(out, lse), Partial(out, lse)).out)

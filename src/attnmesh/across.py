@@ -94,7 +94,7 @@ def merge_across(
     `out` is (batch, heads, length, dim) and `lse` (batch, heads, length), natural or, with `base="2"`, base 2; so is
     the result's. `output="heads"` gives rank i the i-th share of the heads, as `torch.tensor_split` cuts them. `how` is
     "tree", "direct", "gather", "allreduce" or "auto". Partials travel in float32 or wider, or with `out` in the dtype
-    `wire`. All ranks pass the same shapes and options. No gradients.
+    `wire`. All ranks pass the same shapes and options. No gradients. `group` is None for a single rank alone.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -263,6 +263,12 @@ def share_of(heads: int, axis: Axis) -> slice:
 def axis_of(group: Any) -> Axis:
     """The ranks of a process group, or of a mesh of one axis, in line."""
     if group is None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            given, fix = (
+                f"None in a world of {dist.get_world_size()} ranks",
+                "pass dist.group.WORLD to mean all of them",
+            )
+            raise MeshError("merge_across group", "a process group", given, fix)
         return Axis()
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -307,4 +313,4 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
         raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
     if not isinstance(base, str) or base not in BASES:
         fix = 'say "2" if the engine took base-2 logarithms'
-        raise KernelError("merge_across base", "one of e, 2", repr(base), fix)
+        raise KernelError("merge_across base", "one of 'e', '2'", repr(base), fix)

@@ -208,7 +208,7 @@ def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sink
     """What all ranks are about to do, or the error that all raise; a rank alone never raises."""
     if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
         _check(here, options, q, k, v, sinks)
-        return _problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k)))
+        return _checked(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
     call: str | InputError
     try:
         _check(here, options, q, k, v, sinks)
@@ -220,15 +220,18 @@ def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sink
     table = agree(here, device, call, lengths)
     problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
     _check_shards(problem, table)
-    return problem
+    return _checked(problem, options)
 
 
 def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
     length = tokens if options.length is None else options.length
     key_length = keys if options.key_length is None else options.key_length
-    problem = Problem(options.mask, here.shape, options.layout, options.key_layout, length, key_length)
-    check_mask("attention mask", options.mask, length, key_length)
-    _check_cross(options, length, key_length)
+    return Problem(options.mask, here.shape, options.layout, options.key_layout, length, key_length)
+
+
+def _checked(problem: Problem, options: _Options) -> Problem:
+    check_mask("attention mask", options.mask, problem.length, problem.key_length)
+    _check_cross(options, problem.length, problem.key_length)
     return problem
 
 
@@ -290,4 +293,5 @@ def _check_shards(problem: Problem, table: list[list[int]]) -> None:
         given = [row[column] for row in table]
         if given != expected:
             fix = f"shard with am.shard and this layout, or mend {name}"
-            raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", f"{given}", fix)
+            said = f"{given}, {sum(given)} in all"
+            raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", said, fix)

@@ -41,7 +41,9 @@ SLACK = 2
 class KVCache:
     """One layer's keys and values, a shard on each rank of a mesh. Every rank makes the same calls.
 
-    With a heads axis a rank keeps its share of the key heads; tokens are sharded over the other axes together.
+    With a heads axis a rank keeps its share of the key heads; tokens are sharded over the other axes together. Only
+    what every rank was told alike is right: `append`, `truncate` and `reorder` send nothing and so raise on the rank
+    that was told wrong alone; `decode` notices lengths, padding and orders that differ, and `truncate` mends lengths.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
     >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -84,6 +86,11 @@ class KVCache:
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
+
+    def __repr__(self) -> str:
+        """What it is made for, and what it holds."""
+        held = f"{self.length} tokens, {self.used} of them here, {'' if self.dealt else 'not '}all dealt"
+        return f"KVCache({self.sizes}, {held})"
 
     @property
     def length(self) -> int:
@@ -161,7 +168,10 @@ class KVCache:
         before, held = self.length, 0
         call: str | InputError = f"truncate to {length}"
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-            given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that the cache has had"
+            given, fix = (
+                f"{length!r} of type {type(length).__name__}",
+                "pass an int that is no more than the cache holds",
+            )
             call = ShapeError("truncate", f"a length from 0 to {before}", given, fix)
         else:
             held = int(torch.searchsorted(self.columns[: self.used], length))
@@ -320,7 +330,8 @@ class KVCache:
             known = self.length
         if known + more > capacity:
             given = f"{known} tokens and {more} more in a cache of {capacity}"
-            raise ShapeError(subject, "room for the new tokens", given, "reserve a larger capacity, or truncate")
+            fix = "reserve a larger capacity" + (", or truncate" if known else "")
+            raise ShapeError(subject, "room for the new tokens", given, fix)
         before, self._shards = self._shards, shards or self._shards
         fullest = max(self._counts(known + more))
         if fullest > self.slots:

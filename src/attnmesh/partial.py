@@ -103,8 +103,8 @@ def _check(partials: tuple[Partial, ...]) -> None:
     if len(devices) > 1:
         raise DeviceError("merge", "one device", " and ".join(devices), "move them with .to(device)")
     try:
-        torch.broadcast_shapes(*(p.out.shape[:-1] for p in partials), *(p.lse.shape for p in partials))
-        torch.broadcast_shapes(*(p.out.shape[-1:] for p in partials))
+        torch.broadcast_shapes(*(out.shape[:-1] for out, _ in partials), *(lse.shape for _, lse in partials))
+        torch.broadcast_shapes(*(out.shape[-1:] for out, _ in partials))
     except RuntimeError:
         given = ", ".join(f"out {tuple(out.shape)} lse {tuple(lse.shape)}" for out, lse in partials)
         expected = "out (batch, heads, length, dim) and lse (batch, heads, length) of one shape"
