@@ -45,7 +45,7 @@ class FlashCPU:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
-        if _goes_by_tiles(q, k, block):
+        if _goes_by_tiles(q, k, v, block):
             return _settled(_by_tiles(q, k, v, scale), q, k, v, block, scale)
         packed = _packs(q, k)
         rows, keys, values = _fitted((_pack(q, k) if packed else q, k, v), _width(q, v))
@@ -65,11 +65,12 @@ class FlashCPU:
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 
 
-def _goes_by_tiles(q: Tensor, k: Tensor, block: Block) -> bool:
-    """In half precision the operator is slow at one row a key head, and float16 would be widened all at once."""
-    if block.causal or block.band is not None or q.shape[2] > FEW_ROWS:
+def _goes_by_tiles(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+    """For few rows: where the operator would have to be given a copy of all keys, or is slow, as at one row a head."""
+    if block.causal or block.band is not None or q.shape[2] > FEW_ROWS or q.dtype == torch.float64:
         return False
-    return q.dtype == torch.float16 or (q.dtype == torch.bfloat16 and q.shape[1] * q.shape[2] == k.shape[1])
+    copied = q.dtype == torch.float16 or q.shape[3] != v.shape[3]
+    return copied or (q.dtype == torch.bfloat16 and q.shape[1] * q.shape[2] == k.shape[1])
 
 
 def _by_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
