@@ -31,7 +31,7 @@ FEW = 3
 """Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
 ROOM = 1 << 20
-"""Bytes kept for a message that turns out to be another than was expected: see `trade`."""
+"""Bytes kept for a message that turns out to be another than was expected: see `climb`."""
 
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
@@ -162,7 +162,8 @@ def merged_across(
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
     how = _automatic(axis, output) if how == "auto" else how
-    if how not in COLLECTIVE and form.size > ROOM:  # too long to be heard by a rank that expects another
+    # Too long to be heard by a rank that expects another, where room is kept for that at all.
+    if how not in COLLECTIVE and form.size > ROOM and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
         if float(told.sum()) != 0:
             return partial, told

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree
+from attnmesh.agree import agree, digest
 from attnmesh.deal import Deal, cover
 from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError, StoreError
-from attnmesh.exchange import swap
+from attnmesh.exchange import blank, swap
 from attnmesh.hosts import rounds
 from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.padding import Padding
@@ -312,7 +311,7 @@ class KVCache:
         parts = [(*each, positions) for each in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
         shape = self.mesh.shape
         shards = [shape.shard(h, self.mesh.queries.index, self.mesh.keys.index) for h in range(axis.size)]
-        wanted = [tuple(_sized(x, counts[shard]) for x in parts[0]) for shard in shards]
+        wanted = [tuple(blank(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
         columns = zip(*swap(parts, wanted, axis), strict=True)
         k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
         return k, v, positions
@@ -377,7 +376,7 @@ def _heads(count: int, axis: int, index: int) -> range:
 
 def _stamp(before: int, told: Tensor | None) -> int:
     """A number for all that ranks were told so far: the same if they were told the same in turn."""
-    return before if told is None else crc32(bytes(told.to(torch.uint8).cpu().flatten().tolist()), before)
+    return before if told is None else (31 * before + int(digest(told)) + told.numel()) % 2**56
 
 
 def _agreed(mesh: Mesh, device: torch.device, act: Callable[[], T]) -> T:
@@ -407,9 +406,3 @@ def _check_cover(table: list[list[int]], start: int, more: int) -> None:
         expected = f"positions from {start} to {start + more - 1}, each on one rank"
         fix = "pass layout.positions(length, shards, index), counted from the cache's length"
         raise LayoutError("append_shard", expected, f"{more} others, or some twice", fix)
-
-
-def _sized(x: Tensor, tokens: int) -> Tensor:
-    """The shape of so many tokens."""
-    shape = (*x.shape[:2], tokens, x.shape[3]) if x.ndim == 4 else (tokens,)
-    return torch.empty(shape, dtype=x.dtype, device="meta")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from attnmesh.across import COLLECTIVE, ROOM, absent, check_merge, merged_across, share_of, witness_of
-from attnmesh.agree import agree
+from attnmesh.agree import agree, digest
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
-from attnmesh.exchange import trade
+from attnmesh.exchange import meet, swap
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
 from attnmesh.kernel.attend import with_sinks
 from attnmesh.kernel.choose import check_kernel
@@ -27,8 +27,6 @@ from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
 from attnmesh.padding import Padding
 from attnmesh.partial import wide
-
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -135,11 +133,6 @@ def _number(call: _Call) -> int:
     return crc32(repr(call).encode())
 
 
-@lru_cache(maxsize=64)
-def _weights(count: int, device: torch.device) -> Tensor:
-    return torch.arange(1, 2 * count, 2, device=device)
-
-
 class _Options(NamedTuple):
     mask: Mask
     scale: float | None
@@ -160,7 +153,7 @@ def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int)
     heads = share_of(q.shape[1], step.heads)
     block = step.block if step.reproducible else None
     mine = attend_held(q[:, heads], held, step.mask, scale=step.scale, kernel=step.kernel, block=block)
-    witness = witness_of(sum((_bits(x) for x in (q, sinks) if x is not None), start=torch.tensor(call)), mine.lse)
+    witness = witness_of(sum((digest(x) for x in (q, sinks) if x is not None), start=torch.tensor(call)), mine.lse)
     how = "tree" if step.reproducible else step.merge
     merged, witness = merged_across(mine, witness, step.tokens, how, step.output, canonical=step.reproducible)
     if sinks is not None:
@@ -178,9 +171,8 @@ def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor
     witness = _told(witness, axis)
     if step.output == "heads" or (out.device.type == "cpu" and float(witness.sum()) != 0):
         return out, witness
-    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), (out,))
-    everyone = trade(others, others, axis, out.device)() | {axis.index: (out,)}
-    return torch.cat([everyone[peer][0] for peer in range(axis.size)], 1), witness
+    everyone = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
+    return torch.cat([theirs for (theirs,) in everyone], 1), witness
 
 
 def _absent(cache: KVCache, options: "_Options") -> None:
@@ -195,16 +187,8 @@ def _absent(cache: KVCache, options: "_Options") -> None:
 
 def _told(witness: Tensor, axis: Axis) -> Tensor:
     """The maximum of the witnesses of all ranks in line."""
-    others = dict.fromkeys((peer for peer in range(axis.size) if peer != axis.index), (witness,))
-    room = ROOM if witness.device.type == "cpu" else 0
-    everyone = trade(others, others, axis, witness.device, room)()
-    return torch.stack([witness, *(each[0] for each in everyone.values())]).amax(0)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """A number that tells these bits from others."""
-    bits = x.reshape(-1).view(BITS[x.element_size()])
-    return (bits * _weights(len(bits), x.device)).sum()
+    rows = meet([witness.view(torch.uint8)] * axis.size, axis, ROOM)
+    return rows.view(witness.dtype).amax(0)
 
 
 def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Tensor:

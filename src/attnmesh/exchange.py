@@ -47,7 +47,7 @@ def counted() -> Iterator[Traffic]:
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """The tokens that a step brings, beside those that it keeps, in order of position: (batch, heads, tokens, ...)."""
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
-    wanted = {peer: tuple(_some(x, count) for x in tensors) for peer, count in step.receive}
+    wanted = {peer: tuple(blank(x, count) for x in tensors) for peer, count in step.receive}
     finish = trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
 
     def finished() -> Tensors:
@@ -66,7 +66,7 @@ def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tup
     mine = shares.pop(axis.index, None)
     if mine is not None and shares:  # a copy: a view would keep all that was made for others
         mine = tuple(x.clone() for x in mine)
-    wanted = {peer: tuple(_some(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
+    wanted = {peer: tuple(blank(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
     finish = trade(shares, wanted, axis, tensors[0].device)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
@@ -105,17 +105,12 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trade(
-    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, room: int = 0
+    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device
 ) -> Callable[[], dict[int, Tensors]]:
-    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
-
-    Gloo takes a message into any box that is not too small for it: with `room`, in bytes, ranks that do not agree on
-    what is sent can still hear what the beginnings of messages say.
-    """
-    packed = {id(tensors): pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
+    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come."""
+    packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
-    sizes = {peer: max(_bytes(x), room) for peer, x in wanted.items()}
-    boxes = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
+    boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
     posts = [(post, *each) for post, pile in ((dist.isend, letters), (dist.irecv, boxes)) for each in pile.items()]
     works = _posted(posts, axis)
     _count(wanted)
@@ -124,7 +119,7 @@ def trade(
         while works:
             works.pop().wait()
         letters.clear()  # they had to live until they were sent
-        return {peer: unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
+        return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
 
     return finished
 
@@ -133,7 +128,8 @@ def climb(message: Tensor, rounds: Sequence[Round], axis: Axis, room: int, join:
     """Round by round `join` what is held and what is heard, two rows of bytes, to what is held next.
 
     Gloo is told of all that will be heard at once, as what is expected comes in half the time. On other backends a
-    receipt would hold up what is sent after it. `room` is as for `trade`.
+    receipt would hold up what is sent after it. Gloo takes a message into any box that is not too small for it: with
+    `room`, in bytes, ranks that do not agree on what is sent can still hear what the beginnings of messages say.
     """
     size, early = len(message), message.device.type == "cpu"
     boxes = [message.new_empty(2, max(size, room if early else 0)) for _ in rounds]
@@ -155,7 +151,7 @@ def climb(message: Tensor, rounds: Sequence[Round], axis: Axis, room: int, join:
 
 
 def meet(messages: Sequence[Tensor], axis: Axis, room: int) -> Tensor:
-    """All to all: `messages[p]` goes to rank p, and row p is what came from it, as long as the own one."""
+    """All to all: `messages[p]` goes to rank p, row p is what came of it, as long as the own; `room` as in `climb`."""
     mine = messages[axis.index]
     rows = mine.new_empty(axis.size, max(len(mine), room if mine.device.type == "cpu" else 0))
     others = [peer for peer in range(axis.size) if peer != axis.index]
@@ -173,17 +169,17 @@ def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis)
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def pack(tensors: Tensors) -> Tensor:
+def _pack(tensors: Tensors) -> Tensor:
     """One message of bytes, which every backend sends, whatever they are of."""
     if all(x.dtype == tensors[0].dtype for x in tensors):
         return torch.cat([x.reshape(-1) for x in tensors]).view(torch.uint8)
     message = torch.empty(_bytes(tensors), dtype=torch.uint8, device=tensors[0].device)
-    for place, x in zip(unpack(message, tensors), tensors, strict=True):
+    for place, x in zip(_unpack(message, tensors), tensors, strict=True):
         place.copy_(x)
     return message
 
 
-def unpack(message: Tensor, shapes: Tensors) -> Tensors:
+def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """The tensors in a message, as views: the widest dtype comes first, so that each lies on a multiple of its size."""
     if all(x.dtype == shapes[0].dtype for x in shapes):
         flat = message[: _bytes(shapes)].view(shapes[0].dtype).split([x.numel() for x in shapes])
@@ -201,9 +197,9 @@ def _bytes(tensors: Tensors) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def _some(x: Tensor, tokens: int) -> Tensor:
+def blank(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     """The shape and dtype of so many tokens, without any memory."""
-    return torch.empty((*x.shape[:2], tokens, *x.shape[3:]), dtype=x.dtype, device="meta")
+    return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
 def _count(wanted: Mapping[int, Tensors]) -> None:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree
 from attnmesh.errors import InputError, KernelError, ShapeError
-from attnmesh.exchange import swap
+from attnmesh.exchange import blank, swap
 from attnmesh.inputs import check_tensor
 from attnmesh.layout import Layout, check_layout
 from attnmesh.mesh import Mesh
@@ -59,9 +59,7 @@ def _gathered(x: Tensor, here: Mesh, counts: list[int]) -> Tensor:
         if axis.group is not None:
             first = here.shard - here.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
-            wanted = [
-                (x.new_empty((sum(counts[start : start + held]), *x.shape[1:]), device="meta"),) for start in starts
-            ]
+            wanted = [(blank(x, sum(counts[start : start + held]), 0),) for start in starts]
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
         held *= axis.size
     return x

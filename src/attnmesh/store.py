@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnmesh.agree import digest
 from attnmesh.errors import StoreError
 from attnmesh.mesh import Axis
-
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 SUM = " sum"
 """What the name of a tensor's sum ends with."""
@@ -23,7 +22,7 @@ def write(path: str | Path, tensors: dict[str, Tensor], ranks: Axis) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    sums = {name + SUM: _sum(x) for name, x in tensors.items()}
+    sums = {name + SUM: digest(x).cpu() for name, x in tensors.items()}
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing", UserWarning)
@@ -67,16 +66,9 @@ class Stored:
             given = f"{wanted[0]!r} in {self.path} ({type(error).__name__})"
             raise StoreError("load", "files as they were written", given, FIX) from error
         for name in wanted:
-            if not torch.equal(_sum(tensors[name]), tensors[name + SUM]):
+            if not torch.equal(digest(tensors[name]), tensors[name + SUM]):
                 raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
         return [tensors[name] for name in wanted]
 
 
 FIX = "restore the folder from a copy, or save again"
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Of the bits, each weighed by an odd number of its own: none can change unseen, and hardly two."""
-    bits = x.detach().cpu().contiguous().reshape(-1)
-    bits = bits.view(BITS[x.element_size()]) if bits.numel() else bits.to(torch.int64)
-    return (bits * (2 * torch.arange(len(bits)) + 1)).sum()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.exchange import swap
+from attnmesh.exchange import blank, swap
 from attnmesh.kernel.attend import empty_placed
 from attnmesh.mesh import Axis, Mesh, Shape
 from attnmesh.schedule import Problem
@@ -54,9 +54,7 @@ def _tokens(code: Sequence[int], keys: bool) -> list[Tensor]:
 
 def _to_heads(x: Tensor, axis: Axis, tokens: list[Tensor]) -> Tensor:
     shares = [(part,) for part in x.chunk(axis.size, dim=1)]
-    wanted = [
-        (shares[0][0].new_empty((*shares[0][0].shape[:2], len(some), x.shape[3]), device="meta"),) for some in tokens
-    ]
+    wanted = [(blank(shares[0][0], len(some)),) for some in tokens]
     out = empty_placed(x.new_empty((*shares[0][0].shape[:2], sum(map(len, tokens)), 1)), x.shape[3])
     for some, (part,) in zip(tokens, swap(shares, wanted, axis), strict=True):
         out.index_copy_(2, some.to(x.device), part)

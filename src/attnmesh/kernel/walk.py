@@ -68,11 +68,8 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, 
 
     Without a band every row sees every key: for a few rows that is one block, and need not be found out.
     """
-    blocks = (
-        (kernel.cut(band) if band is not None else [Block(slice(0, q.shape[2]), slice(0, k.shape[2]))])
-        if q.shape[0]
-        else []
-    )
+    whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
+    blocks = ([whole] if band is None else kernel.cut(band)) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
     with _as_given(q):
