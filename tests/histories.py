@@ -24,8 +24,9 @@ class Event:
     """One call on the cache."""
 
     kind: str  # append, shard, truncate, reorder or decode
-    number: int  # of tokens; of the length to cut to
+    number: int  # of tokens; of the length to cut to; of sequences from now on
     seed: int
+    batch: int  # sequences so far
     padded: bool = False
     mask: Mask = Mask(right=0)
     options: tuple[tuple[str, Any], ...] = ()
@@ -50,6 +51,7 @@ class History:
     dtype: torch.dtype
     block: int
     sinks: bool
+    grows: bool
     phases: tuple[Phase, ...]
 
     CAPACITY = 160
@@ -58,20 +60,20 @@ class History:
         """New keys and values, and which of them are real."""
         generator = torch.Generator().manual_seed(event.seed)
         k, v = (
-            torch.randn(self.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
+            torch.randn(event.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
             for width in self.widths
         )
-        real = torch.rand(self.batch, event.number, generator=generator) < 0.7 if event.padded else None
+        real = torch.rand(event.batch, event.number, generator=generator) < 0.7 if event.padded else None
         return k, v, real
 
     def queries(self, event: Event) -> Tensor:
         generator = torch.Generator().manual_seed(event.seed)
-        q = torch.randn(self.batch, self.heads[0], event.number, self.widths[0], generator=generator)
+        q = torch.randn(event.batch, self.heads[0], event.number, self.widths[0], generator=generator)
         return q.to(self.dtype)
 
     def order(self, event: Event) -> Tensor:
         generator = torch.Generator().manual_seed(event.seed)
-        return torch.randint(self.batch, (self.batch,), generator=generator)
+        return torch.randint(event.batch, (event.number,), generator=generator)
 
     def sink(self) -> Tensor | None:
         if not self.sinks:
@@ -86,7 +88,7 @@ def draw(seed: int) -> History:
     width = random.choice((4, 8, 16))
     padded = random.random() < 0.25
     batch = random.choice((1, 2, 3))
-    length, phases = 0, []
+    length, rows, phases = 0, batch, []
     for _ in range(random.choice((1, 1, 2, 3))):
         ranks = random.choice(SIZES)
         shape = random.choice(
@@ -100,10 +102,11 @@ def draw(seed: int) -> History:
         )
         events = []
         for _ in range(random.randint(3, 8)):
-            event = _event(random, length, ranks // shape.heads, padded)
+            event = _event(random, length, rows, padded)
             length = {"append": length + event.number, "shard": length + event.number, "truncate": event.number}.get(
                 event.kind, length
             )
+            rows = event.number if event.kind == "reorder" else rows
             events.append(event)
         phases.append(Phase(shape, tuple(events)))
     return History(
@@ -114,25 +117,26 @@ def draw(seed: int) -> History:
         dtype=random.choice(DTYPES),
         block=random.choice((1, 4, 16)),
         sinks=random.random() < 0.2,
+        grows=random.random() < 0.3,
         phases=tuple(phases),
     )
 
 
-def _event(random: Random, length: int, ranks: int, padded: bool) -> Event:
+def _event(random: Random, length: int, batch: int, padded: bool) -> Event:
     room, seed = History.CAPACITY - length, random.getrandbits(40)
     kinds = ["append"] * (room > 0) + ["shard"] * (room > 0) + (["truncate", "reorder"] + ["decode"] * 4) * (length > 0)
     match random.choice(kinds):
         case "append":
             number = min(room, random.choice((1, 1, 1, 3, 20, 47)))
-            return Event("append", number, seed, padded=padded and random.random() < 0.5)
+            return Event("append", number, seed, batch, padded=padded and random.random() < 0.5)
         case "shard":
             number = min(room, random.choice((1, 5, 30, 64)))
             layout = random.choice(LAYOUTS)
-            return Event("shard", number, seed, padded and random.random() < 0.5, options=(("layout", layout),))
+            return Event("shard", number, seed, batch, padded and random.random() < 0.5, options=(("layout", layout),))
         case "truncate":
-            return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed)
+            return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed, batch)
         case "reorder":
-            return Event("reorder", 0, seed)
+            return Event("reorder", random.choice((batch, batch, random.randint(1, 3))), seed, batch)
     mask = random.choice((am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2)))
     options = {
         "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
@@ -143,6 +147,7 @@ def _event(random: Random, length: int, ranks: int, padded: bool) -> Event:
         "decode",
         random.randint(1, min(length, random.choice((1, 1, 4, 40)))),
         seed,
+        batch,
         False,
         mask,
         tuple(options.items()),
@@ -159,7 +164,7 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
             kv_heads=history.heads[1],
             head_dim=history.widths[0],
             value_dim=history.widths[1],
-            capacity=history.CAPACITY,
+            capacity=8 if history.grows else history.CAPACITY,
             dtype=history.dtype,
             block=history.block,
         )
@@ -167,6 +172,8 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
         cache = am.KVCache.load(came, mesh)
     outs = []
     for event in phase.events:
+        if history.grows and event.kind in ("append", "shard"):
+            cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
         match event.kind:
             case "append":
                 k, v, real = history.tokens(event)
@@ -213,9 +220,7 @@ def check(history: History, pool: Pool, folder: Path) -> None:
                 case "append" | "shard":
                     new_k, new_v, new_real = history.tokens(event)
                     k, v = torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)
-                    new_real = (
-                        torch.ones(history.batch, event.number, dtype=torch.bool) if new_real is None else new_real
-                    )
+                    new_real = torch.ones(event.batch, event.number, dtype=torch.bool) if new_real is None else new_real
                     real = torch.cat((real, new_real), 1)
                 case "truncate":
                     k, v, real = k[:, :, : event.number], v[:, :, : event.number], real[:, : event.number]

@@ -261,7 +261,7 @@ BAD = [
         errors.ShapeError,
         "truncate: expected a length from 0 to 30, given 31 of type int. Fix: pass an int that is no more",
     ),
-    ("order", errors.ShapeError, "reorder: expected 1 numbers of sequences below 1"),
+    ("order", errors.ShapeError, "reorder: expected a number of a sequence below 1 for each"),
     ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
     ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
     ("real", errors.ShapeError, r"append real: expected torch.bool \(1, 1\)"),

@@ -72,7 +72,7 @@ class KVCache:
         fault = self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device)
         agree(self.mesh, self.device, fault or f"KVCache of {self.sizes}")
         self.deal = Deal(block, self.tokens.size)
-        self.slots = min(capacity, -(-capacity // self.tokens.size) + block + SLACK)
+        self.slots = self._slots(capacity)
         # One slot more than is used: what is another rank's is written there, so that nobody need ask whose it is.
         room = batch, kv_heads // self.mesh.heads.size, self.slots + 1
         with torch.inference_mode(False):  # tensors that can be written to in any mode
@@ -186,20 +186,45 @@ class KVCache:
         self._most = length
 
     @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least so many tokens; every rank calls it. One tensor is copied at a time."""
+        sizes = replace(self.sizes, capacity=capacity)
+        if fault := sizes.fault(self.mesh.heads.size):
+            raise fault
+        if capacity <= self.sizes.capacity:
+            return
+        used, self.slots = self.used, self._slots(capacity)
+        with torch.inference_mode(False):
+            for name in ("keys", "values"):
+                old = getattr(self, name)
+                new = old.new_empty(*old.shape[:2], self.slots + 1, old.shape[3])
+                new[:, :, :used] = old[:, :, :used]
+                setattr(self, name, new)
+            self.columns = torch.nn.functional.pad(self.columns, (0, self.slots + 1 - len(self.columns)))
+            if self.padding is not None:
+                self.padding = self.padding.grown(capacity, self.slots + 1)
+        self.sizes = sizes
+
+    @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
-        """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks."""
+        """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
         if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
             given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
             raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
         index, batch, used = batch_index.to(self.device), self.sizes.batch, self.used
-        if index.shape != (batch,) or not bool(((index >= 0) & (index < batch)).all()):
-            expected, given = f"{batch} numbers of sequences below {batch}", f"{batch_index.tolist()}"
-            raise ShapeError("reorder", expected, given, "name a sequence for each")
-        for head in range(self.keys.shape[1]):  # one head at a time: the copy is no larger than that
-            for x in (self.keys, self.values):
-                x[:, head, :used] = x[:, head, :used].index_select(0, index)
+        if index.ndim != 1 or not len(index) or not bool(((index >= 0) & (index < batch)).all()):
+            expected, given = f"a number of a sequence below {batch} for each", f"{batch_index.tolist()}"
+            raise ShapeError("reorder", expected, given, "name sequences that there are")
+        if len(index) != batch:
+            with torch.inference_mode(False):
+                self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
+            self.sizes = replace(self.sizes, batch=len(index))
+        else:
+            for head in range(self.keys.shape[1]):  # one head at a time: the copy is no larger than that
+                for x in (self.keys, self.values):
+                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
-            self.padding.reorder(index)
+            self.padding = self.padding.reordered(index)
         self.stamp = _stamp(self.stamp, index)
 
     def save(self, path: str | Path) -> None:
@@ -274,6 +299,10 @@ class KVCache:
         columns = self.columns[: self.used]
         slots = torch.arange(len(columns), device=self.device)
         self.padding.add(torch.zeros_like(self.state[0]), real.to(self.device), columns, slots)
+
+    def _slots(self, capacity: int) -> int:
+        """Tokens for which a rank has room."""
+        return min(capacity, -(-capacity // self.tokens.size) + self.sizes.block + SLACK)
 
     def _unpadded(self, length: Tensor) -> Padding:
         return Padding.none(self.sizes.batch, self.sizes.capacity, self.columns, length)

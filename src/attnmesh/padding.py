@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Padding(NamedTuple):
@@ -33,7 +34,12 @@ class Padding(NamedTuple):
         self.lengths.sub_(self.real[:, length:before].sum(1))
         self.real[:, length:] = True
 
-    def reorder(self, index: Tensor) -> None:
+    def reordered(self, index: Tensor) -> "Padding":
         """Sequence b becomes what sequence `index[b]` was."""
-        for each in self:
-            each.copy_(each.index_select(0, index))
+        with torch.inference_mode(False):
+            return Padding(*(each.index_select(0, index) for each in self))
+
+    def grown(self, capacity: int, slots: int) -> "Padding":
+        """With room for so many tokens, and slots."""
+        real = pad(self.real, (0, capacity - self.real.shape[1]), value=True)
+        return Padding(real, pad(self.places, (0, slots - self.places.shape[1]), value=-1), self.lengths)
