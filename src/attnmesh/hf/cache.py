@@ -1,0 +1,196 @@
+"""A cache of transformers whose keys and values are spread over the ranks of a mesh, one `KVCache` a layer."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from attnmesh.across import check_merge
+from attnmesh.cache import KVCache
+from attnmesh.errors import KernelError, MeshError, ShapeError
+from attnmesh.mesh import Mesh
+
+NAME = "attnmesh"
+"""The name of the plug-ins in transformers."""
+
+SERVED = ("full_attention", "sliding_attention")
+"""Kinds of layers that attention over spread keys serves; others keep states that are no keys, or see by chunks."""
+
+
+class Fresh(NamedTuple):
+    """New keys and values on their way from the cache's `update` to the attention function, which stores them.
+
+    Only there is it known which of them are padding, and whether they are the same on every rank.
+    """
+
+    k: Tensor
+    v: Tensor
+    layer: "ShardedLayer"
+
+
+class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer: a `KVCache`, made when its first tokens come."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: "ShardedCache") -> None:
+        super().__init__()
+        self.cache, self.kv = cache, None  # type: ignore[var-annotated]
+        self.kv: KVCache | None
+
+    def __repr__(self) -> str:
+        """What it holds."""
+        return "ShardedLayer(empty)" if self.kv is None else f"ShardedLayer({self.kv})"
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Room is made by `room`, which knows for how many tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Fresh, Fresh]:
+        """Hand new tokens on, with the layer that is to keep them."""
+        self.cache.check_model()
+        fresh = Fresh(key_states, value_states, self)
+        return fresh, fresh
+
+    def room(self, fresh: Fresh, more: int) -> KVCache:
+        """The layer's keys and values, with room for so many tokens of all ranks."""
+        k, v, _ = fresh
+        if self.kv is None:
+            capacity = self.cache.capacity or _grown(more)
+            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
+            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
+            self.is_initialized = True
+        elif self.cache.capacity is None and self.kv.length + more > self.kv.sizes.capacity:
+            self.kv.reserve(_grown(self.kv.length + more))
+        return self.kv
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, of all ranks."""
+        return 0 if self.kv is None else self.kv.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """All tokens, from the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """The capacity, or -1 if it grows."""
+        return self.cache.capacity or -1
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.kv, self.is_initialized = None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, given as a negative number."""
+        if tokens_to_remove > 0:
+            fix = "pass a negative number: how many tokens to remove"
+            raise ShapeError("crop", "0 or a negative number", str(tokens_to_remove), fix)
+        if self.kv is not None and tokens_to_remove < 0:
+            self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence `beam_idx[b]` was; there may be more or fewer."""
+        if self.kv is not None:
+            self.kv.reorder(beam_idx.long())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if self.kv is not None:
+            self.kv.reorder(torch.arange(self.kv.sizes.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These sequences alone."""
+        self.reorder_cache(indices)
+
+
+class ShardedCache(Cache):  # type: ignore[misc]
+    """`past_key_values` for a model with `attn_implementation="attnmesh"`: each rank of the mesh keeps a share.
+
+    Every rank makes the same calls. Without `capacity` it grows, by copying, as tokens come. `merge`, `reproducible`
+    and `kernel` are those of `attnmesh.decode`; `exchange` is that of `attnmesh.attention`, for prefill.
+
+    >>> from transformers import LlamaConfig
+    >>> cache = ShardedCache(LlamaConfig(num_hidden_layers=2, attn_implementation="attnmesh"), None)
+    >>> cache.get_seq_length(), len(cache)
+    (0, 2)
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        mesh: DeviceMesh | None = None,
+        *,
+        capacity: int | None = None,
+        block: int = 16,
+        merge: str = "auto",
+        reproducible: bool = False,
+        kernel: str = "auto",
+        exchange: str = "auto",
+    ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            fix = "pass model.config"
+            raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
+        self.config = config.get_text_config(decoder=True)
+        check_layers(self.config)
+        check_merge("ShardedCache", merge, "replicated")
+        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
+            fix = "count prompt and new tokens, or leave it out"
+            raise ShapeError("ShardedCache capacity", "None or a whole number, 1 or more", repr(capacity), fix)
+        self.mesh, self.ranks = mesh, Mesh.of(mesh).shape.ranks
+        self.capacity, self.block = capacity, block
+        self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
+        self.tokens: Tensor | None = None
+        """The token ids that it holds, if `attnmesh.hf.generate` put them there, -1 for padding."""
+        super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+
+    def check_model(self) -> None:
+        """Raise if a model asks for it whose attention would not know what to do with spread keys."""
+        if self.config._attn_implementation != NAME:
+            given = f"{self.config._attn_implementation!r}"
+            fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
+            raise KernelError("ShardedCache", f"a model with attn_implementation {NAME!r}", given, fix)
+
+    @property
+    def held(self) -> int:
+        """Tokens of each sequence that this rank holds."""
+        kv = self.layers[0].kv if self.layers else None
+        return 0 if kv is None else kv.used
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of keys and values that this rank holds, of all layers."""
+        kvs = [layer.kv for layer in self.layers if layer.kv is not None]
+        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in (kv.keys, kv.values))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last tokens, given as a negative number."""
+        super().crop(tokens_to_remove)
+        if self.tokens is not None:
+            self.tokens = self.tokens[:, : self.get_seq_length()]
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.tokens = None
+
+
+def check_layers(config: PreTrainedConfig) -> None:
+    """Raise unless every layer of the model is one of attention over all tokens or a window of them."""
+    kinds = getattr(config, "layer_types", None) or []
+    others = sorted({kind for kind in kinds if kind not in SERVED})
+    if others or getattr(config, "attention_chunk_size", None) or not hasattr(config, "num_attention_heads"):
+        given = f"{config.model_type} with layers of {', '.join(others) or 'chunks or recurrent states'}"
+        expected = f"a model of layers of {' and '.join(SERVED)}"
+        raise KernelError("attnmesh.hf", expected, given, "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss")
+    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or []):
+        expected, given = "a model whose layers have keys of their own", f"{config.model_type}, whose layers share keys"
+        raise MeshError("attnmesh.hf", expected, given, "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss")
+
+
+def _grown(tokens: int) -> int:
+    """Room for a quarter more: a cache that grows is copied seldom."""
+    return tokens + tokens // 4 + 128

@@ -1,0 +1,66 @@
+"""Small language models of many families, with the same random weights wherever they are made."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.4,  # or all tokens but one would be equally unlikely
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=24),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=16, layer_types=MIXED, query_pre_attn_scalar=8),
+    "gpt-oss": GptOssConfig(
+        **{**SIZES, "max_position_embeddings": 131072}, sliding_window=20, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
+}
+
+
+def model(family: str, attention: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A model of the family, for evaluation."""
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changes})
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for name, weights in made.named_parameters():
+            if name.endswith("sinks"):
+                torch.nn.init.normal_(weights)
+    return made.to(dtype).eval()
+
+
+STOCK = {family: "eager" if family == "gpt-oss" else "sdpa" for family in CONFIGS}
+"""transformers' own attention for a family: sinks are not for sdpa."""
+
+
+def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Token ids, none of which is padding."""
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
