@@ -40,7 +40,11 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=16, layer_types=MIXED, query_pre_attn_scalar=8),
     "gpt-oss": GptOssConfig(
-        **{**SIZES, "max_position_embeddings": 131072}, sliding_window=20, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2
+        **{**SIZES, "max_position_embeddings": 131072},
+        sliding_window=20,
+        layer_types=MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
     ),
 }
 
@@ -50,7 +54,10 @@ def model(family: str, attention: str, dtype: torch.dtype = torch.float32, **cha
     config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), **changes})
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        kind: dict[str, str] = {"attn_implementation": attention}
+        if family == "gpt-oss":
+            kind["experts_implementation"] = "eager"  # the grouped one has no float64
+        made = AutoModelForCausalLM.from_config(config, **kind)
         for name, weights in made.named_parameters():
             if name.endswith("sinks"):
                 torch.nn.init.normal_(weights)

@@ -154,7 +154,7 @@ def test_turns_of_a_conversation_go_on_with_the_cache(shape: Shape, pool: Pool) 
 
 
 def without_help(shape: Shape) -> tuple[list[Any], list[Any], list[int]]:
-    """On a rank: transformers' own `generate` with our cache, streaming; and the same in blocks that any ranks share."""
+    """On a rank: transformers' own `generate` with our cache, streaming; and in blocks that any ranks share."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
     heard = Heard()
     cache = hf.ShardedCache(model.config, mesh, capacity=200)
@@ -227,9 +227,7 @@ REFUSED: dict[str, Callable[[Any, Any], None]] = {
     "forward with a stock cache": lambda m, _: _forward(m, past_key_values=DynamicCache(), use_cache=True),
     "forward with a cache of its own": lambda m, _: _forward(m),
     "forward with a 4D mask": lambda m, _: _forward(m, attention_mask=torch.zeros(1, 1, 40, 40), use_cache=False),
-    "forward of packed sequences": lambda m, _: _forward(
-        m, position_ids=torch.arange(40)[None] % 13, use_cache=False
-    ),
+    "forward of packed sequences": lambda m, _: _forward(m, position_ids=torch.arange(40)[None] % 13, use_cache=False),
     "padding without a cache": lambda m, _: _forward(
         m, attention_mask=torch.arange(40)[None].ge(3).long(), use_cache=False
     ),
@@ -261,7 +259,7 @@ SAID = {
     "forward with a stock cache": "KernelError: attnmesh in transformers: past_key_values: expected a ShardedCache",
     "forward with a cache of its own": "KernelError: attnmesh in transformers: past_key_values: expected a Sharded",
     "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformers",
-    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one of",
+    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one o",
     "padding without a cache": "MaskError: attnmesh in transformers: attention_mask: expected no padding without a",
     "weights": "KernelError: attnmesh in transformers: output_attentions: expected exact softmax attention",
     "an unknown argument": "KernelError: attnmesh in transformers: cu_seq_lens_q: expected exact softmax attention",
@@ -297,7 +295,8 @@ UNSERVED = {
     ),
     "linear attention": (
         Qwen3NextConfig(**TINY, num_key_value_heads=1, head_dim=8, num_experts=2, layer_types=["linear_attention"] * 2),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given qwen3_next "
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given qwen3_"
+        "next "
         "with layers of linear_attention",
     ),
     "attention of its own": (
@@ -319,5 +318,5 @@ def test_families_that_need_more_are_refused_by_name(name: str) -> None:
 
 def test_dropout_is_refused() -> None:
     model = families.model("llama", "attnmesh", attention_dropout=0.1).train()
-    with pytest.raises(errors.KernelError, match="dropout: expected attention without dropout, given dropout=0.1"):
+    with pytest.raises(errors.KernelError, match="dropout: expected attention without dropout, given"):
         model(prompt(20), use_cache=False)

@@ -18,9 +18,19 @@ from attnmesh.shards import shard, unshard
 
 SUBJECT = "attnmesh in transformers"
 
-HARMLESS = frozenset(
-    "cache_position is_causal labels logits_to_keep num_items_in_batch output_hidden_states output_router_logits "
-    "position_embeddings position_ids return_dict shift_labels use_cache".split()
+HARMLESS = (
+    "cache_position",
+    "is_causal",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
 )
 """What models hand on to attention and attention need not know. All else is refused by name, unless it is None."""
 

@@ -39,8 +39,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: "ShardedCache") -> None:
         super().__init__()
-        self.cache, self.kv = cache, None  # type: ignore[var-annotated]
-        self.kv: KVCache | None
+        self.cache = cache
+        self.kv: KVCache | None = None
 
     def __repr__(self) -> str:
         """What it holds."""

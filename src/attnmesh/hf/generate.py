@@ -4,6 +4,7 @@ All of the prompt but its last token is prefilled, cut over the ranks; then tran
 every rank alike, with a cache that decodes over the mesh. Ranks draw the same random numbers, so they sample alike.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ def _prefill(
 
 
 def _pieces(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
-    """From where to where to compute at once, and whether cut over the ranks: those begin where a round of dealing does.
+    """From where to where to compute at once, and whether cut over the ranks, as from a round of dealing's start on.
 
     >>> _pieces(0, 100, 32, 64), _pieces(20, 100, 32, 100)
     ([(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)])
@@ -101,7 +102,7 @@ def _pieces(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int,
         return [(start, stop, False)] if stop > start else []
     edges = [*range(aligned, stop - unit + 1, size), stop]
     head = [(start, aligned, False)] if aligned > start else []
-    return head + [(first, last, True) for first, last in zip(edges, edges[1:], strict=False)]
+    return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
 def _forward(
@@ -132,7 +133,10 @@ def check_model(model: PreTrainedModel) -> None:
         raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
     check_layers(model.config.get_text_config(decoder=True))
     if not model.is_backend_compatible():
-        given, fix = f"{type(model).__name__}, which computes its own", "use a family like Llama, Qwen, Mistral or Gemma 3"
+        given, fix = (
+            f"{type(model).__name__}, which computes its own",
+            "use a family like Llama, Qwen, Mistral or Gemma 3",
+        )
         raise KernelError("generate", "a model that lets attention be chosen", given, fix)
     if model.config._attn_implementation != NAME:
         fix = f'call model.set_attn_implementation("{NAME}")'
@@ -187,7 +191,7 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
 
 def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
-    length = cache.get_seq_length()
+    length: int = cache.get_seq_length()
     shared = min(length, ids.shape[1] - 1)
     if cache.tokens is not None and shared:
         same = (_known(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)

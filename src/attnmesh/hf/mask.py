@@ -65,7 +65,8 @@ def _probes(first: int, count: int, size: int | None) -> Tensor:
     """Some of the positions: both ends, evenly between, and around multiples of the size."""
     spread = torch.linspace(0, count - 1, 17).long() + first
     edges = (torch.arange(1, 4)[:, None] * (size or 1) + torch.arange(-1, 2)).flatten()
-    return torch.cat((spread, edges[(edges >= first) & (edges < first + count)])).unique()
+    probes: Tensor = torch.cat((spread, edges[(edges >= first) & (edges < first + count)])).unique()
+    return probes
 
 
 def _same(function: Function, mask: Mask, queries: Tensor, keys: Tensor) -> bool:
