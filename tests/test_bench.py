@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.bench import decode, prefill
-from attnmesh.bench.ranks import run_on_ranks
 from attnmesh.bench.timing import Timing
 from tests.pool import Pool
 from tests.test_cli import run
@@ -45,20 +44,6 @@ def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
     assert one == other
     assert one["axolotl-ringmaster ring"][0] is None
     assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
-
-
-def own_rank() -> int:
-    return dist.get_rank()
-
-
-def refuse() -> None:
-    raise ValueError(f"no, says {dist.get_rank()}")
-
-
-def test_ranks_are_started_and_their_errors_come_back() -> None:
-    assert run_on_ranks(2, own_rank) == [0, 1]
-    with pytest.raises(RuntimeError, match="no, says"):
-        run_on_ranks(2, refuse)
 
 
 def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:

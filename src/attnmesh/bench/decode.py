@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.across import HOW
-from attnmesh.bench.ranks import run_on_ranks
 from attnmesh.bench.timing import Timing, peak_memory, race
 from attnmesh.partial import Partial, join
+from attnmesh.ranks import run_on_ranks
 
 Call = Callable[[], Any]
 

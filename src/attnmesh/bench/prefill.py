@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
-from attnmesh.bench.ranks import run_on_ranks
 from attnmesh.bench.timing import Timing, peak_memory, race
 from attnmesh.cost import held
 from attnmesh.exchange import counted
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
+from attnmesh.ranks import run_on_ranks
 from attnmesh.schedule import EXCHANGES, Problem, Schedule, schedule
 
 
