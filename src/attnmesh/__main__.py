@@ -7,9 +7,10 @@ def main() -> None:
     """Run the command, or say what it needs: the library itself gets by with PyTorch alone."""
     try:
         from attnmesh.cli import app
+        from attnmesh.generating import show_errors
     except ModuleNotFoundError as missing:
         sys.exit(f"the attnmesh command needs {missing.name}: pip install 'attnmesh[cli]'")
-    app()
+    sys.exit(show_errors(app, verbose=bool({"-v", "--verbose"} & {*sys.argv})))
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
-from attnmesh.exchange import climb, meet
-from attnmesh.hosts import rounds
+from attnmesh.exchange import climb, count_messages, meet, merging
+from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, collapse, wide
@@ -161,15 +162,17 @@ def merged_across(
         return partial, witness
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
+    board = board_of(axis, witness.device)
     how = _automatic(axis, output) if how == "auto" else how
     # Too long to be heard by a rank that expects another, where room is kept for that at all.
-    if how not in COLLECTIVE and form.size > ROOM and witness.device.type == "cpu":
+    if how not in COLLECTIVE and form.size > (ROOM if board is None else SLOT) and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
         if float(told.sum()) != 0:
             return partial, told
-    if how == "direct" and output == "heads":
-        return _to_each_its_heads(partial, witness, form, axis)
-    witness, merged = MERGES[how](partial, witness, form, axis, canonical)
+    with merging():
+        if how == "direct" and output == "heads":
+            return _to_each_its_heads(partial, witness, form, axis)
+        witness, merged = MERGES[how](partial, witness, form, axis, canonical)
     heads = share_of(form.shape[1], axis) if output == "heads" else slice(None)
     return Partial(*(x[:, heads] for x in merged)), witness
 
@@ -198,13 +201,15 @@ def _automatic(axis: Axis, output: str) -> str:
 def _tree(partial: Partial, witness: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
     """Of two messages the bits of the merge do not depend on which is the first."""
     steps = rounds(axis, canonical, witness.device)[axis.index]
-    whole = climb(form.message(witness, partial), steps, axis, ROOM, form.join)
+    board = board_of(axis, witness.device)
+    whole = climb(form.message(witness, partial), steps, axis, ROOM, form.join, board)
     witnesses, merged = form.read(whole[None])
     return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
 
 
 def _direct(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
-    return form.joined(meet([form.message(witness, partial)] * axis.size, axis, ROOM))
+    messages = [form.message(witness, partial)] * axis.size
+    return form.joined(meet(messages, axis, ROOM, board_of(axis, witness.device)))
 
 
 def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
@@ -213,7 +218,7 @@ def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis
     messages = [form.message(witness, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    witness, merged = form.joined(meet(messages, axis, ROOM))
+    witness, merged = form.joined(meet(messages, axis, ROOM, board_of(axis, witness.device)))
     return merged, witness
 
 
@@ -221,6 +226,7 @@ def _gather(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) 
     message = form.message(witness, partial)
     rows = list(message.new_empty(axis.size, len(message)))
     dist.all_gather(rows, message, group=axis.group)
+    count_messages(axis.size - 1, len(message))
     return form.joined(torch.stack(rows))
 
 
@@ -235,6 +241,8 @@ def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: boo
     denominator = weight.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(numerator, group=axis.group)
     dist.all_reduce(denominator, group=axis.group)
+    sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
+    count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a good all-reduce; which one it is, it does not say
     out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
     return peaks[:2], Partial(out, peak + denominator.log())
 

@@ -18,7 +18,7 @@ from attnmesh.agree import agree, digest
 from attnmesh.deal import Deal, cover
 from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError, StoreError
 from attnmesh.exchange import blank, swap
-from attnmesh.hosts import rounds
+from attnmesh.hosts import board_of, rounds
 from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.sizes import Sizes
@@ -85,6 +85,8 @@ class KVCache:
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
+        for axis in (self.tokens, self.mesh.heads):
+            board_of(axis, self.device)
 
     def __repr__(self) -> str:
         """What it is made for, and what it holds."""

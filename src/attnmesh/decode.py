@@ -19,6 +19,7 @@ from attnmesh.agree import agree, digest
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import meet, swap
+from attnmesh.hosts import board_of
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
 from attnmesh.kernel.attend import with_sinks
 from attnmesh.kernel.choose import check_kernel
@@ -187,7 +188,7 @@ def _absent(cache: KVCache, options: "_Options") -> None:
 
 def _told(witness: Tensor, axis: Axis) -> Tensor:
     """The maximum of the witnesses of all ranks in line."""
-    rows = meet([witness.view(torch.uint8)] * axis.size, axis, ROOM)
+    rows = meet([witness.view(torch.uint8)] * axis.size, axis, ROOM, board_of(axis, witness.device))
     return rows.view(witness.dtype).amax(0)
 
 

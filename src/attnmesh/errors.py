@@ -1,7 +1,7 @@
 """What attnmesh raises when it is asked for something it cannot do exactly.
 
-Every message says what was expected, what was given and how to fix it. All are `ValueError`s, and picklable, so that
-one rank can tell another what went wrong.
+Every message says what was expected, what was given and how to fix it. All but a lost rank are `ValueError`s, and
+picklable, so that one rank can tell another what went wrong.
 """
 
 
@@ -53,5 +53,13 @@ class ArgumentError(InputError, TypeError):
     """An argument that no function here has; a `TypeError` too, as to every function of Python."""
 
 
+class ModelError(InputError):
+    """A model that is not there, or is none that generates text, or a prompt that it cannot take."""
+
+
 class StoreError(InputError):
     """Files that are not those of a cache, or are damaged."""
+
+
+class RankFailure(RuntimeError):
+    """A rank that others wait for is gone."""

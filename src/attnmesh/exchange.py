@@ -7,13 +7,15 @@ directly from rank to rank, all of an exchange at the same time, and only the to
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from attnmesh.board import Board
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
@@ -23,11 +25,15 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass
 class Traffic:
-    """What a rank received: elements of q, k, v, out and their gradients; numbers a row (lse and the like); bytes."""
+    """What a rank received: elements of q, k, v, out and their gradients; numbers a row (lse and the like); bytes.
+
+    And the seconds that it spent in each merge across ranks: of the ranks, the one that comes last waits least.
+    """
 
     vectors: int = 0
     scalars: int = 0
     bytes: int = 0
+    merges: list[float] = field(default_factory=list)
 
 
 _traffic: ContextVar[Traffic | None] = ContextVar("attnmesh traffic", default=None)
@@ -42,6 +48,17 @@ def counted() -> Iterator[Traffic]:
         yield traffic
     finally:
         _traffic.reset(token)
+
+
+@contextmanager
+def merging() -> Iterator[None]:
+    """Time what is merged in the block, where traffic is counted."""
+    if (traffic := _traffic.get()) is None:
+        yield
+        return
+    start = perf_counter()
+    yield
+    traffic.merges.append(perf_counter() - start)
 
 
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
@@ -124,40 +141,67 @@ def trade(
     return finished
 
 
-def climb(message: Tensor, rounds: Sequence[Round], axis: Axis, room: int, join: Callable[[Tensor], Tensor]) -> Tensor:
+def climb(
+    message: Tensor,
+    rounds: Sequence[Round],
+    axis: Axis,
+    room: int,
+    join: Callable[[Tensor], Tensor],
+    board: Board | None = None,
+) -> Tensor:
     """Round by round `join` what is held and what is heard, two rows of bytes, to what is held next.
 
     Gloo is told of all that will be heard at once, as what is expected comes in half the time. On other backends a
     receipt would hold up what is sent after it. Gloo takes a message into any box that is not too small for it: with
     `room`, in bytes, ranks that do not agree on what is sent can still hear what the beginnings of messages say.
+    Ranks of a host exchange short messages by the `board`, if there is one.
     """
     size, early = len(message), message.device.type == "cpu"
-    boxes = [message.new_empty(2, max(size, room if early else 0)) for _ in rounds]
-    receipts = [(dist.irecv, step.hear, box[1]) for step, box in zip(rounds, boxes, strict=True)]
-    coming = [_posted([receipt], axis) if early else [] for receipt in receipts]
+
+    def near(peer: int) -> bool:
+        return board is not None and board.serves(peer, size)
+
+    boxes = [message.new_empty(2, size if near(step.hear) or not early else max(size, room)) for step in rounds]
+    receipts = [
+        [] if near(step.hear) else [(dist.irecv, step.hear, box[1])] for step, box in zip(rounds, boxes, strict=True)
+    ]
+    coming = [_posted(receipt, axis) if early else [] for receipt in receipts]
     going = []
     for step, box, receipt, works in zip(rounds, boxes, receipts, coming, strict=True):
-        sends = [(dist.isend, peer, message) for peer in step.send]
-        posted = _posted(sends if early else [*sends, receipt], axis)
-        going += [(message, work) for work in posted]  # messages have to live until they are sent
         box[0, :size] = message
-        for work in works or posted:
+        posted = _posted(
+            [(dist.isend, p, message) for p in step.send if not near(p)] + ([] if early else receipt), axis
+        )
+        going += [(message, work) for work in posted]  # messages have to live until they are sent
+        if board is not None:
+            for peer in filter(near, step.send):
+                board.post(peer, message)
+            if near(step.hear):
+                board.take(step.hear, box[1])
+        for work in works if early else posted:
             work.wait()
         message = join(box[:, :size])
     for _, work in going:
         work.wait()
-    _count_messages(len(rounds), size)
+    count_messages(len(rounds), size)
     return message
 
 
-def meet(messages: Sequence[Tensor], axis: Axis, room: int) -> Tensor:
-    """All to all: `messages[p]` goes to rank p, row p is what came of it, as long as the own; `room` as in `climb`."""
+def meet(messages: Sequence[Tensor], axis: Axis, room: int, board: Board | None = None) -> Tensor:
+    """All to all: `messages[p]` goes to rank p, row p is what came of it, as long as the own; else as `climb`."""
     mine = messages[axis.index]
-    rows = mine.new_empty(axis.size, max(len(mine), room if mine.device.type == "cpu" else 0))
     others = [peer for peer in range(axis.size) if peer != axis.index]
-    works = _posted([(dist.irecv, p, rows[p]) for p in others] + [(dist.isend, p, messages[p]) for p in others], axis)
-    _count_messages(len(others), len(mine))
+    near = [p for p in others if board is not None and board.serves(p, max(len(mine), len(messages[p])))]
+    far = [p for p in others if p not in near]
+    rows = mine.new_empty(axis.size, max(len(mine), room if far and mine.device.type == "cpu" else 0))
+    works = _posted([(dist.irecv, p, rows[p]) for p in far] + [(dist.isend, p, messages[p]) for p in far], axis)
+    count_messages(len(others), len(mine))
     rows[axis.index, : len(mine)] = mine
+    if board is not None:
+        for peer in near:
+            board.post(peer, messages[peer])
+        for peer in near:
+            board.take(peer, rows[peer, : len(mine)])
     for work in works:
         work.wait()
     return rows[:, : len(mine)]
@@ -210,6 +254,7 @@ def _count(wanted: Mapping[int, Tensors]) -> None:
         traffic.bytes += sum(map(_bytes, wanted.values()))
 
 
-def _count_messages(number: int, size: int) -> None:
+def count_messages(number: int, size: int) -> None:
+    """So many messages of so many bytes have come."""
     if (traffic := _traffic.get()) is not None:
         traffic.bytes += number * size

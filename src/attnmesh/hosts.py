@@ -1,13 +1,16 @@
-"""Which ranks share a host, and the tree of merges that follows from it."""
+"""Which ranks share a host, and what follows: the tree of merges, and the memory by which they exchange messages."""
 
 import os
 import socket
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from secrets import randbits
 
 import torch
 
+from attnmesh import board
+from attnmesh.board import Board
 from attnmesh.exchange import share
 from attnmesh.mesh import Axis
 from attnmesh.tree import Round, by_residue, tree
@@ -17,6 +20,30 @@ from attnmesh.tree import Round, by_residue, tree
 def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
     return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
+
+
+@lru_cache(maxsize=64)
+def board_of(axis: Axis, device: torch.device) -> Board | None:
+    """The memory that this rank shares with others of its host; all ranks of the axis ask at the same time.
+
+    The first rank of each host makes it. All tell whether they have it, and if one of a host has not, none uses it.
+    """
+    if device.type != "cpu" or axis.size == 1:
+        return None
+    members = next(host for host in hosts(axis, device) if axis.index in host)
+    size, new = board.size_of(len(members)), axis.index == members[0]
+    name = randbits(63)
+    memory = board.opened(name, size, new=True) if size and new else None
+    names = [row[0] for row in share([name], [axis], device)]
+    name = names[members[0]]
+    if size and not new:
+        memory = board.opened(name, size, new=False)
+    said = share([memory is not None, os.getpid()], [axis], device)
+    if new and size:
+        board.forget(name)
+    if memory is None or not all(said[rank][0] for rank in members):
+        return None
+    return Board(memory, members, axis.index, [said[rank][1] for rank in members])
 
 
 def hosts(axis: Axis, device: torch.device) -> list[list[int]]:

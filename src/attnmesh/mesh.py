@@ -55,12 +55,8 @@ def elements(shape: Shape, q_heads: int, kv_heads: int) -> Elements:
     return Elements(heads, 6 * (shape.queries - 1) * kv_heads, 5 * (shape.keys - 1) * q_heads)
 
 
-def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
-    """The shape on which training sends least: with grouped heads a square is seldom it.
-
-    >>> mesh_shape(16, 9, 3), mesh_shape(64, 7, 1)
-    (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
-    """
+def mesh_shapes(ranks: int, q_heads: int, kv_heads: int) -> list[Shape]:
+    """All shapes that so many ranks and heads allow, that on which training sends least first."""
     if min(ranks, q_heads, kv_heads) < 1 or q_heads % kv_heads:
         given = f"{ranks} ranks, {q_heads} query heads, {kv_heads} key heads"
         raise MeshError(
@@ -68,7 +64,16 @@ def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
         )
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [Shape(h, r, ranks // h // r) for h in sizes if kv_heads % h == 0 for r in sizes if ranks // h % r == 0]
-    return min(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads)))
+    return sorted(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads)))
+
+
+def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
+    """The shape on which training sends least: with grouped heads a square is seldom it.
+
+    >>> mesh_shape(16, 9, 3), mesh_shape(64, 7, 1)
+    (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
+    """
+    return mesh_shapes(ranks, q_heads, kv_heads)[0]
 
 
 def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> DeviceMesh:

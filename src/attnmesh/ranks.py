@@ -39,14 +39,16 @@ def run_on_ranks(
     *arguments: Any,
     seconds: float | None = 1800.0,
     threads: int = 1,
+    gpus: bool = False,
     exact_memory: bool = False,
     heard: Say | None = None,
 ) -> list[Any]:
     """Each rank's result, from gloo ranks of so many threads each; the first error ends all and is raised here.
 
-    With `heard`, the function's first argument is a way to `say` things, which are heard here as they come. With
-    `exact_memory`, memory goes back to the system when it is freed, so that the resident size tells what is held; that
-    is slow, and not for timing. Whatever happens here, an interrupt included, all ranks are ended.
+    With `gpus` each rank has a GPU of its own, and they speak NCCL. With `heard`, the function's first argument is a
+    way to `say` things, which are heard here as they come. With `exact_memory`, memory goes back to the system when it
+    is freed, so that the resident size tells what is held; that is slow, and not for timing. Whatever happens here, an
+    interrupt included, all ranks are ended.
     """
     context: Any = mp.get_context("spawn" if exact_memory or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
@@ -58,7 +60,7 @@ def run_on_ranks(
         try:
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                place = (rank, ranks, threads, store)
+                place = (rank, ranks, threads, gpus, store)
                 work = (function, arguments, heard is not None)
                 process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
                 process.start()
@@ -81,18 +83,21 @@ def _results(processes: list[Any], pipes: list[Connection], heard: Say | None, s
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
             break
-        for pipe in wait(list(waiting), timeout=left):
-            rank = waiting[pipe]  # type: ignore[index]
+        ready: list[Any] = wait(list(waiting), timeout=left)
+        for pipe in ready:
+            rank = waiting[pipe]
             try:
-                kind, value = pipe.recv()  # type: ignore[union-attr]
+                kind, value = pipe.recv()
             except EOFError:
                 kind, value = "failed", _death(rank, processes[rank])
             if kind == "said" and heard is not None:
                 heard(value)
                 continue
-            waiting.pop(pipe)  # type: ignore[call-overload]
-            (failures if kind == "failed" else results)[rank] = value
-            if kind == "failed":
+            waiting.pop(pipe)
+            if kind == "done":
+                results[rank] = value
+            else:
+                failures[rank] = value
                 end = min(end or time.monotonic() + GRACE, time.monotonic() + GRACE)
     if failures:
         # What a rank foresaw says more than that others lost it.
@@ -121,11 +126,11 @@ def _end(processes: list[Any]) -> None:
         process.join()
 
 
-def _rank(pipe: Connection, place: tuple[int, int, int, Path], work: tuple[Any, tuple[Any, ...], bool]) -> None:
+def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: tuple[Any, tuple[Any, ...], bool]) -> None:
     """A rank's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the one that started us, and ends us
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    rank, ranks, threads, store = place
+    rank, ranks, threads, gpus, store = place
     function, arguments, talks = work
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens but on this machine
@@ -137,7 +142,10 @@ def _rank(pipe: Connection, place: tuple[int, int, int, Path], work: tuple[Any, 
             pipe.send(("said", what))
 
     try:
-        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE)
+        if gpus:
+            torch.cuda.set_device(rank)
+        backend = "nccl" if gpus else "gloo"
+        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE)
         result = function(*([say] if talks else []), *arguments)
         with lock:
             pipe.send(("done", result))

@@ -135,7 +135,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             fix = "pass model.config"
             raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
         self.config = config.get_text_config(decoder=True)
-        check_layers(self.config)
+        check_layers(config)
         check_merge("ShardedCache", merge, "replicated")
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             fix = "count prompt and new tokens, or leave it out"
@@ -180,6 +180,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise unless every layer of the model is one of attention over all tokens or a window of them."""
+    config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None) or []
     others = sorted({kind for kind in kinds if kind not in SERVED})
     if others or getattr(config, "attention_chunk_size", None) or not hasattr(config, "num_attention_heads"):

@@ -131,7 +131,7 @@ def check_model(model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         fix = "load it with AutoModelForCausalLM"
         raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
-    check_layers(model.config.get_text_config(decoder=True))
+    check_layers(model.config)
     if not model.is_backend_compatible():
         given, fix = (
             f"{type(model).__name__}, which computes its own",

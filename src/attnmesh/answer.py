@@ -1,0 +1,143 @@
+"""What `attnmesh generate` does on each rank: load the model, prefill its share of the prompt, decode, and tell."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from attnmesh import hf
+from attnmesh.exchange import counted, share
+from attnmesh.hf.load import open_model
+from attnmesh.mesh import Mesh, Shape, init_mesh
+
+CHUNK = 8192
+"""Tokens that are prefilled between two reports of how far it is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of all ranks alike."""
+
+    model: str
+    ids: tuple[int, ...]
+    shape: Shape
+    heads: tuple[int, int]
+    max_new_tokens: int
+    dtype: str = "auto"
+    seed: int = 0
+    cache: dict[str, Any] = field(default_factory=dict)
+    """Options of `ShardedCache`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of transformers' `generate`."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model is in memory, after so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """So many tokens of the prompt are in the cache."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The new tokens, and what they took; what each rank held and heard is in order of rank."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    load_seconds: float
+    prefill_seconds: float
+    seconds_per_token: float
+    merging_share: float
+    """Of the time of a token, what merging across ranks takes the rank that comes last and need not wait for others."""
+    keys: list[int]
+    """Tokens of each layer whose keys and values a rank holds; with a heads axis, of its share of the heads."""
+    cache_bytes: list[int]
+    bytes_per_token: list[int]
+    """That a rank receives for each new token."""
+
+
+class _Telling(BaseStreamer):  # type: ignore[misc]
+    """Says each token as transformers hands it over."""
+
+    def __init__(self, say: Callable[[Any], None]) -> None:
+        self.say, self.prompt = say, True
+
+    def put(self, value: Tensor) -> None:
+        for token in [] if self.prompt else value.flatten().tolist():
+            self.say(Token(token))
+        self.prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+def answer(say: Callable[[Any], None], request: Request) -> Answer:
+    """On a rank: the answer, the same on all; what happens meanwhile rank 0 says."""
+    ranks = dist.get_world_size()
+    first = dist.get_rank() == 0
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    mesh = init_mesh(device.type, request.shape, *request.heads) if ranks > 1 else None
+    start = perf_counter()
+    model = open_model(request.model, request.dtype, device)
+    loading = perf_counter() - start
+    told = say if first else _nothing
+    told(Loaded(loading))
+    ids = torch.tensor([request.ids], device=device)
+    cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)
+    prefilling = _prefilled(model, ids, cache, told)
+    torch.manual_seed(request.seed)
+    options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
+    if first:
+        options["streamer"] = _Telling(say)
+    start = perf_counter()
+    with counted() as traffic:
+        made = hf.generate(model, ids, cache=cache, **options)
+    seconds = perf_counter() - start
+    new = made[0, ids.shape[1] :].tolist()
+    axes = Mesh.of(mesh).axes
+    table = share([cache.held, cache.held_bytes, traffic.bytes // len(new)], axes, device)
+    merges = share([int(1e9 * merge) for merge in traffic.merges], axes, device)
+    return Answer(
+        tokens=new,
+        prompt_tokens=ids.shape[1],
+        load_seconds=loading,
+        prefill_seconds=prefilling,
+        seconds_per_token=seconds / len(new),
+        merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
+        keys=[row[0] for row in table],
+        cache_bytes=[row[1] for row in table],
+        bytes_per_token=[row[2] for row in table],
+    )
+
+
+def _prefilled(model: PreTrainedModel, ids: Tensor, cache: hf.ShardedCache, say: Callable[[Any], None]) -> float:
+    """Seconds of all but the last token, chunk by chunk as far as there is something to tell."""
+    start = perf_counter()
+    for stop in [*range(CHUNK + 1, ids.shape[1], CHUNK), ids.shape[1]]:
+        hf.prefill(model, ids[:, :stop], cache)
+        say(Prefilled(stop))
+    return perf_counter() - start
+
+
+def _nothing(_: Any) -> None:
+    pass

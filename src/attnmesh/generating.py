@@ -1,0 +1,271 @@
+"""The command `attnmesh generate`: check what was asked in one process, start the ranks, show what they say."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.markup import escape
+from rich.status import Status
+
+from attnmesh.across import HOW
+from attnmesh.errors import ArgumentError, InputError, MeshError, ModelError
+from attnmesh.inputs import DTYPES
+from attnmesh.mesh import Shape, elements, mesh_shapes
+from attnmesh.ranks import run_on_ranks
+from attnmesh.shown import AsJson, console, machine, print_json, progress, titled
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how the mesh was chosen, and show tracebacks.")]
+
+
+def generate(
+    model: Annotated[
+        str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")
+    ],
+    prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks to start on this machine. Under torchrun those that it started.")
+    ] = None,
+    mesh: Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64,
+    temperature: Annotated[float | None, typer.Option(help="Sample, at this temperature.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest, of this probability together.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on with the prompt as it stands, without a chat template.")
+    ] = False,
+    merge: Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(HOW)}.")] = "auto",
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")] = "auto",
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Generate text with a language model whose context is spread over ranks, and tell what it took."""
+    from transformers.utils import logging
+
+    from attnmesh.answer import Request
+    from attnmesh.hf.load import locate, open_config, open_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if dtype not in ("auto", *DTYPES):
+        raise ArgumentError("--dtype", f"auto or one of {', '.join(DTYPES)}", repr(dtype), "leave it out")
+    world = _world(ranks)
+    with progress.status("reading the prompt") as status:
+        if _under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
+            dist.barrier()  # what has to be unpacked or fetched, one rank of a host does
+        place = locate(model, status.update)
+        if os.environ.get("LOCAL_RANK") == "0" and _under_torchrun():
+            dist.barrier()
+        config = open_config(place).get_text_config(decoder=True)
+        tokenizer = open_tokenizer(place)
+        ids = _ids(tokenizer, _text(prompt, prompt_file), raw)
+        _check_length(len(ids), max_new_tokens, world, config)
+        heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        shape, why = choose(mesh, world, *heads)
+        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        sampled = {name: value for name, value in options.items() if value is not None}
+        request = Request(
+            place,
+            tuple(ids),
+            shape,
+            heads,
+            max_new_tokens,
+            dtype,
+            seed,
+            cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else 16},
+            options={"do_sample": True, **sampled} if sampled else {},
+        )
+        shown = Shown(status, tokenizer, len(ids), quiet=as_json)
+        result = _answered(request, world, shown)
+    if not _first():
+        return
+    text = tokenizer.decode(result.tokens, skip_special_tokens=True)
+    if as_json:
+        print_json(
+            {**asdict(result), "text": text, "mesh": "x".join(map(str, shape)), "why": why, "machine": machine()}
+        )
+        return
+    console.print(_table(result, shape, why, verbose))
+
+
+class Shown:
+    """What ranks say, as it is shown: progress on standard error, the text on standard output."""
+
+    def __init__(self, status: Status, tokenizer: Any, prompt_tokens: int, *, quiet: bool) -> None:
+        from transformers import TextStreamer
+
+        self.status, self.prompt_tokens, self.quiet = status, prompt_tokens, quiet
+        self.streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+        status.update("loading the model")
+
+    def __call__(self, said: Any) -> None:
+        """Show one thing."""
+        from attnmesh.answer import Loaded, Prefilled
+
+        if isinstance(said, Loaded):
+            self.status.update(f"model loaded in {said.seconds:.1f} s; prefilling {self.prompt_tokens:,} tokens")
+        elif isinstance(said, Prefilled):
+            if said.tokens < self.prompt_tokens:
+                self.status.update(f"prefilled {said.tokens:,} of {self.prompt_tokens:,} tokens")
+            else:
+                self.status.update("decoding")
+                if not self.quiet:
+                    self.status.stop()  # the text comes now
+        elif not self.quiet:
+            self.streamer.put(torch.tensor([said.token]))
+
+    def end(self) -> None:
+        """Show what of the text is still held back."""
+        if not self.quiet:
+            self.streamer.end()
+
+
+def _answered(request: Any, world: int, shown: Shown) -> Any:
+    """Rank 0's answer: of ranks started here, or under torchrun of this process as one of them."""
+    from attnmesh.answer import answer
+
+    if not _under_torchrun():
+        threads = max(1, torch.get_num_threads() // world)
+        gpus = torch.cuda.device_count() >= world
+        result = run_on_ranks(world, answer, request, seconds=None, threads=threads, gpus=gpus, heard=shown)[0]
+    else:
+        result = answer(shown if _first() else lambda _: None, request)
+        dist.destroy_process_group()
+    if _first():
+        shown.end()
+    return result
+
+
+def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, str]:
+    """The shape asked for, or the one that sends least; and why."""
+    shapes = mesh_shapes(ranks, q_heads, kv_heads)
+    if mesh != "auto":
+        sizes = mesh.lower().split("x")
+        if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+            raise MeshError("--mesh", 'three numbers, as "1x2x2", or "auto"', repr(mesh), "leave it out")
+        shape = Shape(*map(int, sizes))
+        if shape not in shapes:
+            known = ", ".join("x".join(map(str, each)) for each in shapes)
+            given = f"{mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+            raise MeshError("--mesh", f"one of {known}", given, "the numbers multiply to the ranks")
+        return shape, "it was asked for"
+    sent = [sum(elements(shape, q_heads, kv_heads)) for shape in shapes]
+    if len(shapes) == 1:
+        return shapes[0], f"no other shape serves {ranks} ranks and {q_heads}/{kv_heads} heads"
+    runner = "x".join(map(str, shapes[1]))
+    least = f"it sends least of {len(shapes)} shapes for {q_heads}/{kv_heads} heads"
+    return shapes[0], f"{least}: {sent[0]:.0f}, {runner} {sent[1]:.0f}"
+
+
+def _world(ranks: int | None) -> int:
+    """How many ranks there will be; under torchrun this process becomes one of them now."""
+    if not _under_torchrun():
+        return ranks or 1
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if cuda else "gloo")
+    started = dist.get_world_size()
+    if ranks not in (None, started):
+        raise MeshError("--ranks", f"the {started} that torchrun started", str(ranks), "leave it out under torchrun")
+    return started
+
+
+def _under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _first() -> bool:
+    return not _under_torchrun() or os.environ.get("RANK") == "0"
+
+
+def _text(prompt: str, file: Path | None) -> str:
+    try:
+        begun = "" if file is None else file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError("--prompt-file", "a file of text", f"{file}: {error}", "name another") from None
+    text = "\n\n".join(part for part in (begun, prompt) if part.strip())
+    if not text:
+        raise ModelError("prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
+    return text
+
+
+def _ids(tokenizer: Any, text: str, raw: bool) -> list[int]:
+    if raw or not tokenizer.chat_template:
+        ids: list[int] = tokenizer(text)["input_ids"]
+        return ids
+    said = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and tokens + new > longest:
+        fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
+        given = f"{tokens} and {new} new ones"
+        raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
+    if tokens < ranks:
+        given, fix = f"{tokens} tokens on {ranks} ranks", "use fewer ranks, or a longer prompt"
+        raise MeshError("prompt", "at least one token a rank", given, fix)
+
+
+def _table(result: Any, shape: Shape, why: str, verbose: bool) -> Any:
+    """What the run took."""
+    name = "x".join(map(str, shape))
+    table = titled("", "", "")
+    table.show_header = False
+    for label, value in {
+        "prompt": f"{result.prompt_tokens:,} tokens",
+        "new": f"{len(result.tokens):,} tokens",
+        "model loaded in": f"{result.load_seconds:.1f} s",
+        "prefill": f"{result.prefill_seconds:.2f} s",
+        "time per token": f"{1e3 * result.seconds_per_token:.1f} ms, of which merging {result.merging_share:.0%}",
+        "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
+        "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
+        "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
+        "mesh": f"{name} (heads x queries x keys): {why}",
+    }.items():
+        table.add_row(label, value)
+    if verbose:
+        table.caption = EXPLAINED
+    return table
+
+
+EXPLAINED = """\
+Prefill is all of the prompt but its last token, cut over the ranks. A token's time is that of the whole model; merging
+is what merges across ranks take the rank that comes to each last, and so does not wait for the others' work. Shapes are
+compared by the elements that a rank receives for each token and column of a head, forward and backward."""
+
+
+def show_errors(run: Callable[[], None], verbose: bool) -> int:
+    """Run the command; what went wrong is one line, and with `verbose` a traceback. The exit code."""
+    from attnmesh.ranks import RankError
+
+    try:
+        run()
+    except (ValueError, RankError, OSError) as error:
+        if verbose:
+            raise
+        if _first() or not isinstance(error, InputError):  # what all ranks raise alike is said once
+            progress.print(f"[bold red]error:[/] {escape(_brief(error))}", highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        progress.print("interrupted: all ranks have ended")
+        return 130
+    return 0
+
+
+def _brief(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)"

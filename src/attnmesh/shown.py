@@ -1,0 +1,66 @@
+"""How the command shows things: tables, one JSON object, and the machine beside its figures."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import attnmesh
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about.")]
+OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False)]
+
+console = Console()
+progress = Console(stderr=True)
+
+
+def machine() -> dict[str, Any]:
+    """What a figure needs beside it to mean something."""
+    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+    return {
+        "attnmesh": attnmesh.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        **gpu,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def pairs(title: str, values: dict[str, Any]) -> Table:
+    """A table of names and values."""
+    rows = titled(title, "", "")
+    rows.show_header = False
+    for name, value in values.items():
+        rows.add_row(name, str(value))
+    return rows
+
+
+def titled(title: str, *columns: str) -> Table:
+    """A table with its title on the left."""
+    return Table(*columns, title=title, title_justify="left", title_style="bold")
+
+
+def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
+    """Write the report to the file asked for, if any; whether it was all that was asked for on standard output."""
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        print_json(report)
+    return as_json
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One object on standard output."""
+    typer.echo(json.dumps(value, indent=2))
