@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.exchange import counted, share
@@ -97,10 +98,12 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
     first = dist.get_rank() == 0
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     mesh = init_mesh(device.type, request.shape, *request.heads) if ranks > 1 else None
+    logging.disable_progress_bar()  # of each rank: there is one to look at
+    logging.set_verbosity_error()
     start = perf_counter()
     model = open_model(request.model, request.dtype, device)
     loading = perf_counter() - start
-    told = say if first else _nothing
+    told: Callable[[Any], None] = say if first else _nothing
     told(Loaded(loading))
     ids = torch.tensor([request.ids], device=device)
     cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)

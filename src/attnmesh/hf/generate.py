@@ -4,6 +4,7 @@ All of the prompt but its last token is prefilled, cut over the ranks; then tran
 every rank alike, with a cache that decodes over the mesh. Ranks draw the same random numbers, so they sample alike.
 """
 
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -114,7 +115,7 @@ def _forward(
     real: Tensor | None,
     sharded: bool,
 ) -> None:
-    """The layers, without logits, of tokens from `start` on."""
+    """The model on tokens from `start` on, with as few logits as it can be asked for."""
     seen, length = None if real is None else real[:, : start + ids.shape[1]].long(), ids.shape[1]
     more: dict[str, Any] = {"attention_mask": seen}
     if sharded:
@@ -123,7 +124,9 @@ def _forward(
         ids, positions = ids[:, own], positions[:, own]
         fresh = None if seen is None else seen[:, start:].bool()
         more = {"attnmesh": Shards(cache.mesh, layout, length, start=start, real=fresh)}
-    model.get_decoder()(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **more)
+    if "logits_to_keep" in signature(model.forward).parameters:
+        more["logits_to_keep"] = 1
+    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **more)
 
 
 def check_model(model: PreTrainedModel) -> None:

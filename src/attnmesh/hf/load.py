@@ -3,7 +3,9 @@
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +92,9 @@ def _unpacked(file: Path, note: Note) -> Path:
     note(f"unpacking {file.name} (once)")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+            with redirect_stderr(StringIO()):  # bars of its own, which no option of transformers' ends
+                tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+                model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
         except Exception as error:
             raise ModelError(
                 "model", "a GGUF file of a language model", f"{file}: {_line(error)}", "use another"

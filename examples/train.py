@@ -1,0 +1,245 @@
+"""Train a small byte-level Llama on Python's own documentation, sequences cut over a mesh, and let it write.
+
+    python examples/train.py                                              # one device
+    torchrun --nproc-per-node 4 examples/train.py --mesh 1x2x2            # data x queries x keys
+    torchrun --nproc-per-node 4 examples/train.py --mesh 2x1x2 --checkpoint /tmp/run     # stop it, and start it again
+
+Along `data` ranks have other sequences, and FSDP2 shards weights and optimizer; along `queries` and `keys` they have
+other tokens of the same sequences. The loss is that of one device, whatever the mesh.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attnmesh as am
+import attnmesh.hf as hf
+
+CONFIG = {
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def main() -> None:
+    """Train, and write."""
+    asked = arguments()
+    world, context = started(asked)
+    model = built(world, asked)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.rate, weight_decay=0.1)
+    first = resumed(asked.checkpoint, model, optimizer)
+    text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
+    losses = train(model, optimizer, text, first, world, context, asked)
+    written = write(model, context, text, asked)
+    if rank() == 0:
+        if asked.json:
+            print(json.dumps({"first_step": first, "losses": losses, "text": written}))
+        else:
+            Console().print(f"[bold]it writes:[/] {written!r}", highlight=False)
+    if world is not None:
+        dist.destroy_process_group()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: Tensor,
+    first: int,
+    world: DeviceMesh | None,
+    context: DeviceMesh | None,
+    asked: argparse.Namespace,
+) -> list[float]:
+    """Steps from `first` on; the loss of each."""
+    losses = []
+    console = Console(stderr=True, quiet=rank() != 0)
+    with Progress(console=console) as progress:
+        bar = progress.add_task("training", total=asked.steps, completed=first)
+        for step in range(first, min(asked.steps, asked.until or asked.steps)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(step, asked)
+            batch = hf.shard_batch(sequences(text, step, world, asked), context, asked.layout)
+            loss = model(**batch).loss
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean(loss.detach()))
+            progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}, gradient {float(norm):.2f}")
+            if asked.checkpoint and ((step + 1) % asked.every == 0 or step + 1 in (asked.steps, asked.until)):
+                save(asked.checkpoint, model, optimizer, step + 1)
+    return losses
+
+
+def sequences(text: Tensor, step: int, world: DeviceMesh | None, asked: argparse.Namespace) -> dict[str, Tensor]:
+    """This data rank's sequences of the step's batch, which does not depend on the mesh."""
+    generator = torch.Generator().manual_seed(1000 * asked.seed + step)
+    starts = torch.randint(len(text) - asked.length, (asked.batch,), generator=generator)
+    share = starts if world is None else starts.chunk(world["data"].size())[world["data"].get_local_rank()]
+    ids = torch.stack([text[start : start + asked.length] for start in share.tolist()]).to(device())
+    return {"input_ids": ids, "labels": ids}
+
+
+def rate(step: int, asked: argparse.Namespace) -> float:
+    """Up over the first tenth, then down along a cosine."""
+    warm = max(1, asked.steps // 10)
+    if step < warm:
+        return float(asked.rate * (step + 1) / warm)
+    return float(asked.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, asked.steps - warm)))))
+
+
+def built(world: DeviceMesh | None, asked: argparse.Namespace) -> Any:
+    """The model, its weights sharded along data and the same along all other axes."""
+    torch.manual_seed(asked.seed)
+    config = LlamaConfig(**CONFIG, attn_implementation="attnmesh")
+    model = LlamaForCausalLM(config).to(device())
+    if world is not None:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=world)
+        fully_shard(model, mesh=world)
+    return model
+
+
+def write(model: Any, context: DeviceMesh | None, text: Tensor, asked: argparse.Namespace) -> str:
+    """What the model has learned to write."""
+    model.eval()
+    prompt = text[: asked.length // 2][None].to(device())
+    made = hf.generate(model, prompt, mesh=context, max_new_tokens=asked.write, do_sample=False)
+    return bytes(made[0, prompt.shape[1] :].tolist()).decode(errors="replace")
+
+
+# --- ranks ---
+
+
+def started(asked: argparse.Namespace) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Of what torchrun started the mesh of FSDP, replicas x shards, and that of attention; none for one process."""
+    sizes = tuple(int(size) for size in asked.mesh.split("x"))
+    if math.prod(sizes) == 1:
+        return None, None
+    if "RANK" not in os.environ:
+        sys.exit(f"--mesh {asked.mesh} needs torchrun --nproc-per-node {math.prod(sizes)} {sys.argv[0]}")
+    if device().type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
+    dist.init_process_group("nccl" if device().type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    data, queries, keys = sizes
+    whole = init_device_mesh(device().type, (queries, keys, data), mesh_dim_names=("queries", "keys", "data"))
+    world = init_device_mesh(device().type, (queries * keys, data), mesh_dim_names=("context", "data"))
+    return world, whole["queries", "keys"]
+
+
+def device() -> torch.device:
+    """Where to compute."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def rank() -> int:
+    """The number of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def mean(loss: Tensor) -> float:
+    """Over all ranks: the loss of the whole batch."""
+    if dist.is_initialized():
+        dist.all_reduce(loss)
+        loss = loss / dist.get_world_size()
+    return float(loss)
+
+
+# --- checkpoints ---
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write all that resuming needs; the old checkpoint goes when the new one is whole."""
+    weights, state = get_state_dict(model, optimizer)
+    scratch = folder / f"{step}.part"
+    with quiet():
+        dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=scratch)
+    if rank() == 0:
+        old = [path for path in folder.iterdir() if path.name.isdigit()]
+        scratch.rename(folder / str(step))
+        for path in old:
+            shutil.rmtree(path)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def resumed(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The step to go on with, from the last checkpoint if there is one: also of another mesh."""
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder and folder.exists() else []
+    if not steps or folder is None:
+        return 0
+    weights, state = get_state_dict(model, optimizer)
+    with quiet():
+        kept: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(kept, checkpoint_id=folder / str(max(steps)))
+    set_state_dict(model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
+    return int(kept["step"])
+
+
+def quiet() -> Any:
+    """One process alone is told so by PyTorch each time."""
+    import warnings
+
+    return nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore")
+
+
+def arguments() -> argparse.Namespace:
+    """What was asked for, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", default="1x1x1", help="data x queries x keys")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step, over all data ranks")
+    parser.add_argument("--length", type=int, default=512, help="bytes of a sequence")
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--layout", default="zigzag", choices=["contiguous", "zigzag", "striped"])
+    parser.add_argument("--checkpoint", type=Path, help="a folder to save to, and to resume from")
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--until", type=int, help="a step to stop at, as if interrupted")
+    parser.add_argument("--write", type=int, default=120, help="bytes to generate at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="one JSON object with the losses on standard output")
+    asked = parser.parse_args()
+    sizes = asked.mesh.split("x")
+    if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
+        parser.error(f"--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given {asked.mesh!r}")
+    if asked.batch % int(sizes[0]):
+        parser.error(f"--batch: expected a multiple of the {sizes[0]} data ranks, given {asked.batch}")
+    ranks = int(os.environ.get("WORLD_SIZE", math.prod(map(int, sizes))))
+    if ranks != math.prod(map(int, sizes)):
+        parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {asked.mesh}")
+    asked.layout = {"contiguous": am.Contiguous, "zigzag": am.Zigzag, "striped": am.Striped}[asked.layout]()
+    if asked.checkpoint:
+        asked.checkpoint.mkdir(parents=True, exist_ok=True)
+    return asked
+
+
+if __name__ == "__main__":
+    main()
