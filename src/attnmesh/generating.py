@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,52 +51,72 @@ def generate(
     verbose: Verbose = False,
 ) -> None:
     """Generate text with a language model whose context is spread over ranks, and tell what it took."""
-    from transformers.utils import logging
-
     from attnmesh.answer import Request
-    from attnmesh.hf.load import locate, open_config, open_tokenizer
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if dtype not in ("auto", *DTYPES):
-        raise ArgumentError("--dtype", f"auto or one of {', '.join(DTYPES)}", repr(dtype), "leave it out")
+    for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, HOW)):
+        if given not in known:
+            raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
     world = _world(ranks)
     with progress.status("reading the prompt") as status:
-        if _under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
-            dist.barrier()  # what has to be unpacked or fetched, one rank of a host does
-        place = locate(model, status.update)
-        if os.environ.get("LOCAL_RANK") == "0" and _under_torchrun():
-            dist.barrier()
-        config = open_config(place).get_text_config(decoder=True)
-        tokenizer = open_tokenizer(place)
-        ids = _ids(tokenizer, _text(prompt, prompt_file), raw)
-        _check_length(len(ids), max_new_tokens, world, config)
-        heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        shape, why = choose(mesh, world, *heads)
+        asked = prepare(model, prompt, prompt_file, raw, max_new_tokens, world, mesh, status)
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         sampled = {name: value for name, value in options.items() if value is not None}
         request = Request(
-            place,
-            tuple(ids),
-            shape,
-            heads,
+            asked.place,
+            asked.ids,
+            asked.shape,
+            asked.heads,
             max_new_tokens,
             dtype,
             seed,
             cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else 16},
             options={"do_sample": True, **sampled} if sampled else {},
         )
-        shown = Shown(status, tokenizer, len(ids), quiet=as_json)
+        shown = Shown(status, asked.tokenizer, len(asked.ids), quiet=as_json)
         result = _answered(request, world, shown)
     if not _first():
         return
-    text = tokenizer.decode(result.tokens, skip_special_tokens=True)
     if as_json:
-        print_json(
-            {**asdict(result), "text": text, "mesh": "x".join(map(str, shape)), "why": why, "machine": machine()}
-        )
+        text = asked.tokenizer.decode(result.tokens, skip_special_tokens=True)
+        plan = {"mesh": "x".join(map(str, asked.shape)), "why": asked.why}
+        print_json({**asdict(result), "text": text, **plan, "machine": machine()})
         return
-    console.print(_table(result, shape, why, verbose))
+    console.print(_table(result, asked.shape, asked.why, verbose))
+
+
+class Prepared(NamedTuple):
+    """A prompt for a model, checked before any rank is started."""
+
+    place: str
+    tokenizer: Any
+    ids: tuple[int, ...]
+    heads: tuple[int, int]
+    shape: Shape
+    why: str
+
+
+def prepare(
+    model: str, prompt: str, file: Path | None, raw: bool, new: int, ranks: int, mesh: str, status: Status
+) -> Prepared:
+    """Find the model, read the prompt, and choose the mesh."""
+    from transformers.utils import logging
+
+    from attnmesh.hf.load import locate, open_config, open_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    text = _text(prompt, file)
+    if _under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
+        dist.barrier()  # what has to be unpacked or fetched, one rank of a host does
+    place = locate(model, status.update)
+    if _under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
+        dist.barrier()
+    config = open_config(place).get_text_config(decoder=True)
+    tokenizer = open_tokenizer(place)
+    ids = _ids(tokenizer, text, raw)
+    _check_length(len(ids), new, ranks, config)
+    heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    return Prepared(place, tokenizer, tuple(ids), heads, *choose(mesh, ranks, *heads))
 
 
 class Shown:

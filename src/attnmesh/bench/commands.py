@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+import torch
 import typer
 from rich.table import Table
 
@@ -12,6 +14,9 @@ from attnmesh.bench import decode as decode_bench
 from attnmesh.bench import kernel as kernel_bench
 from attnmesh.bench import prefill as prefill_bench
 from attnmesh.shown import AsJson, OutFile, Verbose, console, machine, pairs, progress, published, titled
+
+if TYPE_CHECKING:
+    from attnmesh.bench import model as model_bench  # needs transformers
 
 bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's limits.", no_args_is_help=True)
 
@@ -100,6 +105,56 @@ def _held_table(memories: Iterable[prefill_bench.Memory]) -> Table:
     for memory in memories:
         table.add_row(memory.case, memory.contender, f"{memory.measured:.1f}", f"{memory.foretold:.1f}")
     return table
+
+
+@bench.command(name="model", short_help="A whole model: stock on one process, and its context over ranks.")
+def bench_model(
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
+    prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
+    prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
+    mesh: Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 24,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    out: OutFile = None,
+) -> None:
+    """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
+    from attnmesh.bench import model as model_bench
+    from attnmesh.generating import prepare
+
+    if out is not None:
+        out.touch()
+    with progress.status("reading the prompt") as status:
+        asked = prepare(model, prompt, prompt_file, False, max_new_tokens, ranks, mesh, status)
+        status.update(f"{len(asked.ids):,} tokens on one process, then on {ranks} ranks by tree, all-reduces and ring")
+        request = model_bench.Request(asked.place, asked.ids, max_new_tokens, asked.shape, asked.heads)
+        rows = model_bench.rows(request, torch.get_num_threads())
+    same = all(row.tokens == rows[0].tokens for row in rows)
+    command = f"attnmesh bench model --ranks {ranks} --max-new-tokens {max_new_tokens}"
+    report = {"command": command, "machine": machine(), "prompt_tokens": len(asked.ids), "same_tokens": same}
+    if not published({**report, "rows": [asdict(row) for row in rows]}, as_json, out):
+        console.print(_model_table(rows, len(asked.ids), verbose))
+        console.print("All say the same tokens." if same else "[bold red]They do not say the same tokens.")
+    raise typer.Exit(0 if same else 1)
+
+
+def _model_table(rows: "list[model_bench.Row]", prompt_tokens: int, verbose: bool) -> Table:
+    title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
+    table = titled(title, "decoding", "ms a token")
+    for name in ("keys and values MB a rank", "all memory MB a rank", "prefill s"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
+        table.add_row(row.contender, str(row.timing), *figures)
+    if verbose:
+        table.caption = MODEL_EXPLAINED
+    return table
+
+
+MODEL_EXPLAINED = """\
+Milliseconds of a token are medians with quartiles, of the whole model, as rank 0 sees them. All contenders on ranks go
+on from one prefilled cache. Memory is of the largest process; weights that ranks share are counted in each."""
 
 
 @bench.command(name="decode", short_help="Merges across ranks and whole steps beside other patterns.")

@@ -4,7 +4,7 @@ A figure is the time of one call among many in a row, as a server makes them, on
 of a step is what cannot be had for less here: the local attention, and `log2(p)` bare exchanges of the same payload.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -149,7 +149,8 @@ def _step(case: Case) -> list[Row]:
     """Decode by tree and by three all-reduces, a ring, and the published package."""
     cache, q = _cache(case), _query(case)
     keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
-    held, out = torch.cat((keys, values)), torch.empty(1, case.heads[0], 1, WIDTH + 1)
+    out, counts = torch.empty(1, case.heads[0], 1, WIDTH + 1), [cache.used] * dist.get_world_size()
+    held = keys.contiguous(), values.contiguous()
     new = torch.randn(1, case.heads[1], 1, WIDTH).to(case.dtype)
 
     def whole() -> None:
@@ -161,7 +162,7 @@ def _step(case: Case) -> list[Row]:
         "decode": lambda: am.decode(q, cache),
         "append, decode, truncate": whole,
         "three all-reduces": lambda: am.merge_across(am.attend(q, keys, values), dist.group.WORLD, how="allreduce"),
-        "ring, overlapped": lambda: _ring(q, held),
+        "ring, overlapped": lambda: ring(q, held, counts),
         "local attention": lambda: am.attend(q, keys, values),
         "bare exchanges": lambda: _bare_exchanges(out),
     }
@@ -185,16 +186,17 @@ def _limit(case: Case, rows: list[Row]) -> Row:
     return Row(case.name, "limit: local attention + log2(p) exchanges", limit, round(limit.median / ours.median, 3))
 
 
-def _ring(q: Tensor, held: Tensor) -> Partial:
-    """Keys and values go round, a chunk under way while the last is attended."""
+def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
+    """Keys and values go round, a chunk under way while the last is attended; `counts` are the tokens of each rank."""
     rank, ranks, partials = dist.get_rank(), dist.get_world_size(), []
     for step in range(ranks):
         coming, works = held, []
         if step + 1 < ranks:
-            coming = torch.empty_like(held)
-            send = dist.P2POp(dist.isend, held, (rank + 1) % ranks)
-            works = dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, coming, (rank - 1) % ranks)])
-        out, lse = am.attend(q, held[:1], held[1:])
+            tokens = counts[(rank - step - 1) % ranks]
+            coming = [x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in held]
+            posts = [dist.P2POp(dist.isend, x, (rank + 1) % ranks) for x in held]
+            works = dist.batch_isend_irecv(posts + [dist.P2POp(dist.irecv, x, (rank - 1) % ranks) for x in coming])
+        out, lse = am.attend(q, *held)
         partials.append(Partial(out.float(), lse))
         for work in works:
             work.wait()
@@ -231,7 +233,7 @@ def _memories() -> list[Memory]:
         held = 2 * keys.numel() * keys.element_size()
         calls: dict[str, Call] = {
             "tree": partial(am.decode, q, cache),
-            "ring": partial(_ring, q, torch.cat((keys, values))),
+            "ring": partial(ring, q, (keys.contiguous(), values.contiguous()), [cache.used] * dist.get_world_size()),
         }
         for name, call in calls.items():
             most = torch.tensor([held + (peak_memory(call, torch.device("cpu")) or 0)], dtype=torch.float64)

