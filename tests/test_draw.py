@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh import errors
 from attnmesh.draw import _colours, computed, draw_mesh, pairs_of_ranks
+from attnmesh.draw_tree import draw_tree, heard
 from attnmesh.errors import InputError
 from attnmesh.layout import Layout
 from attnmesh.schedule import Problem
@@ -119,3 +121,18 @@ def test_refuses_what_it_cannot_draw(changes: dict[str, object], message: str) -
     arguments = {"mask": am.Causal(), "shape": am.Shape(1, 2, 2), "layouts": [am.Zigzag()], "length": 8}
     with pytest.raises(InputError, match=message):
         draw_mesh(**arguments | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("hosts", [[[0, 1]], [[0, 1, 2]], [[0, 1, 2, 3], [4, 5, 6, 7]], [[0], [1, 2], [3, 4, 5, 6]]])
+def test_what_is_drawn_of_a_tree_reaches_everyone(hosts: list[list[int]]) -> None:
+    ranks = sum(map(len, hosts))
+    knows = [{rank} for rank in range(ranks)]
+    for pairs in heard(hosts):
+        knows = [own.union(*(knows[a] for a, b in pairs if b == rank)) for rank, own in enumerate(knows)]
+    assert knows == [set(range(ranks))] * ranks
+    assert len(draw_tree(hosts).axes[0].texts) >= ranks
+
+
+def test_no_tree_is_drawn_of_one_rank() -> None:
+    with pytest.raises(errors.MeshError, match="draw_tree: expected two ranks or more"):
+        draw_tree([[0]])
