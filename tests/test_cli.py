@@ -123,3 +123,17 @@ def test_importing_prints_nothing_and_starts_nothing() -> None:
     code = f"import attnmesh, torch, threading; {checks}"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_takes_little_beyond_torch_and_no_transformers() -> None:
+    code = (
+        "import sys, time, torch; start = time.perf_counter(); import attnmesh; "
+        "print(time.perf_counter() - start, 'transformers' in sys.modules)"
+    )
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        seconds, imported = done.stdout.split()
+        times.append(float(seconds))
+        assert imported == "False"
+    assert min(times) < 0.3
