@@ -60,6 +60,28 @@ def test_it_streams_and_ends_with_a_table() -> None:
     assert "Shapes are compared by" in " ".join(done.stdout.split())
 
 
+def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
+    done = run(
+        "bench", "model", "--ranks", "3", "--mesh", "1x3x1", "--prompt", ASK[4], "--max-new-tokens", "8", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["same_tokens"]
+    names = ["1 process, stock transformers", "2 ranks, tree", "2 ranks, three all-reduces", "2 ranks, ring"]
+    assert [row["contender"] for row in report["rows"]] == names
+
+
+def test_without_transformers_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "attnmesh.answer", None)
+    monkeypatch.setattr(sys, "argv", ["attnmesh", *ASK])
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    assert left.value.code == 1
+    assert "pip install 'attnmesh[hf]'" in capsys.readouterr().err
+
+
 def test_it_runs_under_torchrun(expected: list[int]) -> None:
     done = run("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
     assert done.returncode == 0, done.stderr

@@ -280,6 +280,9 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
         if _first() or not isinstance(error, InputError):  # what all ranks raise alike is said once
             progress.print(f"[bold red]error:[/] {escape(_brief(error))}", highlight=False, soft_wrap=True)
         return 1
+    except ModuleNotFoundError as missing:
+        progress.print(f"[bold red]error:[/] this needs {missing.name}: pip install 'attnmesh\\[hf]'", highlight=False)
+        return 1
     except KeyboardInterrupt:
         progress.print("interrupted: all ranks have ended")
         return 130

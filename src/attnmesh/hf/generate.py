@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.agree import agree, digest
-from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import share
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import NAME, ShardedCache, check_layers
@@ -40,6 +40,8 @@ def generate(
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     """
+    if "past_key_values" in options:
+        raise ArgumentError("generate", "its cache as cache=", "past_key_values=", "rename it")
     _agree(Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache)
     whole = ShardedCache(model.config, mesh) if cache is None else cache
     settings = options.get("generation_config") or model.generation_config
