@@ -16,22 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, digest
 from attnmesh.deal import Deal, cover
-from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError, StoreError
+from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError
 from attnmesh.exchange import blank, swap
 from attnmesh.hosts import board_of, rounds
 from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.padding import Padding
+from attnmesh.saved import Header, Share, fill, opened, save
 from attnmesh.sizes import Sizes
-from attnmesh.store import Stored, write
+from attnmesh.store import Stored
 
 T = TypeVar("T")
-
-VERSION = 1
-
-HEADER = "attnmesh cache"
-
-PIECE = 4096
-"""Tokens that are saved as one tensor, so that a rank need not read all of another's to find its own."""
 
 SLACK = 2
 """Tokens by which a shard of a prefill may be larger than an even share: a zigzag's two chunks are rounded each."""
@@ -231,17 +225,7 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a folder, each rank its own tokens; every rank calls it."""
-        here, used = f"{self.mesh.heads.index}.{self.tokens.index}", self.used
-        tensors = {f"{here} columns": self.columns[:used]}
-        for piece, start in enumerate(range(0, used, PIECE)):
-            for name, x in (("keys", self.keys), ("values", self.values)):
-                tensors[f"{here} {name} {piece}"] = x[:, :, start : min(start + PIECE, used)]
-        if self.mesh.shard == 0:
-            place = [self.padding is not None, self.length, self.mesh.heads.size, self.tokens.size]
-            tensors[HEADER] = torch.tensor([VERSION, *self.sizes.encode(), *place])
-            if self.padding is not None:
-                tensors["real"] = self.padding.real[:, : self.length]
-        write(path, tensors, flat_axis(self.device_mesh, AXES))
+        save(path, self._share(), self.used, self.length, self.padding, flat_axis(self.device_mesh, AXES))
 
     @classmethod
     def load(
@@ -253,54 +237,24 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        stored, code = _agreed(Mesh.of(mesh), _device(mesh, device), lambda: _opened(path))
-        sizes = Sizes.decode(code[:7])
-        sizes = sizes if capacity is None else replace(sizes, capacity=capacity)
+        stored, header = _agreed(Mesh.of(mesh), _device(mesh, device), lambda: opened(path))
+        sizes = header.sizes if capacity is None else replace(header.sizes, capacity=capacity)
         cache = cls(mesh, **vars(sizes), device=device)
-        padded, length, heads, ranks = code[7:]
-        cache._check_room("load", length)
-        _agreed(cache.mesh, cache.device, lambda: cache._fill(stored, length, heads, ranks))
-        if padded:
-            _agreed(cache.mesh, cache.device, lambda: cache._fill_padding(stored, length))
+        cache._check_room("load", header.length)
+        with torch.no_grad():
+            _agreed(cache.mesh, cache.device, lambda: cache._fill(stored, header))
         return cache
 
-    @torch.no_grad()
-    def _fill(self, stored: Stored, length: int, heads: int, ranks: int) -> None:
-        """Read this rank's tokens, wherever they were: every saved shard whose heads it shares may have some."""
-        own, found = _heads(self.sizes.kv_heads, self.mesh.heads.size, self.mesh.heads.index), 0
-        for h, t in ((h, t) for h in range(heads) for t in range(ranks)):
-            theirs = _heads(self.sizes.kv_heads, heads, h)
-            both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
-            if both:
-                into, of = (slice(both.start - x.start, both.stop - x.start) for x in (own, theirs))
-                found += len(both) * self._fill_from(stored, f"{h}.{t}", into, of)
-        held = self._counts(length)[self.tokens.index]
-        if found != held * len(own):
-            given = f"{found // len(own)} of this rank's {held} tokens in {stored.path}"
-            raise StoreError("load", "every token once", given, "restore the folder from a copy, or save again")
-        self.state.copy_(torch.tensor([length, held]))
+    def _fill(self, stored: Stored, header: Header) -> None:
+        held = fill(self._share(), stored, header)
+        self.state.copy_(torch.tensor([header.length, held]))
+        if header.padded:
+            (real,) = stored.read(["real"])
+            self.padding, none = self._unpadded(torch.zeros_like(self.state[0])), torch.zeros_like(self.state[0])
+            self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
 
-    def _fill_from(self, stored: Stored, shard: str, into: slice, of: slice) -> int:
-        """How many of a saved shard's tokens are dealt to this rank here."""
-        (columns,), found = stored.read([f"{shard} columns"]), 0
-        for piece, tokens in enumerate(columns.split(PIECE) if len(columns) else ()):
-            mine = (self.deal.owner(tokens) == self.tokens.index).nonzero().flatten()
-            if len(mine):
-                slots = self.deal.slot(tokens[mine]).to(self.device)
-                self.columns[slots] = tokens[mine].to(self.device)
-                read = stored.read([f"{shard} keys {piece}", f"{shard} values {piece}"])
-                for held, x in zip((self.keys, self.values), read, strict=True):
-                    held[:, into].index_copy_(2, slots, x[:, of, mine].to(self.device))
-                found += len(mine)
-        return found
-
-    @torch.no_grad()
-    def _fill_padding(self, stored: Stored, length: int) -> None:
-        (real,) = stored.read(["real"])
-        self.padding = self._unpadded(torch.zeros_like(self.state[0]))
-        columns = self.columns[: self.used]
-        slots = torch.arange(len(columns), device=self.device)
-        self.padding.add(torch.zeros_like(self.state[0]), real.to(self.device), columns, slots)
+    def _share(self) -> Share:
+        return Share(self.keys, self.values, self.columns, self.sizes, self.mesh.heads, self.tokens, self.deal)
 
     def _slots(self, capacity: int) -> int:
         """Tokens for which a rank has room."""
@@ -400,11 +354,6 @@ def _device_fault(found: torch.device, device: object) -> DeviceError | None:
     return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
 
 
-def _heads(count: int, axis: int, index: int) -> range:
-    """The key heads of a rank along the heads axis."""
-    return range(index * count // axis, (index + 1) * count // axis)
-
-
 def _stamp(before: int, told: Tensor | None) -> int:
     """A number for all that ranks were told so far: the same if they were told the same in turn."""
     return before if told is None else (31 * before + int(digest(told)) + told.numel()) % 2**56
@@ -419,16 +368,6 @@ def _agreed(mesh: Mesh, device: torch.device, act: Callable[[], T]) -> T:
         said = error
     agree(mesh, device, said)
     return result
-
-
-def _opened(path: str | Path) -> tuple[Stored, list[int]]:
-    stored = Stored(path)
-    (header,) = stored.read([HEADER])
-    version, *code = header.tolist()
-    if version != VERSION or len(code) != 11:
-        fix = "load it with the version of attnmesh that saved it"
-        raise StoreError("load", f"a cache of version {VERSION}", f"version {version}", fix)
-    return stored, code
 
 
 def _check_cover(table: list[list[int]], start: int, more: int) -> None:

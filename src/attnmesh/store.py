@@ -14,6 +14,8 @@ from attnmesh.mesh import Axis
 SUM = " sum"
 """What the name of a tensor's sum ends with."""
 
+FIX = "restore the folder from a copy, or save again"
+
 
 def write(path: str | Path, tensors: dict[str, Tensor], ranks: Axis) -> None:
     """Write this rank's tensors, whose names no other rank uses; every rank calls it."""
@@ -69,6 +71,3 @@ class Stored:
             if not torch.equal(digest(tensors[name]), tensors[name + SUM]):
                 raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
         return [tensors[name] for name in wanted]
-
-
-FIX = "restore the folder from a copy, or save again"
