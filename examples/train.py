@@ -54,7 +54,7 @@ def main() -> None:
     world, context = started(asked)
     model = built(world, asked)
     optimizer = torch.optim.AdamW(model.parameters(), lr=asked.rate, weight_decay=0.1)
-    first = resumed(asked.checkpoint, model, optimizer)
+    first = resumed(asked, model, optimizer)
     text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
     losses = train(model, optimizer, text, first, world, context, asked)
     written = write(model, context, text, asked)
@@ -93,7 +93,7 @@ def train(
             losses.append(mean(loss.detach()))
             progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}, gradient {float(norm):.2f}")
             if asked.checkpoint and ((step + 1) % asked.every == 0 or step + 1 in (asked.steps, asked.until)):
-                save(asked.checkpoint, model, optimizer, step + 1)
+                save(asked, model, optimizer, step + 1)
     return losses
 
 
@@ -176,30 +176,42 @@ def mean(loss: Tensor) -> float:
 # --- checkpoints ---
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def settings(asked: argparse.Namespace) -> dict[str, int]:
+    """What has to stay the same for a run to be the run that it was."""
+    return {name: getattr(asked, name) for name in ("steps", "batch", "length", "seed")}
+
+
+def save(asked: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """Write all that resuming needs; the old checkpoint goes when the new one is whole."""
     weights, state = get_state_dict(model, optimizer)
-    scratch = folder / f"{step}.part"
+    scratch = asked.checkpoint / f"{step}.part"
     with quiet():
-        dcp.save({"model": weights, "optimizer": state, "step": step}, checkpoint_id=scratch)
+        dcp.save(
+            {"model": weights, "optimizer": state, "step": step, "settings": settings(asked)}, checkpoint_id=scratch
+        )
     if rank() == 0:
-        old = [path for path in folder.iterdir() if path.name.isdigit()]
-        scratch.rename(folder / str(step))
+        old = [path for path in asked.checkpoint.iterdir() if path.name.isdigit()]
+        scratch.rename(asked.checkpoint / str(step))
         for path in old:
             shutil.rmtree(path)
     if dist.is_initialized():
         dist.barrier()
 
 
-def resumed(folder: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def resumed(asked: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The step to go on with, from the last checkpoint if there is one: also of another mesh."""
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder and folder.exists() else []
-    if not steps or folder is None:
+    folder = asked.checkpoint
+    steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder else []
+    if not steps:
         return 0
     weights, state = get_state_dict(model, optimizer)
+    kept: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0, "settings": settings(asked)}
     with quiet():
-        kept: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0}
         dcp.load(kept, checkpoint_id=folder / str(max(steps)))
+    if kept["settings"] != settings(asked):
+        sys.exit(
+            f"--checkpoint: the run in {folder} has {kept['settings']}, given {settings(asked)}: use another folder"
+        )
     set_state_dict(model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
     return int(kept["step"])
 
@@ -235,6 +247,9 @@ def arguments() -> argparse.Namespace:
     ranks = int(os.environ.get("WORLD_SIZE", math.prod(map(int, sizes))))
     if ranks != math.prod(map(int, sizes)):
         parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {asked.mesh}")
+    longest = CONFIG["max_position_embeddings"]
+    if not 2 <= asked.length <= longest:
+        parser.error(f"--length: expected 2 to {longest} bytes, the model's context, given {asked.length}")
     asked.layout = {"contiguous": am.Contiguous, "zigzag": am.Zigzag, "striped": am.Striped}[asked.layout]()
     if asked.checkpoint:
         asked.checkpoint.mkdir(parents=True, exist_ok=True)

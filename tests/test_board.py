@@ -1,9 +1,11 @@
 """Messages through shared memory: in order, whole, and no rank waits for one that is gone."""
 
 import mmap
+import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from random import Random
 
@@ -28,7 +30,7 @@ def _message(random: Random, size: int) -> torch.Tensor:
 
 def _boards(ranks: int, processes: list[int]) -> list[Board]:
     memory = mmap.mmap(-1, board.size_of(ranks))
-    return [Board(memory, range(ranks), rank, processes) for rank in range(ranks)]
+    return [Board(memory, range(ranks), rank, processes, 2.0) for rank in range(ranks)]
 
 
 @here
@@ -55,6 +57,22 @@ def test_a_rank_that_is_gone_is_missed() -> None:
     ended.wait()
     one, _ = _boards(2, [0, ended.pid])
     with pytest.raises(RankFailure, match="rank 1 is gone: its process"):
+        one.take(1, torch.empty(8, dtype=torch.uint8))
+
+
+@here
+def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        time.sleep(1.0)
+        one, _ = _boards(2, [0, ended.pid])
+        with pytest.raises(RankFailure, match="rank 1 is gone: its process"):
+            one.take(1, torch.empty(8, dtype=torch.uint8))
+
+
+@here
+def test_a_rank_that_says_nothing_is_waited_for_as_long_as_its_group_would() -> None:
+    one, _ = _boards(2, [0, os.getpid()])
+    with pytest.raises(RankFailure, match="rank 1 has sent nothing for 2 seconds"):
         one.take(1, torch.empty(8, dtype=torch.uint8))
 
 

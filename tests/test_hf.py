@@ -1,6 +1,7 @@
 """Generation over a mesh gives the tokens that stock transformers gives on one process."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DogeConfig,
     DynamicCache,
     Gemma2Config,
+    GenerationConfig,
     Llama4TextConfig,
     MambaConfig,
     Qwen3NextConfig,
@@ -231,12 +234,43 @@ REFUSED: dict[str, Callable[[Any, Any], None]] = {
     "padding without a cache": lambda m, _: _forward(
         m, attention_mask=torch.arange(40)[None].ge(3).long(), use_cache=False
     ),
+    "a clock": lambda m, mesh: _with(m, mesh, max_time=0.5),
+    "no cache at all": lambda m, mesh: _with(m, mesh, use_cache=False),
+    "a static cache": lambda m, mesh: _with(m, mesh, cache_implementation="static"),
+    "other positions": lambda m, mesh: _with(m, mesh, position_ids=torch.arange(40)[None] * 3),
+    "hidden states": lambda m, mesh: _with(m, mesh, output_hidden_states=True, return_dict_in_generate=True),
+    "right padding": lambda m, mesh: _with(m, mesh, attention_mask=torch.arange(40)[None].lt(30).long()),
+    "inferred right padding": lambda m, mesh: _with(m, mesh, ids=prompt(40) * torch.arange(40).lt(30)),
+    "other options": lambda m, mesh: hf.generate(
+        m, prompt(40), mesh=mesh, max_new_tokens=3 + torch.distributed.get_rank()
+    ),
+    "checkpointing": lambda _, mesh: _with(_checkpointing(), mesh),
+    "the bits of three ranks": lambda m, mesh: hf.ShardedCache(m.config, mesh, reproducible=True, merge="direct"),
+    "a cache that is not used": lambda m, mesh: m.generate(
+        prompt(40), past_key_values=hf.ShardedCache(m.config), use_cache=False, max_new_tokens=3
+    ),
+    "keys that are looked into": lambda *_: _forward(
+        AutoModelForCausalLM.from_config(DOGE, attn_implementation="attnmesh"), past_key_values=hf.ShardedCache(DOGE)
+    ),
     "weights": lambda m, _: _forward(m, output_attentions=True, use_cache=False),
     "an unknown argument": lambda m, _: _forward(m, cu_seq_lens_q=torch.arange(3), use_cache=False),
     "a stock model with our cache": lambda _, mesh: _forward(
         (stock := families.model("llama", "sdpa")), past_key_values=hf.ShardedCache(stock.config, mesh)
     ),
 }
+
+
+def _checkpointing() -> Any:
+    model = families.model("llama", "attnmesh").train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+DOGE = DogeConfig(
+    vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    attn_implementation="attnmesh",
+)  # fmt: skip
 
 
 def _filled(model: Any, mesh: Any) -> hf.ShardedCache:
@@ -254,13 +288,25 @@ SAID = {
     "a stock cache": "KernelError: generate cache: expected a ShardedCache, given DynamicCache",
     "a stock model": "KernelError: generate: expected attn_implementation 'attnmesh', given 'sdpa'",
     "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
-    "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 tokens",
-    "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cache",
+    "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
+    "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
     "forward with a stock cache": "KernelError: attnmesh in transformers: past_key_values: expected a ShardedCache",
     "forward with a cache of its own": "KernelError: attnmesh in transformers: past_key_values: expected a Sharded",
-    "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformers",
-    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one o",
+    "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformer",
+    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one",
     "padding without a cache": "MaskError: attnmesh in transformers: attention_mask: expected no padding without a",
+    "a clock": "ArgumentError: generate: expected options that can be served over a mesh, given max_time=0.5. Fix: p",
+    "no cache at all": "ArgumentError: generate: expected options that can be served over a mesh, given use_cache=Fa",
+    "a static cache": "ArgumentError: generate: expected options that can be served over a mesh, given cache_impleme",
+    "other positions": "ArgumentError: generate: expected options of transformers' generation, given position_ids=",
+    "hidden states": "ArgumentError: generate: expected options that can be served over a mesh, given output_hidden_",
+    "right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence, given pa",
+    "inferred right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence,",
+    "other options": "MeshError: generate: expected the same call on every rank, given on shard 0 generate from [1,",
+    "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
+    "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
+    "a cache that is not used": "KernelError: attnmesh in transformers: use_cache: expected a cache that is used, gi",
+    "keys that are looked into": "KernelError: attnmesh in transformers: expected a model that hands masks and cache",
     "weights": "KernelError: attnmesh in transformers: output_attentions: expected exact softmax attention",
     "an unknown argument": "KernelError: attnmesh in transformers: cu_seq_lens_q: expected exact softmax attention",
     "a stock model with our cache": "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
@@ -320,3 +366,65 @@ def test_dropout_is_refused() -> None:
     model = families.model("llama", "attnmesh", attention_dropout=0.1).train()
     with pytest.raises(errors.KernelError, match="dropout: expected attention without dropout, given"):
         model(prompt(20), use_cache=False)
+
+
+def _by_config(ours: bool) -> list[Any]:
+    """Generation that is asked for by configurations, and not by the call."""
+    model = families.model("llama", "attnmesh" if ours else "sdpa")
+    generate = (lambda ids, **more: hf.generate(model, ids, **more)) if ours else model.generate
+    said = []
+    for changes in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}):
+        config = GenerationConfig(max_new_tokens=9, do_sample=False, **changes)
+        said.append(generate(prompt(20).repeat(1, 6), generation_config=config).tolist())
+    if ours:
+        model.config.use_cache = model.generation_config.use_cache = False  # as checkpoints of trainings often have it
+    said.append(generate(prompt(70), max_new_tokens=9, do_sample=False).tolist())
+    ids = prompt(70, batch=2)
+    ids[1, :20] = 0  # padding that no mask tells of
+    said.append(generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0).tolist())
+    return said
+
+
+def test_configurations_are_heeded_as_options_are() -> None:
+    assert _by_config(True) == _by_config(False)
+
+
+def test_a_cache_never_takes_other_tokens_for_those_of_a_prompt() -> None:
+    model, stock = families.model("qwen2", "attnmesh"), families.model("qwen2", "sdpa")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cache, one, other = hf.ShardedCache(model.config), prompt(70, seed=1), prompt(90, seed=2)
+    hf.generate(model, one, cache=cache, **options)
+    hf.prefill(model, other, cache)
+    assert hf.generate(model, other, cache=cache, **options).equal(stock.generate(other, **options))
+    made = model.generate(one, past_key_values=(own := hf.ShardedCache(model.config)), **options)
+    assert hf.generate(model, other, cache=own, **options).equal(stock.generate(other, **options))  # unknown: cut
+    longer = torch.cat((made, prompt(5, seed=3)), 1)
+    assert hf.generate(model, longer, cache=own, **options).equal(stock.generate(longer, **options))
+    pair, both = prompt(60, batch=2), hf.ShardedCache(model.config)
+    hf.generate(model, pair, cache=both, **options)
+    both.reorder_cache(torch.tensor([1, 0]))
+    assert hf.generate(model, pair, cache=both, **options).equal(stock.generate(pair, **options))
+    both.crop(-both.get_seq_length())
+    assert hf.generate(model, one, cache=both, **options).equal(stock.generate(one, **options))
+
+
+def _twins(shape: Shape) -> list[list[list[int]]]:
+    """On a rank: a prefix that is computed once, and gone on with twice."""
+    model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
+    cache = hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, prompt(100), cache)
+    said = []
+    for seed in (1, 2):
+        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
+        said.append(hf.generate(model, ids, cache=deepcopy(cache), max_new_tokens=8, do_sample=False).tolist())
+    assert cache.get_seq_length() == 99
+    return said
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
+def test_a_copied_cache_goes_its_own_way(shape: Shape, pool: Pool) -> None:
+    stock, expected = families.model("gemma3", "sdpa"), []
+    for seed in (1, 2):
+        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
+        expected.append(stock.generate(ids, max_new_tokens=8, do_sample=False).tolist())
+    assert pool.run(shape.ranks, _twins, shape) == [expected] * shape.ranks

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, StableLmConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
@@ -175,3 +176,48 @@ def test_ranks_with_different_batches_all_raise(pool: Pool) -> None:
     answers = pool.run(2, _refused_another)
     assert answers[0] == answers[1]
     assert answers[0].startswith("MeshError: shard_batch: expected the same call on every rank"), answers[0]
+
+
+FOREIGN = {
+    "stock attention": LlamaConfig(**families.SIZES),
+    "attention of its own": BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2),
+    "recurrent states": MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_attention_does_not_take_a_shard_for_the_whole(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(FOREIGN[name])
+    with pytest.raises((AttributeError, TypeError)):
+        model(**hf.shard_batch(plain(), None))
+
+
+def _stablelm(attention: str) -> Any:
+    config = StableLmConfig(
+        **{name: value for name, value in families.SIZES.items() if name not in ("head_dim", "initializer_range")}
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
+
+
+def _of_stablelm(shape: Shape) -> float:
+    return learned(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
+
+
+def test_layers_that_hand_on_no_more_than_a_mask_are_served(pool: Pool) -> None:
+    loss, _ = learned(_stablelm("sdpa"), plain())
+    assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
+
+
+def _routers() -> str:
+    model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
+    try:
+        model(**hf.shard_batch(plain(), named_mesh(Shape(1, 2, 1), AXES)))
+    except errors.KernelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_loss_of_routers_is_refused_on_shards(pool: Pool) -> None:
+    for said in pool.run(2, _routers):
+        assert said.startswith("attnmesh in transformers: output_router_logits: expected no loss of routers on shards")

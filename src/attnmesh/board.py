@@ -45,15 +45,21 @@ FOLDER = Path("/dev/shm")
 
 
 class Board:
-    """This rank's boxes; `members` are the ranks that share the memory, by their numbers along an axis."""
+    """This rank's boxes; `members` are the ranks that share the memory, by their numbers along an axis.
 
-    def __init__(self, memory: mmap.mmap, members: Sequence[int], index: int, processes: Sequence[int]) -> None:
+    A rank waits for as many seconds as `patience` for another, and no longer than that one's process lives, where its
+    number is known: 0 is that of a process that cannot be seen from here.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, members: Sequence[int], index: int, processes: Sequence[int], patience: float
+    ) -> None:
         self.members = {rank: place for place, rank in enumerate(members)}
         self.mine = self.members[index]
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.put, self.taken = (dict.fromkeys(members, 0) for _ in range(2))
-        self.processes = dict(zip(members, processes, strict=True))
+        self.processes, self.patience = dict(zip(members, processes, strict=True)), patience
 
     def serves(self, peer: int, size: int) -> bool:
         """Whether messages of that size go to and from a rank by this board."""
@@ -93,15 +99,22 @@ class Board:
                 sleep(NAP)
             if now - checked > CHECK:
                 checked = now
-                self._check_alive(peer)
+                self._check_alive(peer, start)
 
-    def _check_alive(self, peer: int) -> None:
-        try:
-            os.kill(self.processes[peer], 0)
-        except ProcessLookupError:
-            raise RankFailure(f"rank {peer} is gone: its process {self.processes[peer]} has ended") from None
-        except PermissionError:
-            pass  # it is there, and somebody else's
+    def _check_alive(self, peer: int, since: float) -> None:
+        process = self.processes[peer]
+        if process and not alive(process):
+            raise RankFailure(f"rank {peer} is gone: its process {process} has ended")
+        if monotonic() - since > self.patience:
+            raise RankFailure(f"rank {peer} has sent nothing for {self.patience:.0f} seconds")
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs: one that has ended may still be listed, if nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def size_of(ranks: int) -> int:

@@ -8,7 +8,7 @@ lengths live on the device: a step neither copies the cache nor waits for the de
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -86,6 +86,19 @@ class KVCache:
         """What it is made for, and what it holds."""
         held = f"{self.length} tokens, {self.used} of them here, {'' if self.dealt else 'not '}all dealt"
         return f"KVCache({self.sizes}, {held})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
+        """The same tokens in tensors of its own, on the same mesh."""
+        twin = object.__new__(type(self))
+        twin.__dict__ = dict(self.__dict__)
+        with torch.inference_mode(False):
+            for name in ("keys", "values", "columns", "state"):
+                setattr(twin, name, getattr(self, name).clone())
+            if self.padding is not None:
+                twin.padding = Padding(*(x.clone() for x in self.padding))
+        start, counts = self._shards
+        twin._shards = start, list(counts)
+        return twin
 
     @property
     def length(self) -> int:

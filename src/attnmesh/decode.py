@@ -277,7 +277,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if not isinstance(options.reproducible, bool):
         raise KernelError("decode reproducible", "True or False", repr(options.reproducible), "say one of them")
     if options.reproducible:
-        _check_reproducible(cache, options)
+        check_reproducible("decode reproducible", cache.tokens.size, options.merge)
+        _check_dealt(cache)
     if not torch.compiler.is_compiling():
         _check_length(q, cache, options)
 
@@ -290,11 +291,17 @@ def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
     options.mask.check_length("decode mask", cache.length)
 
 
-def _check_reproducible(cache: KVCache, options: _Options) -> None:
-    ranks = cache.tokens.size
-    if ranks & (ranks - 1) or options.merge not in ("auto", "tree"):
-        given = f"{ranks} ranks and merge {options.merge!r}"
-        raise KernelError("decode reproducible", "1, 2, 4, 8, ... ranks and a tree", given, 'leave merge at "auto"')
+def check_reproducible(subject: str, ranks: int, merge: str) -> None:
+    """Raise unless the same bits can be had on so many ranks along queries and keys."""
+    expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+    if ranks & (ranks - 1):
+        fix = "use a power of two of ranks, or leave it out"
+        raise KernelError(subject, expected, f"{ranks} ranks", fix)
+    if merge not in ("auto", "tree"):
+        raise KernelError(subject, expected, f"merge {merge!r}", 'leave merge at "auto"')
+
+
+def _check_dealt(cache: KVCache) -> None:
     if not cache.dealt or cache.padding is not None:
         given = "a padded batch" if cache.padding is not None else "one that keeps what a sharded prefill made"
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"

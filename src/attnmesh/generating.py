@@ -1,8 +1,10 @@
 """The command `attnmesh generate`: check what was asked in one process, start the ranks, show what they say."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -13,13 +15,12 @@ from rich.markup import escape
 from rich.status import Status
 
 from attnmesh.across import HOW
+from attnmesh.decode import check_reproducible
 from attnmesh.errors import ArgumentError, InputError, MeshError, ModelError
 from attnmesh.inputs import DTYPES
 from attnmesh.mesh import Shape, elements, mesh_shapes
 from attnmesh.ranks import run_on_ranks
-from attnmesh.shown import AsJson, console, machine, print_json, progress, titled
-
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how the mesh was chosen, and show tracebacks.")]
+from attnmesh.shown import AsJson, Verbose, console, machine, print_json, progress, titled
 
 
 def generate(
@@ -27,16 +28,21 @@ def generate(
         str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")
     ],
     prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
-    prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks to start on this machine. Under torchrun those that it started.")
+        int | None,
+        typer.Option(
+            min=1, help="Ranks to start on this machine, 1 unless given. Under torchrun those that it started."
+        ),
     ] = None,
     mesh: Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64,
-    temperature: Annotated[float | None, typer.Option(help="Sample, at this temperature.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")] = None,
     top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Sample among the likeliest, of this probability together.")
+        float | None, typer.Option(min=0, max=1, help="Sample among the likeliest, of this probability together.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     raw: Annotated[
@@ -60,7 +66,9 @@ def generate(
     with progress.status("reading the prompt") as status:
         asked = prepare(model, prompt, prompt_file, raw, max_new_tokens, world, mesh, status)
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        sampled = {name: value for name, value in options.items() if value is not None}
+        sampled = {name: value for name, value in options.items() if value is not None and temperature != 0}
+        if reproducible:
+            check_reproducible("--reproducible", asked.shape.queries * asked.shape.keys, merge)
         request = Request(
             asked.place,
             asked.ids,
@@ -105,6 +113,7 @@ def prepare(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)  # it would tell of each attempt to reach the hub
     text = _text(prompt, file)
     if _under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # what has to be unpacked or fetched, one rank of a host does
@@ -115,7 +124,7 @@ def prepare(
     tokenizer = open_tokenizer(place)
     ids = _ids(tokenizer, text, raw)
     _check_length(len(ids), new, ranks, config)
-    heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return Prepared(place, tokenizer, tuple(ids), heads, *choose(mesh, ranks, *heads))
 
 
@@ -169,7 +178,7 @@ def _answered(request: Any, world: int, shown: Shown) -> Any:
 
 def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, str]:
     """The shape asked for, or the one that sends least; and why."""
-    shapes = mesh_shapes(ranks, q_heads, kv_heads)
+    shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
     if mesh != "auto":
         sizes = mesh.lower().split("x")
         if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
@@ -178,14 +187,15 @@ def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, s
         if shape not in shapes:
             known = ", ".join("x".join(map(str, each)) for each in shapes)
             given = f"{mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
-            raise MeshError("--mesh", f"one of {known}", given, "the numbers multiply to the ranks")
+            fix = f"the heads axis has to divide {kv_heads} key heads"
+            fix = fix if shape.ranks == ranks else f"the numbers have to multiply to {ranks}"
+            raise MeshError("--mesh", f"one of {known}", given, fix)
         return shape, "it was asked for"
-    sent = [sum(elements(shape, q_heads, kv_heads)) for shape in shapes]
     if len(shapes) == 1:
-        return shapes[0], f"no other shape serves {ranks} ranks and {q_heads}/{kv_heads} heads"
-    runner = "x".join(map(str, shapes[1]))
-    least = f"it sends least of {len(shapes)} shapes for {q_heads}/{kv_heads} heads"
-    return shapes[0], f"{least}: {sent[0]:.0f}, {runner} {sent[1]:.0f}"
+        return shapes[0], "one rank" if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
+    sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
+    runner = f"{sent[0]:.0f} elements a token and column of a head, {'x'.join(map(str, shapes[1]))} {sent[1]:.0f}"
+    return shapes[0], f"of {len(shapes)} shapes it sends least in prefill: {runner}"
 
 
 def _world(ranks: int | None) -> int:
@@ -212,7 +222,7 @@ def _first() -> bool:
 
 def _text(prompt: str, file: Path | None) -> str:
     try:
-        begun = "" if file is None else file.read_text()
+        begun = "" if file is None else sys.stdin.read() if str(file) == "-" else file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError("--prompt-file", "a file of text", f"{file}: {error}", "name another") from None
     text = "\n\n".join(part for part in (begun, prompt) if part.strip())
@@ -233,10 +243,13 @@ def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and tokens + new > longest:
         fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
+        fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix
         given = f"{tokens} and {new} new ones"
         raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
+    if not tokens:
+        raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")
     if tokens < ranks:
-        given, fix = f"{tokens} tokens on {ranks} ranks", "use fewer ranks, or a longer prompt"
+        given, fix = f"{tokens} on {ranks} ranks", "use fewer ranks, or a longer prompt"
         raise MeshError("prompt", "at least one token a rank", given, fix)
 
 
@@ -258,14 +271,14 @@ def _table(result: Any, shape: Shape, why: str, verbose: bool) -> Any:
     }.items():
         table.add_row(label, value)
     if verbose:
-        table.caption = EXPLAINED
+        table.caption, table.caption_justify = EXPLAINED, "left"
     return table
 
 
 EXPLAINED = """\
-Prefill is all of the prompt but its last token, cut over the ranks. A token's time is that of the whole model; merging
-is what merges across ranks take the rank that comes to each last, and so does not wait for the others' work. Shapes are
-compared by the elements that a rank receives for each token and column of a head, forward and backward."""
+Prefill is all of the prompt but its last token, cut over the ranks. A token's time is that of the whole model, also of
+the first tokens. Of merging only what it takes by itself is counted: of each merge across ranks the shortest time that
+a rank spent in it, since the others also waited there for each other's work."""
 
 
 def show_errors(run: Callable[[], None], verbose: bool) -> int:
@@ -283,9 +296,10 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
     except ModuleNotFoundError as missing:
         progress.print(f"[bold red]error:[/] this needs {missing.name}: pip install 'attnmesh\\[hf]'", highlight=False)
         return 1
-    except KeyboardInterrupt:
-        progress.print("interrupted: all ranks have ended")
-        return 130
+    except SystemExit as left:
+        if left.code == 130:
+            progress.print("interrupted: all ranks have ended")
+        raise
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from secrets import randbits
 
 import torch
+from torch.distributed.constants import default_pg_timeout
 
 from attnmesh import board
 from attnmesh.board import Board
@@ -38,18 +39,31 @@ def board_of(axis: Axis, device: torch.device) -> Board | None:
     name = names[members[0]]
     if size and not new:
         memory = board.opened(name, size, new=False)
-    said = share([memory is not None, os.getpid()], [axis], device)
+    space = _number(Path("/proc/self/ns/pid"))
+    said = share([memory is not None, os.getpid(), space], [axis], device)
     if new and size:
         board.forget(name)
     if memory is None or not all(said[rank][0] for rank in members):
         return None
-    return Board(memory, members, axis.index, [said[rank][1] for rank in members])
+    processes = [said[rank][1] if said[rank][2] == space else 0 for rank in members]
+    return Board(memory, members, axis.index, processes, _patience(axis, device))
+
+
+def _patience(axis: Axis, device: torch.device) -> float:
+    """Seconds that the process group waits for a rank."""
+    try:
+        return float(axis.group._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):
+        return default_pg_timeout.total_seconds()
+
+
+def _number(file: Path) -> int:
+    return os.stat(file).st_ino if file.exists() else 0
 
 
 def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
     """The ranks of each host; a host is a name and a network of its own."""
-    space = Path("/proc/self/ns/net")
-    name = f"{socket.gethostname()} {os.stat(space).st_ino if space.exists() else ''}"
+    name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     said = [row[0] for row in share([number], [axis], device)]
     return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]

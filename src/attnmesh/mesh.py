@@ -45,18 +45,20 @@ class Elements(NamedTuple):
     keys: float
 
 
-def elements(shape: Shape, q_heads: int, kv_heads: int) -> Elements:
-    """What training sends: forward and backward, under a full mask, with values as wide as keys.
+def elements(shape: Shape, q_heads: int, kv_heads: int, *, training: bool = True) -> Elements:
+    """What a rank receives, under a full mask, with values as wide as keys: forward, or in training also backward.
 
-    Queries, outputs and their gradients go along the keys axis, 5 times; keys, values and theirs along the queries
-    axis, 6 times; and the heads axis swaps all of q, k, v and out there and back, twice.
+    Queries and outputs go along the keys axis, and backward queries, outputs and the gradients of both; keys and values
+    along the queries axis, and backward also their gradients; the heads axis swaps all of q, k, v and out, there and
+    back.
     """
-    heads = 2 * (shape.heads - 1) / shape.heads * 2 * (q_heads + kv_heads)
-    return Elements(heads, 6 * (shape.queries - 1) * kv_heads, 5 * (shape.keys - 1) * q_heads)
+    q_times, k_times, swaps = (5, 6, 2) if training else (2, 2, 1)
+    heads = swaps * (shape.heads - 1) / shape.heads * 2 * (q_heads + kv_heads)
+    return Elements(heads, k_times * (shape.queries - 1) * kv_heads, q_times * (shape.keys - 1) * q_heads)
 
 
-def mesh_shapes(ranks: int, q_heads: int, kv_heads: int) -> list[Shape]:
-    """All shapes that so many ranks and heads allow, that on which training sends least first."""
+def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = True) -> list[Shape]:
+    """All shapes that so many ranks and heads allow, that on which training or prefill sends least first."""
     if min(ranks, q_heads, kv_heads) < 1 or q_heads % kv_heads:
         given = f"{ranks} ranks, {q_heads} query heads, {kv_heads} key heads"
         raise MeshError(
@@ -64,7 +66,7 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int) -> list[Shape]:
         )
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [Shape(h, r, ranks // h // r) for h in sizes if kv_heads % h == 0 for r in sizes if ranks // h % r == 0]
-    return sorted(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads)))
+    return sorted(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads, training=training)))
 
 
 def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:

@@ -98,6 +98,8 @@ class _RingCache(hf.ShardedCache):
     """Decodes a token at a time by passing keys and values round."""
 
     def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        if q.shape[2] > 1:
+            return super().attend(q, kv, mask, scale, sinks)
         counts = [kv.deal.count(rank, kv.length) for rank in range(kv.tokens.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
@@ -128,6 +130,7 @@ def _together(request: Request) -> list[Row]:
         else:  # what the first has computed: the same keys and values
             first.crop(ids.shape[1] - 1 - first.get_seq_length())
             cache.layers, first.layers = first.layers, cache.layers
+            cache.tokens = first.tokens
             for layer in cache.layers:
                 layer.cache = cache
         first, times = cache, _Times()

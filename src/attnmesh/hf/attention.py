@@ -53,26 +53,29 @@ def attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    attnmesh: Shards | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The output (batch, length, heads, dim), and no weights. Without a cache a call without `attnmesh` is local."""
+    """The output (batch, length, heads, dim), and no weights. Without a cache and without shards a call is local."""
     _check(module, dropout, more)
-    seen = _seen(attention_mask, sliding_window)
+    seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
     asked = Asked(seen.mask, scaling, s_aux)
     if isinstance(key, Fresh):
-        out = _new(query, key, asked, seen) if attnmesh is None else _prefilled(query, key, asked, attnmesh)
+        _check_caching(more)
+        out = _new(query, key, asked, seen) if seen.shards is None else _prefilled(query, key, asked, seen.shards)
     else:
         assert isinstance(value, Tensor)
-        _check_no_cache(query, key, seen, bool(more.get("use_cache")) and attnmesh is None)
-        out = _trained(query, key, value, asked, attnmesh or Shards(None, Zigzag(), query.shape[2]))
+        _check_no_cache(query, key, seen, bool(more.get("use_cache")) and seen.shards is None)
+        _check_router(module, more, seen.shards)
+        whole = Shards(None, Zigzag(), query.shape[2], (len(query), query.shape[2]))
+        out = _trained(query, key, value, asked, seen.shards or whole)
     return out.transpose(1, 2), None
 
 
 def _trained(q: Tensor, k: Tensor, v: Tensor, asked: Asked, shards: Shards, **options: str) -> Tensor:
     """Attention among the tokens of all ranks."""
     mask = asked.mask & shards.documents
-    where: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout, "length": shards.length}
+    where: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
+    where |= {"length": shards.length, "key_length": shards.length}
     return attention(q, k, v, mask=mask, scale=asked.scale, sinks=asked.sinks, **where, **options)  # type: ignore[arg-type]
 
 
@@ -127,6 +130,20 @@ def _check(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
 
 def _short(given: object) -> str:
     return f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)[:40]
+
+
+def _check_caching(more: dict[str, Any]) -> None:
+    if more.get("use_cache") is False:
+        fix = "leave past_key_values out, or use_cache"
+        raise KernelError(f"{SUBJECT}: use_cache", "a cache that is used", "use_cache=False with a ShardedCache", fix)
+
+
+def _check_router(module: nn.Module, more: dict[str, Any], shards: Shards | None) -> None:
+    """What experts' routers are told to balance is the whole batch, of which a rank has only its own tokens."""
+    asked = more.get("output_router_logits") or getattr(getattr(module, "config", None), "output_router_logits", False)
+    if asked and shards is not None and Mesh.of(shards.mesh).shape.ranks > 1:
+        fix = "set config.output_router_logits = False"
+        raise KernelError(f"{SUBJECT}: output_router_logits", "no loss of routers on shards", "one", fix)
 
 
 def _check_no_cache(q: Tensor, k: Tensor, seen: Seen, caching: bool) -> None:

@@ -23,17 +23,26 @@ KNOWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids"
 
 @dataclass(frozen=True)
 class Shards:
-    """Whose tokens a forward pass is given: it travels through the model to its attention, as `attnmesh=`."""
+    """Whose tokens a forward pass is given. It travels as the model's `attention_mask`, to what attnmesh makes of it.
+
+    So it reaches every layer, and a model whose attention is another's, which would take a shard for the whole,
+    stumbles over it at once.
+    """
 
     mesh: DeviceMesh | None
     layout: Layout
     length: int
     """Tokens of all ranks."""
+    shape: tuple[int, ...]
+    """(batch, tokens here), as the mask would have it."""
     documents: Mask = Full()
     start: int = 0
     """Tokens before these, in a cache."""
     real: Tensor | None = None
     """(batch, tokens of all ranks), False for padding; None if there is none."""
+
+    ndim = 3
+    """Neither a table of padding nor a whole mask: transformers hands it on as it is."""
 
 
 def shard_batch(
@@ -44,7 +53,7 @@ def shard_batch(
     Every rank of the mesh passes the same batch: `input_ids` (batch, length), and if it is to be learned from, `labels`
     or `shift_labels`, `attention_mask` of right padding, `position_ids` (of packed sequences they start again). Labels
     are shifted before they are cut. The mean of the loss over all ranks is the loss on one device, and so are means of
-    gradients, as DDP and FSDP take them.
+    gradients, as DDP and FSDP take them. The model has to have `attn_implementation="attnmesh"`.
 
     >>> part = shard_batch({"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}, None)
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
@@ -67,13 +76,12 @@ def shard_batch(
     if labels is not None:
         whole["shift_labels"] = labels
     part: dict[str, Any] = {name: shard(x, mesh, layout=layout, dim=1) for name, x in whole.items()}
-    part["attention_mask"] = torch.ones_like(part["input_ids"])  # or transformers takes jumps for packed sequences
     if labels is not None:
         count = batch.get("num_items_in_batch")
         count = (labels != IGNORED).sum().clamp(min=1) if count is None else torch.as_tensor(count)
         part |= {"labels": part["shift_labels"], "num_items_in_batch": count.to(device) / here.shape.ranks}
-    length = batch["input_ids"].shape[1]
-    return {**part, "use_cache": False, "attnmesh": Shards(mesh, layout, length, documents)}
+    shards = Shards(mesh, layout, batch["input_ids"].shape[1], tuple(part["input_ids"].shape), documents)
+    return {**part, "use_cache": False, "attention_mask": shards}
 
 
 def _described(batch: Mapping[str, Any]) -> str:

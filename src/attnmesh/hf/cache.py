@@ -1,6 +1,8 @@
 """A cache of transformers whose keys and values are spread over the ranks of a mesh, one `KVCache` a layer."""
 
-from typing import Any, NamedTuple
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +12,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
 from attnmesh.cache import KVCache
-from attnmesh.decode import decode
-from attnmesh.errors import KernelError, MeshError, ShapeError
+from attnmesh.decode import check_reproducible, decode
+from attnmesh.errors import KernelError, ShapeError
+from attnmesh.hf.opaque import FAMILIES, Opaque
 from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh
 
@@ -22,7 +25,8 @@ SERVED = ("full_attention", "sliding_attention")
 """Kinds of layers that attention over spread keys serves; others keep states that are no keys, or see by chunks."""
 
 
-class Fresh(NamedTuple):
+@dataclass(frozen=True)
+class Fresh(Opaque):
     """New keys and values on their way from the cache's `update` to the attention function, which stores them.
 
     Only there is it known which of them are padding, and whether they are the same on every rank.
@@ -59,8 +63,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def room(self, fresh: Fresh, more: int) -> KVCache:
         """The layer's keys and values, with room for so many tokens of all ranks."""
-        k, v, _ = fresh
-        if self.kv is None:
+        k, v = fresh.k, fresh.v
+        if self.kv is None or (self.kv.sizes.batch != len(k) and not self.kv.length):
             capacity = self.cache.capacity or _grown(more)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
             where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
@@ -142,7 +146,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             fix = "count prompt and new tokens, or leave it out"
             raise ShapeError("ShardedCache capacity", "None or a whole number, 1 or more", repr(capacity), fix)
-        self.mesh, self.ranks = mesh, Mesh.of(mesh).shape.ranks
+        here = Mesh.of(mesh).shape
+        if reproducible:
+            check_reproducible("ShardedCache reproducible", here.queries * here.keys, merge)
+        self.mesh, self.ranks = mesh, here.ranks
         self.capacity, self.block = capacity, block
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
         self.tokens: Tensor | None = None
@@ -184,6 +191,30 @@ class ShardedCache(Cache):  # type: ignore[misc]
         super().reset()
         self.tokens = None
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence b becomes what sequence `beam_idx[b]` was; there may be more or fewer."""
+        super().reorder_cache(beam_idx)
+        if self.tokens is not None:
+            self.tokens = self.tokens[beam_idx.long().to(self.tokens.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence so many times."""
+        if self.get_seq_length() and repeats > 1:
+            self.reorder_cache(torch.arange(self.layers[0].kv.sizes.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """These sequences alone."""
+        self.reorder_cache(indices)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
+        """A cache of its own on the same mesh: a prefix is computed once and gone on with twice."""
+        twin = object.__new__(type(self))
+        twin.__dict__ = {**self.__dict__, "layers": []}
+        for layer in self.layers:
+            twin.layers.append(ShardedLayer(twin))
+            twin.layers[-1].kv, twin.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
+        return twin
+
 
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise unless every layer of the model is one of attention over all tokens or a window of them."""
@@ -193,10 +224,10 @@ def check_layers(config: PreTrainedConfig) -> None:
     if others or getattr(config, "attention_chunk_size", None) or not hasattr(config, "num_attention_heads"):
         given = f"{config.model_type} with layers of {', '.join(others) or 'chunks or recurrent states'}"
         expected = f"a model of layers of {' and '.join(SERVED)}"
-        raise KernelError("attnmesh.hf", expected, given, "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss")
+        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
     if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or []):
         expected, given = "a model whose layers have keys of their own", f"{config.model_type}, whose layers share keys"
-        raise MeshError("attnmesh.hf", expected, given, "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss")
+        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
 
 
 def _grown(tokens: int) -> int:

@@ -6,15 +6,16 @@ every rank alike, with a cache that decodes over the mesh. Ranks draw the same r
 
 from inspect import signature
 from itertools import pairwise
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmesh.agree import agree, digest
-from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MeshError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import share
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import NAME, ShardedCache, check_layers
@@ -40,25 +41,49 @@ def generate(
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     """
-    if "past_key_values" in options:
-        raise ArgumentError("generate", "its cache as cache=", "past_key_values=", "rename it")
-    _agree(Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache)
+    here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), _Settings(model, options)
+    _agree(here, model, input_ids, attention_mask, cache, {"prefill_chunk_size": prefill_chunk_size, **options})
     whole = ShardedCache(model.config, mesh) if cache is None else cache
-    settings = options.get("generation_config") or model.generation_config
-    beams, returned = (options.get(n) or getattr(settings, n, None) or 1 for n in ("num_beams", "num_return_sequences"))
-    assisted = any(options.get(name) for name in ("assistant_model", "prompt_lookup_num_tokens"))
+    if attention_mask is None:
+        attention_mask = _inferred(input_ids, settings)
     known = _keep_shared(whole, input_ids, attention_mask)
+    assisted = any(settings[name] for name in ASSISTED)
     if assisted and known:
         given, fix = f"{known} tokens in the cache", "pass a new cache, or none"
         raise KernelError("generate", "an empty cache for assisted decoding", given, fix)  # it feeds the whole prompt
     if not assisted:
-        _prefill(model, input_ids, whole, attention_mask, prefill_chunk_size)
-        whole.batch_repeat_interleave(max(beams, returned))
+        _prefill(model, input_ids, whole, attention_mask, prefill_chunk_size or settings["prefill_chunk_size"])
+        whole.batch_repeat_interleave(max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1))
         options["prefill_chunk_size"] = None
-    _draw_alike(Mesh.of(whole.mesh), input_ids.device)
-    made = model.generate(input_ids, past_key_values=whole, attention_mask=attention_mask, **options)
+    _draw_alike(here, input_ids.device)
+    made = model.generate(
+        input_ids, past_key_values=whole, attention_mask=attention_mask, **{**options, "use_cache": True}
+    )
     _remember(whole, made if isinstance(made, Tensor) else made.sequences, attention_mask)
     return made
+
+
+class _Settings:
+    """What transformers will go by: options of the call, then those of a configuration, then the model's."""
+
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
+        self.options = options
+        self.configs = [options.get("generation_config"), getattr(model, "generation_config", None)]
+
+    def __getitem__(self, name: str) -> Any:
+        given = [self.options.get(name), *(getattr(config, name, None) for config in self.configs)]
+        return next((value for value in given if value is not None), None)
+
+
+def _inferred(ids: Tensor, settings: _Settings) -> Tensor | None:
+    """The padding of a batch that comes without a mask, where padding can be told from ends, as transformers does."""
+    pad, eos = settings["pad_token_id"], settings["eos_token_id"]
+    ends = eos if isinstance(eos, (list, tuple)) else [eos]
+    if pad is None or pad in ends or not bool((ids == pad).any()):
+        return None
+    mask: Tensor = (ids != pad).long()
+    _check_left(mask)
+    return mask
 
 
 def prefill(
@@ -71,9 +96,10 @@ def prefill(
 ) -> None:
     """Compute the prompt, each rank its share, and keep its keys: all but the last token, with which decoding begins.
 
-    What the cache holds already is taken for the beginning of the prompt.
+    What the cache holds of it already is kept, and what it holds beyond is cut.
     """
-    _agree(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache)
+    _agree(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
+    _keep_shared(cache, input_ids, attention_mask)
     _prefill(model, input_ids, cache, attention_mask, chunk_size)
 
 
@@ -125,7 +151,8 @@ def _forward(
         own = layout.positions(length, cache.ranks, here.shard).to(ids.device)
         ids, positions = ids[:, own], positions[:, own]
         fresh = None if seen is None else seen[:, start:].bool()
-        more = {"attnmesh": Shards(cache.mesh, layout, length, start=start, real=fresh)}
+        shape = tuple(ids.shape)
+        more = {"attention_mask": Shards(cache.mesh, layout, length, shape, start=start, real=fresh)}
     if "logits_to_keep" in signature(model.forward).parameters:
         more["logits_to_keep"] = 1
     model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **more)
@@ -143,27 +170,87 @@ def check_model(model: PreTrainedModel) -> None:
             "use a family like Llama, Qwen, Mistral or Gemma 3",
         )
         raise KernelError("generate", "a model that lets attention be chosen", given, fix)
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        given = "one in training with gradient checkpointing, which drops the cache"
+        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
     if model.config._attn_implementation != NAME:
         fix = f'call model.set_attn_implementation("{NAME}")'
         raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
 
 
 def _agree(
-    here: Mesh, model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None, cache: ShardedCache | None
+    here: Mesh,
+    model: PreTrainedModel,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    cache: ShardedCache | None,
+    options: dict[str, Any],
 ) -> None:
     """All ranks were given the same, or all raise the same error."""
     call: str | InputError
     try:
         check_model(model)
         _check_prompt(model.config.get_text_config(decoder=True), ids, attention_mask, here.shape.ranks)
+        _check_options(model, options)
         if cache is not None:
             _check_cache(cache, ids)
         numbers = [int(digest(x)) for x in (ids, attention_mask) if x is not None]
         held = 0 if cache is None else cache.get_seq_length()
-        call = f"generate from {list(ids.shape)} tokens of digest {numbers}, after {held} in the cache"
+        told = ", ".join(f"{name}={_told(given)}" for name, given in sorted(options.items()) if name != "streamer")
+        call = f"generate from {list(ids.shape)} tokens of digest {numbers}, after {held} in the cache, with {told}"
     except InputError as error:
         call = error
     agree(here, ids.device if isinstance(ids, Tensor) else torch.device("cpu"), call)
+
+
+def _told(given: object) -> str:
+    """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
+    if isinstance(given, GenerationConfig):
+        return repr(sorted(given.to_diff_dict().items(), key=str))
+    return (
+        repr(given) if isinstance(given, (bool, int, float, str, list, tuple, dict, NoneType)) else type(given).__name__
+    )
+
+
+REFUSED = {
+    "past_key_values": "pass a ShardedCache as cache=",
+    "cache_implementation": "leave it out, or pass a ShardedCache as cache=",
+    "use_cache": "leave it out",
+    "custom_generate": "call it yourself with past_key_values=ShardedCache(model.config, mesh)",
+    "max_time": "pass max_new_tokens: ranks have clocks of their own, and would stop at different tokens",
+    "guidance_scale": "leave it out: it runs the model on another prompt beside",
+    "output_attentions": "leave it out: weights are nowhere as a whole",
+    "output_hidden_states": "leave it out: those of the prompt are spread over ranks",
+}
+"""What `generate` of transformers takes and this one does not, and what to do instead."""
+
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+
+TAKEN = {
+    *vars(GenerationConfig()),
+    *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
+    *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer"),
+}
+
+
+def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    settings = _Settings(model, options)
+    refused = {name: settings[name] for name in REFUSED} | {"use_cache": options.get("use_cache", True)}
+    harmless = {"use_cache": True, "guidance_scale": 1.0}
+    for name, given in refused.items():
+        if given not in (None, harmless.get(name, False)):
+            expected, given = "options that can be served over a mesh", f"{name}={_told(given)}"
+            raise ArgumentError("generate", expected, given, REFUSED[name])
+    for name in options:
+        if name not in TAKEN and name != "chunk_size":
+            fix = "leave it out: prompts are prefilled from their ids and their attention_mask alone"
+            raise ArgumentError("generate", "options of transformers' generation", f"{name}=", fix)
+
+
+def _check_left(attention_mask: Tensor) -> None:
+    if not bool(attention_mask[:, -1].all()):
+        fix = "set the tokenizer's padding_side to 'left'"
+        raise MaskError("generate attention_mask", "real tokens at the end of each sequence", "padding", fix)
 
 
 def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
@@ -192,12 +279,14 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
         given = str(tuple(getattr(attention_mask, "shape", ())))
         fix = "pass the tokenizer's; a 4D or additive mask cannot be served"
         raise ShapeError("generate attention_mask", f"2D, {tuple(ids.shape)}", given, fix)
+    if attention_mask is not None:
+        _check_left(attention_mask)
 
 
 def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
     length: int = cache.get_seq_length()
-    shared = min(length, ids.shape[1] - 1)
+    shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
         same = (_known(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
         shared = int(same.long().cumprod(0).sum())
@@ -225,9 +314,8 @@ def _draw_alike(here: Mesh, device: torch.device) -> None:
     """Every rank's generators as those of the first shard: all are to sample the same tokens."""
     if here.shape.ranks == 1:
         return
-    for known, get, put in (
-        (True, torch.get_rng_state, torch.set_rng_state),
-        (device.type == "cuda", torch.cuda.get_rng_state, torch.cuda.set_rng_state),
-    ):
-        if known:
-            put(torch.tensor(share(get().tolist(), here.axes, device)[0], dtype=torch.uint8))
+    state = share(torch.get_rng_state().tolist(), here.axes, device)[0]
+    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
+    if device.type == "cuda":
+        state = share(torch.cuda.get_rng_state(device).tolist(), here.axes, device)[0]
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)

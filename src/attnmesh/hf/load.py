@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import cached_assets_path
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from attnmesh.errors import ModelError
 from attnmesh.hf.cache import NAME, check_layers
@@ -45,7 +52,7 @@ def open_config(place: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
         raise ModelError("model", "a model of transformers", f"{place!r}: {_line(error)}", fix) from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         given = f"{place!r}, a {config.model_type}"
         raise ModelError("model", "a causal language model", given, "use one that generates text")
     check_layers(config)

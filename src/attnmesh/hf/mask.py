@@ -13,16 +13,20 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from attnmesh.errors import MaskError
+from attnmesh.hf.batch import Shards
+from attnmesh.hf.opaque import Opaque
 from attnmesh.mask import Causal, Mask, Window
 
 
 @dataclass(frozen=True)
-class Seen:
+class Seen(Opaque):
     """What the tokens of a forward pass see."""
 
     mask: Mask
     real: Tensor | None = None
     """(batch, tokens so far), False for padding; None if there is none."""
+    shards: Shards | None = None
+    """Whose tokens they are, if not all ranks have the same."""
 
 
 Function = Callable[..., Tensor]
@@ -36,23 +40,24 @@ def mask_function(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Function = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Shards | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **_: Any,
 ) -> Seen:
     """As transformers calls it, once for each kind of layer in a forward pass."""
-    real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+    shards = attention_mask if isinstance(attention_mask, Shards) else None
+    real = attention_mask.bool() if isinstance(attention_mask, Tensor) and not bool(attention_mask.all()) else None
     if use_vmap:
         fix = "use a model of text whose mask is causal"
         raise MaskError("attention mask", "a causal mask or a sliding window", "a mask function of its own", fix)
     if local_size is None and mask_function is causal_mask_function:
-        return Seen(Causal(), real)
+        return Seen(Causal(), real, shards)
     queries = _probes(q_offset, q_length, local_size)
     keys = torch.cat((_probes(kv_offset, kv_length, local_size), queries - (local_size or 0)))
     keys = keys.clamp(min=kv_offset).unique()
     if local_size is not None and _same(mask_function, Window(local_size - 1), queries, keys):
-        return Seen(Window(local_size - 1), real)
+        return Seen(Window(local_size - 1), real, shards)
     if local_size is None:
         given = "one of packed sequences, whose positions start again, or of blocks"
         fix = "pass packed sequences through attnmesh.hf.shard_batch, also on one device"
