@@ -234,3 +234,12 @@ def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
     report = json.loads(run(*ASK, "--ranks", "1", "--json").stdout)
     assert torch.cuda.is_available()
     assert report["tokens"] == expected
+
+
+def test_the_example_generates_under_torchrun(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is")
+    example = str(Path(__file__).parents[1] / "examples" / "generate.py")
+    done = run(example, locate(PACKAGED), str(text), launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    assert done.returncode == 0, done.stderr
+    assert "Madrid" in done.stdout
