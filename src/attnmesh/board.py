@@ -23,11 +23,11 @@ from torch import Tensor
 
 from attnmesh.errors import RankFailure
 
-SLOT = 1 << 16
+SLOT = 1 << 18
 """Bytes of the longest message."""
 
 LARGEST = 1 << 26
-"""Bytes of memory that a board may take: beyond, for more than 31 ranks a host, ranks go by sockets."""
+"""Bytes of memory that a board may take: beyond, for more than 15 ranks a host, ranks go by sockets."""
 
 HEAD = 128
 """Bytes before a message: each counter in a cache line of its own."""
