@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from hashlib import file_digest
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -90,8 +91,9 @@ def _packaged() -> Path:
 
 def _unpacked(file: Path, note: Note) -> Path:
     """The model of a GGUF file, once: weights as they are computed with, in a folder that all ranks can map."""
-    state = file.stat()
-    folder = cached_assets_path("attnmesh", "gguf", f"{file.stem}-{state.st_size}-{state.st_mtime_ns}")
+    with file.open("rb") as opened:
+        sum_of_all = file_digest(opened, "sha256").hexdigest()
+    folder = cached_assets_path("attnmesh", "gguf", f"{file.stem}-{sum_of_all[:16]}")
     if (folder / "config.json").exists():
         return folder
     if find_spec("gguf") is None:
