@@ -400,6 +400,10 @@ def test_a_cache_never_takes_other_tokens_for_those_of_a_prompt() -> None:
     assert hf.generate(model, other, cache=own, **options).equal(stock.generate(other, **options))  # unknown: cut
     longer = torch.cat((made, prompt(5, seed=3)), 1)
     assert hf.generate(model, longer, cache=own, **options).equal(stock.generate(longer, **options))
+    beamed = hf.ShardedCache(model.config)
+    hf.generate(model, one, cache=beamed, num_beams=3, num_return_sequences=3, **options)
+    beamed.batch_select_indices(torch.tensor([2]))
+    assert hf.generate(model, one, cache=beamed, **options).equal(stock.generate(one, **options))
     pair, both = prompt(60, batch=2), hf.ShardedCache(model.config)
     hf.generate(model, pair, cache=both, **options)
     both.reorder_cache(torch.tensor([1, 0]))

@@ -6,19 +6,18 @@ every rank alike, with a cache that decodes over the mesh. Ranks draw the same r
 
 from inspect import signature
 from itertools import pairwise
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from attnmesh.agree import agree, digest
-from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
+from attnmesh.errors import KernelError
 from attnmesh.exchange import share
+from attnmesh.hf.asked import ASSISTED, Settings, agree_on, check_left
 from attnmesh.hf.batch import Shards
-from attnmesh.hf.cache import NAME, ShardedCache, check_layers
+from attnmesh.hf.cache import ShardedCache
 from attnmesh.layout import Striped
 from attnmesh.mesh import Mesh
 
@@ -41,48 +40,37 @@ def generate(
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     """
-    here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), _Settings(model, options)
-    _agree(here, model, input_ids, attention_mask, cache, {"prefill_chunk_size": prefill_chunk_size, **options})
+    here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), Settings(model, options)
+    agree_on(here, model, input_ids, attention_mask, cache, {"prefill_chunk_size": prefill_chunk_size, **options})
     whole = ShardedCache(model.config, mesh) if cache is None else cache
     if attention_mask is None:
         attention_mask = _inferred(input_ids, settings)
     known = _keep_shared(whole, input_ids, attention_mask)
-    assisted = any(settings[name] for name in ASSISTED)
+    assisted, beams = any(settings[name] for name in ASSISTED), settings["num_beams"] or 1
     if assisted and known:
         given, fix = f"{known} tokens in the cache", "pass a new cache, or none"
         raise KernelError("generate", "an empty cache for assisted decoding", given, fix)  # it feeds the whole prompt
     if not assisted:
         _prefill(model, input_ids, whole, attention_mask, prefill_chunk_size or settings["prefill_chunk_size"])
-        whole.batch_repeat_interleave(max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1))
+        whole.batch_repeat_interleave(max(beams, settings["num_return_sequences"] or 1))
         options["prefill_chunk_size"] = None
     _draw_alike(here, input_ids.device)
     made = model.generate(
         input_ids, past_key_values=whole, attention_mask=attention_mask, **{**options, "use_cache": True}
     )
-    _remember(whole, made if isinstance(made, Tensor) else made.sequences, attention_mask)
+    # Which of several beams is in which row, nobody can tell any more.
+    whole.tokens = None if beams > 1 else _held(whole, getattr(made, "sequences", made), attention_mask)
     return made
 
 
-class _Settings:
-    """What transformers will go by: options of the call, then those of a configuration, then the model's."""
-
-    def __init__(self, model: Any, options: dict[str, Any]) -> None:
-        self.options = options
-        self.configs = [options.get("generation_config"), getattr(model, "generation_config", None)]
-
-    def __getitem__(self, name: str) -> Any:
-        given = [self.options.get(name), *(getattr(config, name, None) for config in self.configs)]
-        return next((value for value in given if value is not None), None)
-
-
-def _inferred(ids: Tensor, settings: _Settings) -> Tensor | None:
+def _inferred(ids: Tensor, settings: Settings) -> Tensor | None:
     """The padding of a batch that comes without a mask, where padding can be told from ends, as transformers does."""
     pad, eos = settings["pad_token_id"], settings["eos_token_id"]
     ends = eos if isinstance(eos, (list, tuple)) else [eos]
     if pad is None or pad in ends or not bool((ids == pad).any()):
         return None
     mask: Tensor = (ids != pad).long()
-    _check_left(mask)
+    check_left(mask)
     return mask
 
 
@@ -98,7 +86,7 @@ def prefill(
 
     What the cache holds of it already is kept, and what it holds beyond is cut.
     """
-    _agree(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
+    agree_on(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
     _keep_shared(cache, input_ids, attention_mask)
     _prefill(model, input_ids, cache, attention_mask, chunk_size)
 
@@ -158,131 +146,6 @@ def _forward(
     model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **more)
 
 
-def check_model(model: PreTrainedModel) -> None:
-    """Raise unless it is a causal language model that asks attnmesh for its attention."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        fix = "load it with AutoModelForCausalLM"
-        raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
-    check_layers(model.config)
-    if not model.is_backend_compatible():
-        given, fix = (
-            f"{type(model).__name__}, which computes its own",
-            "use a family like Llama, Qwen, Mistral or Gemma 3",
-        )
-        raise KernelError("generate", "a model that lets attention be chosen", given, fix)
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        given = "one in training with gradient checkpointing, which drops the cache"
-        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
-    if model.config._attn_implementation != NAME:
-        fix = f'call model.set_attn_implementation("{NAME}")'
-        raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
-
-
-def _agree(
-    here: Mesh,
-    model: PreTrainedModel,
-    ids: Tensor,
-    attention_mask: Tensor | None,
-    cache: ShardedCache | None,
-    options: dict[str, Any],
-) -> None:
-    """All ranks were given the same, or all raise the same error."""
-    call: str | InputError
-    try:
-        check_model(model)
-        _check_prompt(model.config.get_text_config(decoder=True), ids, attention_mask, here.shape.ranks)
-        _check_options(model, options)
-        if cache is not None:
-            _check_cache(cache, ids)
-        numbers = [int(digest(x)) for x in (ids, attention_mask) if x is not None]
-        held = 0 if cache is None else cache.get_seq_length()
-        told = ", ".join(f"{name}={_told(given)}" for name, given in sorted(options.items()) if name != "streamer")
-        call = f"generate from {list(ids.shape)} tokens of digest {numbers}, after {held} in the cache, with {told}"
-    except InputError as error:
-        call = error
-    agree(here, ids.device if isinstance(ids, Tensor) else torch.device("cpu"), call)
-
-
-def _told(given: object) -> str:
-    """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
-    if isinstance(given, GenerationConfig):
-        return repr(sorted(given.to_diff_dict().items(), key=str))
-    return (
-        repr(given) if isinstance(given, (bool, int, float, str, list, tuple, dict, NoneType)) else type(given).__name__
-    )
-
-
-REFUSED = {
-    "past_key_values": "pass a ShardedCache as cache=",
-    "cache_implementation": "leave it out, or pass a ShardedCache as cache=",
-    "use_cache": "leave it out",
-    "custom_generate": "call it yourself with past_key_values=ShardedCache(model.config, mesh)",
-    "max_time": "pass max_new_tokens: ranks have clocks of their own, and would stop at different tokens",
-    "guidance_scale": "leave it out: it runs the model on another prompt beside",
-    "output_attentions": "leave it out: weights are nowhere as a whole",
-    "output_hidden_states": "leave it out: those of the prompt are spread over ranks",
-}
-"""What `generate` of transformers takes and this one does not, and what to do instead."""
-
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
-
-TAKEN = {
-    *vars(GenerationConfig()),
-    *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
-    *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer"),
-}
-
-
-def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    settings = _Settings(model, options)
-    refused = {name: settings[name] for name in REFUSED} | {"use_cache": options.get("use_cache", True)}
-    harmless = {"use_cache": True, "guidance_scale": 1.0}
-    for name, given in refused.items():
-        if given not in (None, harmless.get(name, False)):
-            expected, given = "options that can be served over a mesh", f"{name}={_told(given)}"
-            raise ArgumentError("generate", expected, given, REFUSED[name])
-    for name in options:
-        if name not in TAKEN and name != "chunk_size":
-            fix = "leave it out: prompts are prefilled from their ids and their attention_mask alone"
-            raise ArgumentError("generate", "options of transformers' generation", f"{name}=", fix)
-
-
-def _check_left(attention_mask: Tensor) -> None:
-    if not bool(attention_mask[:, -1].all()):
-        fix = "set the tokenizer's padding_side to 'left'"
-        raise MaskError("generate attention_mask", "real tokens at the end of each sequence", "padding", fix)
-
-
-def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
-    if not isinstance(cache, ShardedCache):
-        fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
-        raise KernelError("generate cache", "a ShardedCache", type(cache).__name__, fix)
-    if cache.get_seq_length() and cache.layers[0].kv.sizes.batch != ids.shape[0]:
-        given, fix = f"{ids.shape[0]} and {cache.layers[0].kv.sizes.batch} in the cache", "pass a new cache"
-        raise ShapeError("generate", "as many sequences as the cache holds", given, fix)
-
-
-def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor | None, ranks: int) -> None:
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
-        given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise DtypeError("generate input_ids", "int64 token ids (batch, length)", given, "tokenize with return_tensors")
-    if not ids.numel():
-        raise ShapeError("generate input_ids", "at least one token", "an empty prompt", "begin with a token")
-    if ids.shape[1] < ranks:
-        fix = "use fewer ranks, or a longer prompt"
-        raise MeshError("generate", "at least one token a rank", f"{ids.shape[1]} on {ranks} ranks", fix)
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
-        fix = "shorten the prompt, or use a model with a longer context"
-        raise ShapeError("generate input_ids", f"at most {longest} tokens, the model's context", f"{ids.shape[1]}", fix)
-    if attention_mask is not None and tuple(getattr(attention_mask, "shape", ())) != tuple(ids.shape):
-        given = str(tuple(getattr(attention_mask, "shape", ())))
-        fix = "pass the tokenizer's; a 4D or additive mask cannot be served"
-        raise ShapeError("generate attention_mask", f"2D, {tuple(ids.shape)}", given, fix)
-    if attention_mask is not None:
-        _check_left(attention_mask)
-
-
 def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
     length: int = cache.get_seq_length()
@@ -298,16 +161,12 @@ def _known(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return ids.clone() if attention_mask is None else ids.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)
 
 
-def _remember(cache: ShardedCache, sequences: Tensor, attention_mask: Tensor | None) -> None:
-    """Which tokens the cache holds now; of several beams nobody knows which are left."""
-    known, length = cache.tokens, cache.get_seq_length()
-    if (known is not None and len(known) != len(sequences)) or cache.layers[0].kv.sizes.batch != len(sequences):
-        cache.tokens = sequences.new_full((cache.layers[0].kv.sizes.batch, length), -2)
-        return
+def _held(cache: ShardedCache, sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The tokens of these sequences that the cache holds."""
     if attention_mask is not None:
-        more = sequences.shape[1] - attention_mask.shape[1]
-        attention_mask = torch.nn.functional.pad(attention_mask, (0, more), value=1)
-    cache.tokens = _known(sequences[:, :length], attention_mask)
+        times, more = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
+        attention_mask = torch.nn.functional.pad(attention_mask.repeat_interleave(times, 0), (0, more), value=1)
+    return _known(sequences[:, : cache.get_seq_length()], attention_mask)
 
 
 def _draw_alike(here: Mesh, device: torch.device) -> None:
