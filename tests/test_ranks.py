@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from attnmesh.board import alive
 from attnmesh.errors import ShapeError
 from attnmesh.ranks import RankError, run_on_ranks
 
@@ -85,18 +86,9 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None
         starter.send_signal(end)
         starter.wait(timeout=5)
         deadline = time.monotonic() + 5
-        while any(_alive(rank) for rank in ranks):
+        while any(alive(rank) for rank in ranks):
             assert time.monotonic() < deadline, "ranks are left behind"
             time.sleep(0.05)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    with open(f"/proc/{process}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_ranks_have_the_threads_they_are_given() -> None:
