@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -121,6 +122,24 @@ def test_where_one_rank_cannot_share_memory_none_does(lacking: int, pool: Pool) 
     for none, out in pool.run(3, _without, lacking):
         assert none
         assert torch.allclose(out, torch.ones_like(out))
+
+
+def _on_two_hosts(size: int) -> bool:
+    """On a rank: merge in a new group, whose last rank is alone on a host of its own."""
+    group, name = dist.new_group(), socket.gethostname
+    if dist.get_rank() == 2:
+        socket.gethostname = lambda: "elsewhere"
+    try:
+        own = am.Partial(torch.full((1, 1, size, 4), float(dist.get_rank())), torch.zeros(1, 1, size))
+        merged = [am.merge_across(own, group, how=how).out for how in ("tree", "direct")]
+        return all(torch.allclose(out, torch.ones_like(out)) for out in merged)
+    finally:
+        socket.gethostname = name
+
+
+@pytest.mark.parametrize("size", [10, SLOT // 16, 1 << 17])
+def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, pool: Pool) -> None:
+    assert pool.run(3, _on_two_hosts, size, deadline=20) == [True] * 3
 
 
 def test_too_many_ranks_go_without() -> None:

@@ -31,9 +31,6 @@ from attnmesh.partial import Partial, collapse, wide
 FEW = 3
 """Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
-ROOM = 1 << 20
-"""Bytes kept for a message that turns out to be another than was expected: see `climb`."""
-
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
 
@@ -162,10 +159,9 @@ def merged_across(
         return partial, witness
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
-    board = board_of(axis, witness.device)
     how = _automatic(axis, output) if how == "auto" else how
-    # Too long to be heard by a rank that expects another, where room is kept for that at all.
-    if how not in COLLECTIVE and form.size > (ROOM if board is None else SLOT) and witness.device.type == "cpu":
+    # Too long to be heard by a rank that expects another. The same length on all ranks, with a board or without.
+    if how not in COLLECTIVE and form.size > SLOT and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
         if float(told.sum()) != 0:
             return partial, told
@@ -202,14 +198,14 @@ def _tree(partial: Partial, witness: Tensor, form: Form, axis: Axis, canonical: 
     """Of two messages the bits of the merge do not depend on which is the first."""
     steps = rounds(axis, canonical, witness.device)[axis.index]
     board = board_of(axis, witness.device)
-    whole = climb(form.message(witness, partial), steps, axis, ROOM, form.join, board)
+    whole = climb(form.message(witness, partial), steps, axis, form.join, board)
     witnesses, merged = form.read(whole[None])
     return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
 
 
 def _direct(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
     messages = [form.message(witness, partial)] * axis.size
-    return form.joined(meet(messages, axis, ROOM, board_of(axis, witness.device)))
+    return form.joined(meet(messages, axis, board_of(axis, witness.device)))
 
 
 def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
@@ -218,7 +214,7 @@ def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis
     messages = [form.message(witness, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    witness, merged = form.joined(meet(messages, axis, ROOM, board_of(axis, witness.device)))
+    witness, merged = form.joined(meet(messages, axis, board_of(axis, witness.device)))
     return merged, witness
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from attnmesh.errors import RankFailure
 
 SLOT = 1 << 18
-"""Bytes of the longest message."""
+"""Bytes of the longest message, and of those that ranks can hear although they expect others."""
 
 LARGEST = 1 << 26
 """Bytes of memory that a board may take: beyond, for more than 15 ranks a host, ranks go by sockets."""

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.across import COLLECTIVE, ROOM, absent, check_merge, merged_across, share_of, witness_of
+from attnmesh.across import COLLECTIVE, absent, check_merge, merged_across, share_of, witness_of
 from attnmesh.agree import agree, digest
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
@@ -188,7 +188,7 @@ def _absent(cache: KVCache, options: "_Options") -> None:
 
 def _told(witness: Tensor, axis: Axis) -> Tensor:
     """The maximum of the witnesses of all ranks in line."""
-    rows = meet([witness.view(torch.uint8)] * axis.size, axis, ROOM, board_of(axis, witness.device))
+    rows = meet([witness.view(torch.uint8)] * axis.size, axis, board_of(axis, witness.device))
     return rows.view(witness.dtype).amax(0)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.board import Board
+from attnmesh.board import SLOT, Board
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
@@ -145,23 +145,22 @@ def climb(
     message: Tensor,
     rounds: Sequence[Round],
     axis: Axis,
-    room: int,
     join: Callable[[Tensor], Tensor],
     board: Board | None = None,
 ) -> Tensor:
     """Round by round `join` what is held and what is heard, two rows of bytes, to what is held next.
 
     Gloo is told of all that will be heard at once, as what is expected comes in half the time. On other backends a
-    receipt would hold up what is sent after it. Gloo takes a message into any box that is not too small for it: with
-    `room`, in bytes, ranks that do not agree on what is sent can still hear what the beginnings of messages say.
-    Ranks of a host exchange short messages by the `board`, if there is one.
+    receipt would hold up what is sent after it. Gloo takes a message into any box that is not too small for it:
+    boxes have room for a `SLOT`, so ranks that do not agree on what is sent still hear how messages begin. Ranks of a
+    host exchange messages of up to that length by the `board`, if there is one.
     """
     size, early = len(message), message.device.type == "cpu"
 
     def near(peer: int) -> bool:
         return board is not None and board.serves(peer, size)
 
-    boxes = [message.new_empty(2, size if near(step.hear) or not early else max(size, room)) for step in rounds]
+    boxes = [message.new_empty(2, size if near(step.hear) or not early else max(size, SLOT)) for step in rounds]
     receipts = [
         [] if near(step.hear) else [(dist.irecv, step.hear, box[1])] for step, box in zip(rounds, boxes, strict=True)
     ]
@@ -187,13 +186,13 @@ def climb(
     return message
 
 
-def meet(messages: Sequence[Tensor], axis: Axis, room: int, board: Board | None = None) -> Tensor:
+def meet(messages: Sequence[Tensor], axis: Axis, board: Board | None = None) -> Tensor:
     """All to all: `messages[p]` goes to rank p, row p is what came of it, as long as the own; else as `climb`."""
     mine = messages[axis.index]
     others = [peer for peer in range(axis.size) if peer != axis.index]
     near = [p for p in others if board is not None and board.serves(p, max(len(mine), len(messages[p])))]
     far = [p for p in others if p not in near]
-    rows = mine.new_empty(axis.size, max(len(mine), room if far and mine.device.type == "cpu" else 0))
+    rows = mine.new_empty(axis.size, max(len(mine), SLOT if far and mine.device.type == "cpu" else 0))
     works = _posted([(dist.irecv, p, rows[p]) for p in far] + [(dist.isend, p, messages[p]) for p in far], axis)
     count_messages(len(others), len(mine))
     rows[axis.index, : len(mine)] = mine

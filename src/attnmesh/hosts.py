@@ -2,7 +2,7 @@
 
 import os
 import socket
-from functools import lru_cache
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from secrets import randbits
@@ -17,13 +17,13 @@ from attnmesh.mesh import Axis
 from attnmesh.tree import Round, by_residue, tree
 
 
-@lru_cache(maxsize=64)
+@cache  # all ranks ask at once, the first time: none may forget before the others
 def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
     return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
 
 
-@lru_cache(maxsize=64)
+@cache
 def board_of(axis: Axis, device: torch.device) -> Board | None:
     """The memory that this rank shares with others of its host; all ranks of the axis ask at the same time.
 

@@ -103,15 +103,6 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is not None:
             self.kv.reorder(beam_idx.long())
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence so many times."""
-        if self.kv is not None:
-            self.kv.reorder(torch.arange(self.kv.sizes.batch).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """These sequences alone."""
-        self.reorder_cache(indices)
-
 
 class ShardedCache(Cache):  # type: ignore[misc]
     """`past_key_values` for a model with `attn_implementation="attnmesh"`: each rank of the mesh keeps a share.
