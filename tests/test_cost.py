@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 import attnmesh as am
 from attnmesh.bench import prefill
-from attnmesh.cost import automatic, held
+from attnmesh.cost import Way, cost, held
+from attnmesh.here import best_exchange
 from attnmesh.mesh import Shape
 from attnmesh.schedule import EXCHANGES
 from tests.pool import Pool
@@ -77,6 +78,12 @@ def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
         assert pipelined <= 1.3 * ring
 
 
-def test_auto_gathers_whole_while_that_is_small() -> None:
-    assert automatic(Shape(1, 4, 1), 8, 8, 1024 * 64) == EXCHANGES["bulk"]
-    assert automatic(Shape(1, 4, 1), 8, 8, 65536 * 64) == EXCHANGES["pipelined"]
+@pytest.mark.parametrize(("batch", "leanest"), [(1, False), (4096, True)])
+def test_auto_takes_the_fastest_of_those_that_hold_little(batch: int, leanest: bool) -> None:
+    shape = Shape(1, 4, 1)
+    workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
+    cluster = am.Cluster.preset("local")
+    costs = {name: cost(Way(shape, shape, am.Zigzag(), name), workload, cluster) for name in EXCHANGES}
+    picked = best_exchange(cluster, shape, shape, am.Zigzag(), workload)
+    first = min(costs, key=lambda name: costs[name].memory if leanest else costs[name].seconds)
+    assert picked == EXCHANGES[first]

@@ -3,6 +3,7 @@
 from attnmesh.across import merge_across as merge_across
 from attnmesh.attention import attention as attention
 from attnmesh.cache import KVCache as KVCache
+from attnmesh.cluster import Cluster as Cluster
 from attnmesh.decode import decode as decode
 from attnmesh.energy import energy as energy
 from attnmesh.kernel.attend import attend as attend
@@ -19,7 +20,10 @@ from attnmesh.mesh import init_mesh as init_mesh
 from attnmesh.mesh import mesh_shape as mesh_shape
 from attnmesh.partial import Partial as Partial
 from attnmesh.partial import merge as merge
+from attnmesh.plan import Plan as Plan
+from attnmesh.plan import plan as plan
 from attnmesh.shards import shard as shard
 from attnmesh.shards import unshard as unshard
+from attnmesh.workload import Workload as Workload
 
 __version__ = "0.1.0"

@@ -23,13 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
+from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, collapse, wide
-
-FEW = 3
-"""Up to so many ranks "auto" sends directly: as few exchanges as a tree's, or one fewer, and hardly more messages."""
 
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
@@ -159,7 +157,8 @@ def merged_across(
         return partial, witness
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
-    how = _automatic(axis, output) if how == "auto" else how
+    if how == "auto":
+        how = "direct" if output == "heads" else best_merge(axis, witness.device)
     # Too long to be heard by a rank that expects another. The same length on all ranks, with a board or without.
     if how not in COLLECTIVE and form.size > SLOT and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
@@ -188,10 +187,6 @@ def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
     """The number, and less the number: their maxima over all ranks cancel if all say the same."""
     number = torch.as_tensor(number, device=like.device).remainder(DIGEST).to(like.dtype)
     return torch.stack((number, -number))
-
-
-def _automatic(axis: Axis, output: str) -> str:
-    return "direct" if output == "heads" or axis.size <= FEW else "tree"
 
 
 def _tree(partial: Partial, witness: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:

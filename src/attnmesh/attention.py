@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree
-from attnmesh.cost import automatic
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.execute import Task, backward, forward
+from attnmesh.here import best_exchange, surroundings
 from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient, with_sinks
 from attnmesh.kernel.choose import check_kernel, choose
@@ -25,6 +25,7 @@ from attnmesh.mesh import Mesh, Shape
 from attnmesh.partial import wide
 from attnmesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.swap import swap_op
+from attnmesh.workload import Workload
 
 
 def attention(
@@ -191,17 +192,35 @@ def _task(
 ) -> Task:
     here = Mesh.named(Shape(*code[:3]), code[3:6], groups)
     problem = Problem.decode(here.shape, code[6:])
-    how = _automatic(q, k, problem) if exchange == "auto" else EXCHANGES[exchange]
+    how = _automatic(here, q, v, k.shape[1], problem) if exchange == "auto" else EXCHANGES[exchange]
     plan = schedule(problem, here.queries.index, here.keys.index, how.ring)
     head_groups = how.head_groups(here.shape, k.shape[1] * here.shape.heads)
     return Task(here, plan, head_groups, choose(kernel, q, k, v), scale)
 
 
-def _automatic(q: Tensor, k: Tensor, problem: Problem) -> Exchange:
-    """From what all ranks know alike: heads here are a rank's share of them, tokens those of a shard."""
-    tokens = max(problem.length, problem.key_length) // problem.shape.ranks
-    q_heads, kv_heads = (problem.shape.heads * x.shape[1] for x in (q, k))
-    return automatic(problem.shape, q_heads, kv_heads, q.shape[0] * tokens * q.shape[-1])
+def _automatic(here: Mesh, q: Tensor, v: Tensor, kv_heads: int, problem: Problem) -> Exchange:
+    """From what all ranks know alike: heads here are a rank's share of them."""
+    if problem.shape.queries * problem.shape.keys == 1 or 0 in (
+        problem.length,
+        problem.key_length,
+        *q.shape,
+        v.shape[3],
+    ):
+        return EXCHANGES["bulk"]
+    cluster, tile = surroundings(here, q.device)
+    q_heads, kv_heads = (problem.shape.heads * n for n in (q.shape[1], kv_heads))
+    other = problem.key_length != problem.length  # keys of another sequence: reckoned as if all were seen
+    workload = Workload(
+        q_heads,
+        kv_heads,
+        q.shape[3],
+        max(problem.length, problem.key_length),
+        value_dim=v.shape[3],
+        batch=q.shape[0],
+        dtype=str(q.dtype),
+        mask=Mask() if other else problem.mask,
+    )
+    return best_exchange(cluster, tile, problem.shape, problem.layout, workload)
 
 
 def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Problem:

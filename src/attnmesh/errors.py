@@ -61,5 +61,9 @@ class StoreError(InputError):
     """Files that are not those of a cache, or are damaged."""
 
 
+class ClusterError(InputError):
+    """Hosts, links or devices that cannot be, or a workload that does not fit them."""
+
+
 class RankFailure(RuntimeError):
     """A rank that others wait for is gone."""

@@ -124,11 +124,15 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 def trade(
     sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device
 ) -> Callable[[], dict[int, Tensors]]:
-    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come."""
+    """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
+
+    What is to come is posted first: a rank tells the other that it may send on the line that carries its own message,
+    and behind that the word would wait until all of it has gone: the link would serve one way at a time.
+    """
     packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
     boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
-    posts = [(post, *each) for post, pile in ((dist.isend, letters), (dist.irecv, boxes)) for each in pile.items()]
+    posts = [(post, *each) for post, pile in ((dist.irecv, boxes), (dist.isend, letters)) for each in pile.items()]
     works = _posted(posts, axis)
     _count(wanted)
 

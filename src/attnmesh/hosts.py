@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -62,8 +63,13 @@ def _number(file: Path) -> int:
 
 
 def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
-    """The ranks of each host; a host is a name and a network of its own."""
+    """The ranks of each host."""
+    said = host_numbers([axis], device)
+    return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
+
+
+def host_numbers(axes: Sequence[Axis], device: torch.device) -> list[int]:
+    """For each shard a number of its host, which is a name and a network of its own. All ranks ask at once."""
     name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-    said = [row[0] for row in share([number], [axis], device)]
-    return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
+    return [row[0] for row in share([number], axes, device)]

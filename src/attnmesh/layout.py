@@ -10,7 +10,7 @@ Any length goes, also fewer tokens than shards: then some shards are empty.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from attnmesh.errors import LayoutError
 
 
-class Layout(Protocol):
+class Layout(Hashable, Protocol):
     """What `layout=` takes."""
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:

@@ -22,6 +22,9 @@ from attnmesh.errors import InputError
 Say = Callable[[Any], None]
 """How a rank tells something before it is done."""
 
+Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
+"""A function, its arguments, and whether it says things meanwhile."""
+
 GRACE = 2.0
 """Seconds that the others get after one has failed: most fail with it, and what they say may tell more."""
 
@@ -67,15 +70,17 @@ def run_on_ranks(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            return _results(processes, pipes, heard, seconds)
+            return results(pipes, lambda rank: _death(rank, processes[rank]), heard, seconds)
         finally:
             os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             _end(processes)
 
 
-def _results(processes: list[Any], pipes: list[Connection], heard: Say | None, seconds: float | None) -> list[Any]:
-    """What each rank returned, once all have; or the first error, once there is one."""
-    results: dict[int, Any] = {}
+def results(
+    pipes: list[Connection], death: Callable[[int], RankError], heard: Say | None, seconds: float | None
+) -> list[Any]:
+    """What each rank returned, once all have; or the first error, once there is one: `death` of a silent rank."""
+    done: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     end = None if seconds is None else time.monotonic() + seconds
     waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -89,13 +94,13 @@ def _results(processes: list[Any], pipes: list[Connection], heard: Say | None, s
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                kind, value = "failed", _death(rank, processes[rank])
+                kind, value = "failed", death(rank)
             if kind == "said" and heard is not None:
                 heard(value)
                 continue
             waiting.pop(pipe)
             if kind == "done":
-                results[rank] = value
+                done[rank] = value
             else:
                 failures[rank] = value
                 end = min(end or time.monotonic() + GRACE, time.monotonic() + GRACE)
@@ -104,7 +109,7 @@ def _results(processes: list[Any], pipes: list[Connection], heard: Say | None, s
         raise min(failures.values(), key=lambda error: not isinstance(error, InputError))
     if waiting:
         raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
-    return [results[rank] for rank in range(len(pipes))]
+    return [done[rank] for rank in range(len(pipes))]
 
 
 def _death(rank: int, process: Any) -> RankError:
@@ -126,15 +131,27 @@ def _end(processes: list[Any]) -> None:
         process.join()
 
 
-def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: tuple[Any, tuple[Any, ...], bool]) -> None:
+def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work) -> None:
     """A rank's life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the one that started us, and ends us
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     rank, ranks, threads, gpus, store = place
-    function, arguments, talks = work
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens but on this machine
     torch.set_num_threads(threads)
+
+    def enter() -> None:
+        if gpus:
+            torch.cuda.set_device(rank)
+        backend = "nccl" if gpus else "gloo"
+        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE)
+
+    perform(pipe, enter, work)
+
+
+def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
+    """Enter the world of ranks, do the work, and tell what came of it."""
+    function, arguments, talks = work
     lock = threading.Lock()
 
     def say(what: Any) -> None:
@@ -142,17 +159,14 @@ def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: tuple
             pipe.send(("said", what))
 
     try:
-        if gpus:
-            torch.cuda.set_device(rank)
-        backend = "nccl" if gpus else "gloo"
-        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE)
+        enter()
         result = function(*([say] if talks else []), *arguments)
         with lock:
             pipe.send(("done", result))
         dist.destroy_process_group()
     except Exception as error:
         # A foreseen error travels as it is; another may be one that only this process can make.
-        told = error if isinstance(error, InputError) else RankError(f"on rank {rank}:\n{traceback.format_exc()}")
+        told = error if isinstance(error, InputError) else RankError(f"on a rank:\n{traceback.format_exc()}")
         pipe.send(("failed", told))
 
 

@@ -194,8 +194,8 @@ def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
         if step + 1 < ranks:
             tokens = counts[(rank - step - 1) % ranks]
             coming = [x.new_empty(*x.shape[:2], tokens, x.shape[3]) for x in held]
-            posts = [dist.P2POp(dist.isend, x, (rank + 1) % ranks) for x in held]
-            works = dist.batch_isend_irecv(posts + [dist.P2POp(dist.irecv, x, (rank - 1) % ranks) for x in coming])
+            posts = [dist.P2POp(dist.irecv, x, (rank - 1) % ranks) for x in coming]
+            works = dist.batch_isend_irecv(posts + [dist.P2POp(dist.isend, x, (rank + 1) % ranks) for x in held])
         out, lse = am.attend(q, *held)
         partials.append(Partial(out.float(), lse))
         for work in works:

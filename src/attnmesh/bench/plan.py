@@ -1,0 +1,224 @@
+"""`attnmesh bench plan`: what the planner says of a world of ranks, beside what is measured there in the same run.
+
+The world's constants are measured first; then every workload is planned with them, and the plans are run in turns: the
+one picked, the best of each other shape, and the shapes that have names. *Regret* is how much longer the picked one
+takes than the best measured. On shaped hosts, bytes are told by the counters of their interfaces.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import attnmesh as am
+from attnmesh.bench.timing import Timing
+from attnmesh.cluster import Cluster
+from attnmesh.mesh import AXES, Shape
+from attnmesh.plan import Plan, plan
+from attnmesh.ranks import Say
+from attnmesh.shaped import HEADERS, Hosts, Wire, World, run_on, wire
+from attnmesh.travel import placed
+from attnmesh.workload import Workload
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One plan: what was said of it and what came of it; bytes are those between hosts, of all of them."""
+
+    workload: str
+    plan: str
+    known_as: str
+    picked: bool
+    predicted_ms: float
+    timing: Timing
+    beside_best: float
+    predicted_bytes: int | None = None
+    wire_bytes: int | None = None
+    header_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that one world told."""
+
+    world: str
+    cluster: Cluster
+    rows: list[Ran]
+
+
+def workloads(world: World, length: int) -> list[Workload]:
+    """Each phase with heads of their own, in groups of 4 and of 8; decoding over 16 times the tokens."""
+    found = []
+    for phase in ("prefill", "training", "decode"):
+        for kv_heads in (8, 2, 1):
+            tokens = 16 * length if phase == "decode" else length
+            found.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
+    return found
+
+
+def described(workload: Workload) -> str:
+    """A workload in few words."""
+    heads = f"{workload.q_heads}/{workload.kv_heads} heads of {workload.head_dim}"
+    return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
+
+
+def report(world: World, todo: list[Workload], most: int, rounds: int, heard: Say) -> Report:
+    """Measure a world and what is planned for it."""
+    cluster, rows = run_on(world, _on_rank, todo, most, rounds, isinstance(world, Hosts), heard=heard)[0]
+    return Report(str(world), cluster, rows)
+
+
+def _on_rank(say: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
+    first = dist.get_rank() == 0
+    cluster = Cluster.measure(_mesh(Shape(1, 1, dist.get_world_size()), Shape(1, 1, dist.get_world_size())))
+    if first:
+        say(f"measured {cluster.hosts} hosts of {cluster.ranks}")
+    rows = []
+    for workload in todo:
+        rows += _contest(workload, cluster, most, rounds, wired)
+        if first:
+            say(described(workload))
+    return cluster, rows
+
+
+def contenders(plans: list[Plan], most: int) -> list[Plan]:
+    """The picked plan, the best of each other shape and exchange, and of each placement of the picked one."""
+    found: dict[tuple[Any, ...], Plan] = {}
+    for each in plans:
+        found.setdefault((each.shape, each.exchange), each)
+    chosen = list(found.values())[:most]
+    names: dict[str, Plan] = {}
+    for each in plans:
+        names.setdefault(each.known_as, each)
+    others = [each for each in plans if each.shape == plans[0].shape and each.exchange == plans[0].exchange]
+    chosen += [each for each in (*names.values(), *others) if each not in chosen]
+    return chosen
+
+
+def _contest(workload: Workload, cluster: Cluster, most: int, rounds: int, wired: bool) -> list[Ran]:
+    plans = contenders(plan(workload, cluster), most)
+    calls = [_call(each) for each in plans]
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for call, taken in zip(calls, times, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            dist.barrier()
+            if number:
+                taken.append(time.perf_counter() - start)
+    best = min(statistics.median(taken) for taken in times)
+    rows = []
+    for each, call, taken in zip(plans, calls, times, strict=True):
+        row = Ran(
+            described(workload),
+            each.name,
+            each.known_as,
+            each is plans[0],
+            round(1e3 * each.seconds, 3),
+            Timing.of(taken),
+            round(statistics.median(taken) / best, 3),
+        )
+        rows.append(_wired(row, each, call) if wired else row)
+    return rows
+
+
+def _wired(row: Ran, each: Plan, call: Callable[[], Any]) -> Ran:
+    """The same with bytes: of as many calls that what the counting sends does not count."""
+    calls = max(1, min(100, int(2e6 / max(1.0, each.bytes.between / each.cluster.hosts))))
+    sent = crossed(lambda: [call() for _ in range(calls)])
+    payload, headers = (round(x / calls) for x in (sent.payload, HEADERS * sent.sent_packets))
+    return replace(row, predicted_bytes=round(each.bytes.between), wire_bytes=payload, header_bytes=headers)
+
+
+def crossed(call: Callable[[], Any]) -> Wire:
+    """What left all hosts while all ranks made a call."""
+    _settled()
+    before = wire()
+    call()
+    dist.barrier()
+    _settled()
+    mine = wire() - before
+    first = int(torch.tensor(0)) == 0 and _first_of_host()
+    total = torch.tensor([x * first for x in mine])
+    dist.all_reduce(total)
+    return Wire(*total.tolist())
+
+
+def _first_of_host() -> bool:
+    import os
+
+    return os.environ["LOCAL_RANK"] == "0"
+
+
+def _settled() -> None:
+    """Until nothing is on its way any more."""
+    dist.barrier()
+    before = wire()
+    while True:
+        time.sleep(0.05)
+        now = wire()
+        if now.sent - before.sent < 1000:
+            return
+        before = now
+
+
+@lru_cache
+def _mesh(shape: Shape, tile: Shape) -> DeviceMesh:
+    """One mesh a placement: each has process groups of its own, and each group has threads."""
+    return DeviceMesh("cpu", placed(shape, tile), mesh_dim_names=AXES)
+
+
+def _call(each: Plan) -> Callable[[], Any]:
+    work, mesh = each.workload, _mesh(each.shape, each.tile)
+    torch.manual_seed(0)
+    if work.phase == "decode":
+        return _decoding(each, mesh)
+    tokens = len(each.layout.positions(work.length, each.shape.ranks, mesh_shard(mesh)))
+    q, k, v = (torch.randn(1, heads, tokens, work.head_dim) for heads in (work.q_heads, *[work.kv_heads] * 2))
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mask": work.mask,
+        "layout": each.layout,
+        "exchange": each.exchange,
+        "length": work.length,
+    }
+    if work.phase == "prefill":
+        return lambda: am.attention(q, k, v, **options)
+    learned = [x.requires_grad_() for x in (q, k, v)]
+    dout = torch.ones_like(q)
+    return lambda: torch.autograd.grad(am.attention(*learned, **options), learned, dout)
+
+
+def mesh_shard(mesh: DeviceMesh) -> int:
+    """This rank's shard."""
+    from attnmesh.mesh import Mesh
+
+    return Mesh.of(mesh).shard
+
+
+def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
+    work = each.workload
+    sizes = {"batch": 1, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "capacity": work.length}
+    cache = am.KVCache(mesh, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+    for start in range(0, work.length, 8192):
+        more = min(8192, work.length - start)
+        cache.append(*torch.randn(2, 1, work.kv_heads, more, work.head_dim).unbind())
+    q = torch.randn(1, work.q_heads, 1, work.head_dim)
+    return lambda: am.decode(q, cache, merge=each.exchange)
+
+
+def regrets(rows: Iterable[Ran]) -> list[Ran]:
+    """The plans that were picked."""
+    return [row for row in rows if row.picked]
+
+
+def close(rows: list[Ran], within: float = 0.25) -> float:
+    """The share of plans whose seconds were foretold so well."""
+    return sum(abs(row.predicted_ms / row.timing.median - 1) <= within for row in rows) / max(1, len(rows))

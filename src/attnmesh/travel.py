@@ -1,0 +1,213 @@
+"""How many tokens travel, and over which links: counted for all ranks at once, from the problem that a schedule is of.
+
+A host holds a *tile* of the mesh, so many ranks along each axis; which tile it is decides what has to leave a host:
+
+        1x4x4 on hosts of 4        tile 1x2x2       tile 1x1x4        ranks with the same letter share a host
+                                   a a b b          a a a a           queries go along rows, keys along columns
+                                   a a b b          b b b b
+                                   c c d d          c c c c
+                                   c c d d          d d d d
+
+A long problem is counted on a shorter one of the same proportions.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.mask import FAR, Mask
+from attnmesh.mesh import Shape
+from attnmesh.schedule import Problem
+
+SAMPLE = 4096
+"""Tokens up to which a problem is counted as it is, if it is for no more ranks than have 16 of them each."""
+
+
+class Load(NamedTuple):
+    """Tokens that one exchange moves over one class of links: in all, and the most in or out of one rank or host."""
+
+    total: float = 0.0
+    rank: float = 0.0
+    host: float = 0.0
+
+
+class Flow(NamedTuple):
+    """An exchange by class of links, and to how many others a rank sends."""
+
+    inside: Load
+    between: Load
+    peers: int
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What one pass over a queries x keys mesh moves, in tokens, and what the busiest rank attends, in pairs."""
+
+    rows: Flow
+    columns: Flow
+    hop: Flow  # of a ring, one step, on average
+    hop_back: Flow  # of the gradients made there, straight to their owners
+    pairs: float
+
+
+def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
+    """What a host of so many ranks can hold of a mesh.
+
+    >>> [tuple(tile) for tile in tiles(Shape(1, 4, 4), 4)]
+    [(1, 1, 4), (1, 2, 2), (1, 4, 1)]
+    """
+    for h in _divisors(math.gcd(ranks, shape.heads)):
+        for r in _divisors(math.gcd(ranks // h, shape.queries)):
+            c, rest = divmod(ranks, h * r)
+            if rest == 0 and shape.keys % c == 0:
+                yield Shape(h, r, c)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def placed(shape: Shape, tile: Shape) -> Tensor:
+    """The rank at each place (h, r, c) of a mesh whose hosts hold such tiles: ranks of a host follow each other."""
+    grid = torch.arange(shape.ranks).reshape([n // t for n, t in zip(shape, tile, strict=True)] + list(tile))
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))
+
+
+def travel(problem: Problem, tile: Shape) -> Travel:
+    """What moves in a problem on hosts of such tiles."""
+    short, scale = shortened(problem)
+    rows, columns, passed, pairs = _counted(short)
+    _, across, down = tile
+    size = problem.shape.queries
+    source = torch.arange(size)
+    # What was passed on at step t is held by the rank t after its source; it came from the rank before that.
+    held = {t: (passed[:, :, t], (source + t) % size) for t in range(1, size)}
+    onward = [_along(tokens, (at - 1) % size, at, across) for tokens, at in held.values()]
+    back = [_along(tokens, at, source, across) for tokens, at in held.values()]
+    return Travel(
+        rows=_flow([_lines(rows, down)], tile, scale),
+        columns=_flow([_lines(columns, across, columns=True)], tile, scale),
+        hop=_flow(onward, tile, scale),
+        hop_back=_flow(back, tile, scale),
+        pairs=float(pairs.max()) * scale * scale,
+    )
+
+
+def shortened(problem: Problem) -> tuple[Problem, float]:
+    """A problem of the same proportions that is quick to count, and how many times longer the given one is."""
+    most = max(SAMPLE, 16 * problem.shape.ranks)
+    longest = max(problem.length, problem.key_length)
+    if longest <= most:
+        return problem, 1.0
+    scale = longest / (most // (2 * problem.shape.ranks) * 2 * problem.shape.ranks)
+
+    def shorter(tokens: int) -> int:
+        return tokens if tokens >= FAR else round(tokens / scale)
+
+    ends = sorted({max(1, shorter(end)) for end in problem.mask.ends})
+    mask = Mask(shorter(problem.mask.left), shorter(problem.mask.right), tuple(ends))
+    length, key_length = shorter(problem.length), shorter(problem.key_length)
+    return replace(problem, mask=mask, length=length, key_length=key_length), scale
+
+
+@lru_cache(maxsize=512)
+def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens (row, from, to) of queries, (column, from, to) and (column, source, step) of keys; pairs (row, column).
+
+    A query sees one run of positions. So what a row sees is a union of runs, and what a query sees of a column a
+    difference of two counts.
+    """
+    _, rows, columns = problem.shape
+    q_chunk, k_chunk = _owners(problem, queries=True), _owners(problem, queries=False)
+    first, last = problem.mask.bounds(torch.arange(problem.length))
+    stop = (last + 1).clamp(max=problem.key_length)
+    first = torch.minimum(first, stop)
+    edges = torch.zeros(rows, problem.key_length + 1)
+    for bound, sign in ((first, 1.0), (stop, -1.0)):
+        edges.index_put_((q_chunk // columns, bound), torch.tensor(sign), accumulate=True)
+    seen = edges.cumsum(1)[:, :-1] > 0.5  # (row, key)
+    before = torch.zeros(columns, problem.key_length + 1)
+    before[k_chunk % columns, torch.arange(1, problem.key_length + 1)] = 1.0
+    before = before.cumsum(1)
+    visible = before[:, stop] - before[:, first]  # (column, query)
+    pairs = torch.zeros(rows, columns).index_add_(0, q_chunk // columns, visible.T)
+    sent = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
+    brought = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
+    return sent, brought, _passed(seen, k_chunk, problem.shape), pairs
+
+
+def _owners(problem: Problem, *, queries: bool) -> Tensor:
+    """For each position the chunk, r * C + c, that holds it."""
+    layout, length = (problem.layout, problem.length) if queries else (problem.key_layout, problem.key_length)
+    shape, owners = problem.shape, torch.empty(length, dtype=torch.long)
+    for shard in range(shape.ranks):
+        owners[layout.positions(length, shape.ranks, shard)] = shard % (shape.queries * shape.keys)
+    return owners
+
+
+def _by_chunk(wanted: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
+    """How many tokens of each chunk are wanted: (by whom, row, column)."""
+    counts = torch.zeros(wanted.shape[0], shape.queries * shape.keys).index_add_(1, chunk, wanted.float())
+    return counts.reshape(-1, shape.queries, shape.keys)
+
+
+def _passed(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
+    """Round a ring: (column, source, step), what the rank so many steps on still gets, for itself or for others."""
+    passed = torch.empty(shape.keys, shape.queries, shape.queries)
+    for source in range(shape.queries):
+        tokens = (chunk // shape.keys == source).nonzero().flatten()
+        needed = seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
+        columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, needed)
+        passed[:, source] = columns.T
+    return passed
+
+
+class Moved(NamedTuple):
+    """One exchange by rank, (r, c): out of it and into it inside its host, and between hosts; and to how many peers."""
+
+    inside: Tensor  # (out or in, r, c)
+    between: Tensor
+    peers: int
+
+
+def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Moved:
+    """Of tokens (line, from, to), all but those that stay."""
+    size = counts.shape[1]
+    host = torch.arange(size) // tile
+    near = host[:, None] == host
+    moving = counts * (1 - torch.eye(size))
+    ways = [torch.stack((some.sum(2), some.sum(1))) for some in (moving * near, moving * ~near)]
+    inside, between = (x.mT if columns else x for x in ways)
+    return Moved(inside, between, size - 1)
+
+
+def _along(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Moved:
+    """Of tokens (column, number), each from one place in the column to another."""
+    near = source // tile == target // tile
+    ways = [
+        torch.stack([torch.zeros_like(held).index_copy_(1, place, held * some) for place in (source, target)]).mT
+        for some in (near, ~near)
+    ]
+    return Moved(ways[0], ways[1], 1)
+
+
+def _flow(exchanges: list[Moved], tile: Shape, scale: float) -> Flow:
+    """The average of several exchanges, each over when its busiest rank or host is done."""
+    if not exchanges:
+        return Flow(Load(), Load(), 0)
+    inside, between = (
+        _load(torch.stack([getattr(moved, way) for moved in exchanges]), tile, scale) for way in ("inside", "between")
+    )
+    return Flow(inside, between, exchanges[0].peers)
+
+
+def _load(both: Tensor, tile: Shape, scale: float) -> Load:
+    """Of (exchange, out or in, r, c)."""
+    hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
+    total, rank, host = both[:, 0].sum((1, 2)), both.flatten(1).amax(1), hosts.flatten(1).amax(1)
+    return Load(*(float(x.mean()) * scale for x in (total, rank, host)))
