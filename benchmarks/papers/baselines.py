@@ -1,0 +1,70 @@
+"""What the papers ran and the library does not: seconds from a cluster's constants, each as one formula.
+
+p ranks, on each a shard of S bytes of keys and values; `link` is the slowest class of links that a step crosses.
+"""
+
+from dataclasses import replace
+from math import ceil, inf, log2
+
+from attnmesh.cluster import Cluster, Link
+from attnmesh.cost import Way, cost
+from attnmesh.workload import Workload
+
+HALF, FLOAT = 2, 4
+
+
+def crossed(cluster: Cluster) -> Link:
+    """The links that decide: those between hosts, if there are several."""
+    return cluster.between if cluster.hosts > 1 else cluster.inside
+
+
+def attended(cluster: Cluster, shard: float) -> float:
+    """One query against a shard: call + S / memory rate."""
+    return cluster.device.call + shard / cluster.device.memory_rate
+
+
+def hop(cluster: Cluster, shard: float) -> float:
+    """One step round the ring, each rank to its neighbour alone: latency + S / rate to one peer."""
+    link = crossed(cluster)
+    return link.latency + shard / min(link.rate, link.host_rate, link.peer_rate or link.rate)
+
+
+def ring_decode(cluster: Cluster, shard: float) -> float:
+    """Keys and values go round, each shard is attended, the next under way: a + (p - 1) max(a, hop)."""
+    attend = attended(cluster, shard)
+    return attend + (cluster.world - 1) * max(attend, hop(cluster, shard))
+
+
+def all_reduce(cluster: Cluster, size: float) -> float:
+    """Up a tree and down again: 2 ceil(log2 p) latency + 2 (p - 1) / p size / rate."""
+    link, ranks = crossed(cluster), cluster.world
+    return 2 * ceil(log2(ranks)) * link.merge_latency + 2 * (ranks - 1) / ranks * size / link.rate
+
+
+def algorithm_3(cluster: Cluster, shard: float, heads: int, width: int) -> float:
+    """A shard attended, then three all-reduces, each after a call: of the maximum, the denominator, the numerator."""
+    sizes = heads * FLOAT, heads * FLOAT, heads * width * FLOAT
+    merged = sum(cluster.device.call + all_reduce(cluster, size) for size in sizes)
+    return attended(cluster, shard) + merged
+
+
+def ring_memory(tokens: int, hidden: int) -> float:
+    """Bytes of a rank, 4 t d + 2 d numbers: its shard and the one that comes."""
+    return HALF * (4 * tokens * hidden + 2 * hidden)
+
+
+def tree_memory(tokens: int, hidden: int, heads: int) -> float:
+    """Bytes of a rank, 2 t d + 2 d + 2 heads numbers: its shard and a partial."""
+    return HALF * (2 * tokens * hidden + 2 * hidden + 2 * heads)
+
+
+def tree_volume(ranks: int, hidden: int, heads: int) -> float:
+    """Bytes that a rank sends in a step, 2 (p - 1) / p (d + 2 heads) numbers."""
+    return HALF * 2 * (ranks - 1) / ranks * (hidden + 2 * heads)
+
+
+def in_turn(way: Way, workload: Workload, cluster: Cluster) -> float:
+    """A ring that computes, then sends: seconds of its kernels, and of all else on devices that compute in no time."""
+    at_once = replace(cluster.device, forward_rate=inf, backward_rate=inf, call=0.0)
+    sent = cost(way, workload, replace(cluster, device=at_once)).seconds
+    return cost(way, workload, cluster).parts["kernel"] + sent
