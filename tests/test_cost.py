@@ -10,10 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 import attnmesh as am
 from attnmesh.bench import prefill
-from attnmesh.cost import Way, cost, held
+from attnmesh.cost import cost
+from attnmesh.held import held
 from attnmesh.here import best_exchange
 from attnmesh.mesh import Shape
 from attnmesh.schedule import EXCHANGES
+from attnmesh.way import Way
 from tests.pool import Pool
 
 TOKENS, WIDTH = 32, 64

@@ -3,7 +3,6 @@
 import importlib
 import json
 from dataclasses import replace
-from math import ceil, log2
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +90,8 @@ def test_a_ring_that_attends_longer_than_it_sends_attends_p_times() -> None:
 
 
 def test_algorithm_3_by_hand() -> None:
-    """Two heads of 100 on 4 ranks: 3 calls, 3 times 2 x 2 steps of 1 ms, and 8 + 8 + 800 bytes by 1.5 at 100 MB/s."""
-    by_hand = 1e-3 + 10e-3 + 3 * 1e-3 + 12e-3 + 1.5 * 816 / 1e8
+    """Two heads of 100 on 4 ranks: 3 calls, 3 times 2 x 3 steps of 1 ms, and 16 + 8 + 800 bytes by 1.5 at 100 MB/s."""
+    by_hand = 1e-3 + 10e-3 + 3 * 1e-3 + 18e-3 + 1.5 * 824 / 1e8
     assert baselines.algorithm_3(CLUSTER, 10e6, 2, 100) == pytest.approx(by_hand)
 
 
@@ -102,8 +101,8 @@ def test_algorithm_3_is_the_librarys_all_reduce(hosts: int) -> None:
     workload = am.Workload(16, 16, 128, 1_280_000, phase="decode")
     way = Way(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
     formula = baselines.algorithm_3(cluster, workload.kept_bytes / cluster.world, 16, 128)
-    assert cost(way, workload, cluster).seconds == pytest.approx(formula, rel=0.02)
-    assert 6 * ceil(log2(cluster.world)) * baselines.crossed(cluster).merge_latency < formula
+    parts = cost(way, workload, cluster).parts
+    assert parts["kernel"] + parts["merge"] == pytest.approx(formula)
 
 
 def test_the_papers_formulas_for_memory_differ_by_a_shard() -> None:

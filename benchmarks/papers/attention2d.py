@@ -11,9 +11,10 @@ import typer
 
 import attnmesh as am
 from attnmesh.cluster import Cluster
-from attnmesh.cost import Way, cost
+from attnmesh.cost import cost
 from attnmesh.mesh import Shape
 from attnmesh.shown import AsJson, OutFile
+from attnmesh.way import Way
 from attnmesh.workload import Workload
 from benchmarks.papers.baselines import in_turn
 from benchmarks.papers.report import Report, Row, Span, one, published, span

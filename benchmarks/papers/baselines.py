@@ -4,10 +4,12 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 """
 
 from dataclasses import replace
-from math import ceil, inf, log2
+from math import inf
 
 from attnmesh.cluster import Cluster, Link
-from attnmesh.cost import Way, cost
+from attnmesh.cost import cost
+from attnmesh.cost_decode import Line, Payload, merge_seconds
+from attnmesh.way import Way
 from attnmesh.workload import Workload
 
 HALF, FLOAT = 2, 4
@@ -35,17 +37,10 @@ def ring_decode(cluster: Cluster, shard: float) -> float:
     return attend + (cluster.world - 1) * max(attend, hop(cluster, shard))
 
 
-def all_reduce(cluster: Cluster, size: float) -> float:
-    """Up a tree and down again: 2 ceil(log2 p) latency + 2 (p - 1) / p size / rate."""
-    link, ranks = crossed(cluster), cluster.world
-    return 2 * ceil(log2(ranks)) * link.merge_latency + 2 * (ranks - 1) / ranks * size / link.rate
-
-
 def algorithm_3(cluster: Cluster, shard: float, heads: int, width: int) -> float:
-    """A shard attended, then three all-reduces, each after a call: of the maximum, the denominator, the numerator."""
-    sizes = heads * FLOAT, heads * FLOAT, heads * width * FLOAT
-    merged = sum(cluster.device.call + all_reduce(cluster, size) for size in sizes)
-    return attended(cluster, shard) + merged
+    """A shard attended, then three all-reduces: of the maximum, the numerator, the denominator."""
+    line, payload = Line(cluster.world, cluster.ranks), Payload(heads * FLOAT, width)
+    return attended(cluster, shard) + merge_seconds("allreduce", line, payload, cluster)
 
 
 def ring_memory(tokens: int, hidden: int) -> float:

@@ -10,8 +10,9 @@ from math import ceil, log2
 
 import attnmesh as am
 from attnmesh.cluster import Cluster
-from attnmesh.cost import Way, cost
+from attnmesh.cost import cost
 from attnmesh.mesh import Shape
+from attnmesh.way import Way
 from attnmesh.workload import Workload
 from benchmarks.papers.baselines import HALF, algorithm_3, crossed, ring_decode
 

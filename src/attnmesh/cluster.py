@@ -40,12 +40,13 @@ class Link:
     host_rate: float
     _: KW_ONLY
     short: float | None = None
+    step: float | None = None  # seconds of each further step of a collective, where its first costs more
     message: float = 0.0  # seconds that each further message takes which is sent at the same time
     peer_rate: float | None = None  # what goes to any one other rank, where that is less than what goes to all
 
     def __post_init__(self) -> None:
         _check_positive("Link", self, ("rate", "host_rate", "peer_rate"))
-        for name in ("latency", "short", "message"):
+        for name in ("latency", "short", "step", "message"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ClusterError(f"Link {name}", "seconds, 0 or more", repr(value), "measure it, or leave it at 0")
@@ -54,6 +55,11 @@ class Link:
     def merge_latency(self) -> float:
         """Seconds before the first byte of a short message in a merge."""
         return self.latency if self.short is None else self.short
+
+    @property
+    def collective_step(self) -> float:
+        """Seconds of each further step of a collective."""
+        return self.merge_latency if self.step is None else self.step
 
 
 @dataclass(frozen=True)
@@ -169,7 +175,7 @@ NOWHERE = Link(0.0, 1e18, 1e18)
 def _link(line: probe.Line | None) -> Link:
     if line is None:
         return NOWHERE
-    return Link(line.latency, line.rank_rate, line.host_rate, short=line.short, message=line.message)
+    return Link(line.latency, line.rank_rate, line.host_rate, short=line.short, step=line.latency, message=line.message)
 
 
 def _memory(world: probe.World) -> float:
@@ -193,7 +199,7 @@ H100_SOURCES = (
     ("between", f"{IB}; {NET}"),
     ("the rest", ASSUMED),
 )
-NDR = Link(22.4e-6, 48e9, 384e9, short=9.3e-6, message=1e-6)
+NDR = Link(22.4e-6, 48e9, 384e9, short=9.3e-6, step=2.7e-6, message=1e-6)
 
 PRESETS = {
     "dgx-h100": Cluster(
@@ -201,7 +207,7 @@ PRESETS = {
         hosts=16,
         ranks=8,
         device=H100,
-        inside=Link(11.8e-6, 360e9, 2880e9, short=7.2e-6, message=1e-6),
+        inside=Link(11.8e-6, 360e9, 2880e9, short=7.2e-6, step=0.6e-6, message=1e-6),
         between=NDR,
         sources=(*H100_SOURCES, ("inside", f"nccl-tests issue 326: 360 of 450 GB/s reached; {NVLINK}")),
     ),
@@ -211,7 +217,7 @@ PRESETS = {
         ranks=1,
         device=H100,
         inside=NOWHERE,
-        between=Link(22.4e-6, 48e9, 48e9, short=11.6e-6, message=1e-6),
+        between=Link(22.4e-6, 48e9, 48e9, short=11.6e-6, step=5e-6, message=1e-6),
         sources=(*H100_SOURCES, ("short", "as NCCL reckons with one GPU a host: base 6.6 us + 5 us")),
     ),
     "a100x4": Cluster(
@@ -219,8 +225,8 @@ PRESETS = {
         hosts=16,
         ranks=4,
         device=Device(225e12, 195e12, 2.039e12, 80e9, call=10e-6),
-        inside=Link(11.8e-6, 240e9, 960e9, short=7.2e-6, message=1e-6),
-        between=Link(22.4e-6, 23.5e9, 94e9, short=9.3e-6, message=1e-6),
+        inside=Link(11.8e-6, 240e9, 960e9, short=7.2e-6, step=0.6e-6, message=1e-6),
+        between=Link(22.4e-6, 23.5e9, 94e9, short=9.3e-6, step=2.7e-6, message=1e-6),
         sources=(
             (
                 "device",
@@ -236,7 +242,7 @@ PRESETS = {
         hosts=1,
         ranks=8,
         device=Device(570e12, 465e12, 5.3e12, 192e9, call=10e-6),
-        inside=Link(20.6e-6, 313e9, 2504e9, short=12.8e-6, message=1e-6, peer_rate=48e9),
+        inside=Link(20.6e-6, 313e9, 2504e9, short=12.8e-6, step=0.8e-6, message=1e-6, peer_rate=48e9),
         between=NDR,
         sources=(
             (
@@ -253,8 +259,8 @@ PRESETS = {
         hosts=1,
         ranks=2,
         device=Device(150e12, 135e12, 1.008e12, 24e9, call=10e-6),
-        inside=Link(14.1e-6, 13e9, 26e9, short=7.6e-6, message=1e-6),
-        between=Link(22.4e-6, 1.1e9, 1.1e9, short=9.3e-6, message=1e-6),
+        inside=Link(14.1e-6, 13e9, 26e9, short=7.6e-6, step=1e-6, message=1e-6),
+        between=Link(22.4e-6, 1.1e9, 1.1e9, short=9.3e-6, step=2.7e-6, message=1e-6),
         sources=(
             ("device", "datasheet: 165 TFLOP/s, 1.008 TB/s, 24 GB; attention's share of it as on its successor, 91%"),
             (
@@ -270,8 +276,8 @@ PRESETS = {
         hosts=1,
         ranks=72,
         device=Device(1535e12, 1360e12, 8.0e12, 186e9, call=10e-6),
-        inside=Link(11.8e-6, 722e9, 51984e9, short=7.2e-6, message=1e-6),
-        between=Link(22.4e-6, 48e9, 3456e9, short=9.3e-6, message=1e-6),
+        inside=Link(11.8e-6, 722e9, 51984e9, short=7.2e-6, step=0.6e-6, message=1e-6),
+        between=Link(22.4e-6, 48e9, 3456e9, short=9.3e-6, step=2.7e-6, message=1e-6),
         sources=(
             (
                 "device",
@@ -287,7 +293,7 @@ PRESETS = {
         hosts=1,
         ranks=4,
         device=Device(2.7e10, 3.0e10, 8e9, 6e9, copy_rate=4e9, call=4e-4),
-        inside=Link(5e-4, 5e8, 2e9, short=1e-4, message=1.5e-4),
+        inside=Link(5e-4, 5e8, 2e9, short=1e-4, step=5e-4, message=1.5e-4),
         between=Link(5e-4, 1.18e8, 1.18e8, message=4e-4),
         short_collectives="ring",
         sources=(("all", "attnmesh probe on 2 cores of an AMD EPYC, 4 ranks; between hosts 1 Gbit/s Ethernet"),),

@@ -9,12 +9,14 @@ from functools import cache, lru_cache
 import torch
 
 from attnmesh.cluster import PRESETS, Cluster
-from attnmesh.cost import Way, cost, merge_seconds
+from attnmesh.cost import cost
+from attnmesh.cost_decode import Line, Payload, merge_seconds
 from attnmesh.exchange import share
 from attnmesh.hosts import host_numbers, hosts
 from attnmesh.layout import Layout
 from attnmesh.mesh import Axis, Mesh, Shape
 from attnmesh.schedule import EXCHANGES, Exchange
+from attnmesh.way import Way
 from attnmesh.workload import Workload
 
 CHIPS = {
@@ -30,8 +32,8 @@ CHIPS = {
 ROOM = 1 / 8
 """The share of a rank's memory that an exchange may hold if a faster one is to be preferred to a leaner one."""
 
-SHORT = 16384
-"""Bytes that a merge is chosen for: ranks that cannot go on take part without knowing how long the message is."""
+SHORT = Payload(128.0, 128)
+"""What a merge is chosen for, 32 rows: ranks that cannot go on take part without knowing how long the message is."""
 
 
 @cache  # all ranks ask at once, the first time: none may forget before the others
@@ -70,5 +72,5 @@ def best_merge(axis: Axis, device: torch.device) -> str:
     found = hosts(axis, device)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
     cluster = _like((axis,), device).sized(axis.size // near, near)
-    times = {how: merge_seconds(how, axis.size, near, SHORT, cluster) for how in ("direct", "tree")}
+    times = {how: merge_seconds(how, Line(axis.size, near), SHORT, cluster) for how in ("direct", "tree")}
     return min(times, key=lambda how: times[how])

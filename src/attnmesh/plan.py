@@ -6,13 +6,15 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cluster import Cluster
-from attnmesh.cost import MERGES, Bytes, Cost, Way, cost
+from attnmesh.cost import cost
+from attnmesh.cost_decode import MERGES
 from attnmesh.errors import ClusterError
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import FAR
 from attnmesh.mesh import AXES, Shape
 from attnmesh.schedule import EXCHANGES
 from attnmesh.travel import placed, tiles
+from attnmesh.way import Bytes, Cost, Way
 from attnmesh.workload import Workload
 
 BLOCK = 16
@@ -24,7 +26,7 @@ class Plan:
     """One way to run a workload on a cluster, and what it will take.
 
     `shape` are the ranks along heads, queries and keys; `tile` is what of the mesh one host holds; `bytes` are those of
-    all ranks over links inside hosts and between them; `memory` is that of one rank.
+    all ranks over links inside hosts and between them, there in so many `messages`; `memory` is that of one rank.
     """
 
     shape: Shape
@@ -33,6 +35,7 @@ class Plan:
     tile: Shape
     seconds: float
     bytes: Bytes
+    messages: float
     memory: float
     parts: tuple[tuple[str, float], ...]
     workload: Workload
@@ -133,7 +136,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     >>> cluster = am.Cluster.preset("dgx-h100", hosts=16)
     >>> best = am.plan(am.Workload(32, 8, 128, 5_000_000, phase="decode"), cluster)[0]
     >>> best.shape, best.exchange, f"{best.seconds * 1e6:.0f} us"
-    (Shape(heads=8, queries=1, keys=16), 'direct', '106 us')
+    (Shape(heads=8, queries=1, keys=16), 'direct', '123 us')
     """
     if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
         given = f"{type(workload).__name__} and {type(cluster).__name__}"
@@ -154,9 +157,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 
 def _plan(way: Way, spent: Cost, workload: Workload, cluster: Cluster) -> Plan:
     sent, parts = Bytes(spent.inside, spent.between), tuple(spent.parts.items())
-    return Plan(
-        way.shape, way.exchange, way.layout, way.tile, spent.seconds, sent, spent.memory, parts, workload, cluster
-    )
+    figures = spent.seconds, sent, spent.messages, spent.memory, parts
+    return Plan(way.shape, way.exchange, way.layout, way.tile, *figures, workload, cluster)
 
 
 def ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:

@@ -217,7 +217,7 @@ def _log(folder: Path) -> str:
 
 
 class Wire(NamedTuple):
-    """What has gone through a host's interface so far, each way, by its own counters."""
+    """What has gone through an interface of a host so far, each way, by its own counters."""
 
     sent: int = 0
     sent_packets: int = 0
@@ -233,14 +233,17 @@ class Wire(NamedTuple):
         return self.sent - HEADERS * self.sent_packets
 
 
-def wire() -> Wire:
-    """The counters of this host."""
+def wires() -> tuple[Wire, Wire]:
+    """The counters of this host: of what stays inside it and goes by sockets, and of what leaves it."""
+    found = {}
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
-        if name.strip() == LINK:
+        if numbers:
             received, received_packets, *_, sent, sent_packets = (int(x) for x in numbers.split()[:10])
-            return Wire(sent, sent_packets, received, received_packets)
-    raise ClusterError("wire", f"a host made here, with an interface {LINK}", "none", "run it by run_on_hosts")
+            found[name.strip()] = Wire(sent, sent_packets, received, received_packets)
+    if LINK not in found:
+        raise ClusterError("wires", f"a host made here, with an interface {LINK}", "none", "run it by run_on_hosts")
+    return found["lo"], found[LINK]
 
 
 def _rank(door: str) -> None:

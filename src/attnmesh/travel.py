@@ -29,11 +29,12 @@ SAMPLE = 4096
 
 
 class Load(NamedTuple):
-    """Tokens that one exchange moves over one class of links: in all, and the most in or out of one rank or host."""
+    """Tokens that one exchange moves over a class of links: in all, the most in or out of a rank or host; messages."""
 
     total: float = 0.0
     rank: float = 0.0
     host: float = 0.0
+    messages: float = 0.0
 
 
 class Flow(NamedTuple):
@@ -170,7 +171,7 @@ def _passed(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
 class Moved(NamedTuple):
     """One exchange by rank, (r, c): out of it and into it inside its host, and between hosts; and to how many peers."""
 
-    inside: Tensor  # (out or in, r, c)
+    inside: Tensor  # (out, in or messages out, r, c)
     between: Tensor
     peers: int
 
@@ -181,7 +182,7 @@ def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Moved:
     host = torch.arange(size) // tile
     near = host[:, None] == host
     moving = counts * (1 - torch.eye(size))
-    ways = [torch.stack((some.sum(2), some.sum(1))) for some in (moving * near, moving * ~near)]
+    ways = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
     inside, between = (x.mT if columns else x for x in ways)
     return Moved(inside, between, size - 1)
 
@@ -189,11 +190,13 @@ def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Moved:
 def _along(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Moved:
     """Of tokens (column, number), each from one place in the column to another."""
     near = source // tile == target // tile
-    ways = [
-        torch.stack([torch.zeros_like(held).index_copy_(1, place, held * some) for place in (source, target)]).mT
-        for some in (near, ~near)
-    ]
-    return Moved(ways[0], ways[1], 1)
+
+    def way(some: Tensor) -> Tensor:
+        moving = held * some
+        sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
+        return torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]).mT
+
+    return Moved(way(near), way(~near), 1)
 
 
 def _flow(exchanges: list[Moved], tile: Shape, scale: float) -> Flow:
@@ -207,7 +210,8 @@ def _flow(exchanges: list[Moved], tile: Shape, scale: float) -> Flow:
 
 
 def _load(both: Tensor, tile: Shape, scale: float) -> Load:
-    """Of (exchange, out or in, r, c)."""
+    """Of (exchange, (out, in or messages), r, c)."""
+    both, messages = both[:, :2], both[:, 2].sum((1, 2)).mean()
     hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
     total, rank, host = both[:, 0].sum((1, 2)), both.flatten(1).amax(1), hosts.flatten(1).amax(1)
-    return Load(*(float(x.mean()) * scale for x in (total, rank, host)))
+    return Load(float(total.mean()) * scale, float(rank.mean()) * scale, float(host.mean()) * scale, float(messages))

@@ -81,7 +81,7 @@ Forward and backward of one call, milliseconds: median [quartiles] of rounds in 
 long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
 those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
 schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call, in
-ranks of their own that give freed memory back at once; the formula is that of attnmesh.cost.held, for the backward
+ranks of their own that give freed memory back at once; the formula is that of attnmesh.held.held, for the backward
 pass alone."""
 
 

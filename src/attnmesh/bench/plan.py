@@ -5,12 +5,13 @@ one picked, the best of each other shape, and the shapes that have names. *Regre
 takes than the best measured. On shaped hosts, bytes are told by the counters of their interfaces.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,28 +20,44 @@ from torch.distributed.device_mesh import DeviceMesh
 import attnmesh as am
 from attnmesh.bench.timing import Timing
 from attnmesh.cluster import Cluster
-from attnmesh.mesh import AXES, Shape
+from attnmesh.mesh import AXES, Mesh, Shape
 from attnmesh.plan import Plan, plan
 from attnmesh.ranks import Say
-from attnmesh.shaped import HEADERS, Hosts, Wire, World, run_on, wire
+from attnmesh.shaped import HEADERS, Hosts, Wire, World, run_on, wires
 from attnmesh.travel import placed
 from attnmesh.workload import Workload
+
+GLOO = 147
+"""Bytes that gloo sends with each message: that it has one, that it may come, and before its bytes."""
+
+
+class Crossed(NamedTuple):
+    """Bytes of one call over the links of a class: foretold, with what gloo adds, and as interfaces counted them."""
+
+    predicted: int
+    gloo: int
+    payload: int
+    headers: int
+
+    @property
+    def off(self) -> float:
+        """By what share the prediction misses what was counted."""
+        return (self.predicted + self.gloo) / max(1, self.payload) - 1
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One plan: what was said of it and what came of it; bytes are those between hosts, of all of them."""
+    """One plan: what was said of it and what came of it; bytes are of all hosts together, between them."""
 
     workload: str
     plan: str
     known_as: str
+    layout: str
     picked: bool
     predicted_ms: float
     timing: Timing
     beside_best: float
-    predicted_bytes: int | None = None
-    wire_bytes: int | None = None
-    header_bytes: int | None = None
+    between: Crossed | None = None
 
 
 @dataclass(frozen=True)
@@ -103,68 +120,80 @@ def contenders(plans: list[Plan], most: int) -> list[Plan]:
 
 def _contest(workload: Workload, cluster: Cluster, most: int, rounds: int, wired: bool) -> list[Ran]:
     plans = contenders(plan(workload, cluster), most)
-    calls = [_call(each) for each in plans]
+    calls = [_repeated(each) for each in plans]
     times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds + 1):
-        for call, taken in zip(calls, times, strict=True):
+        for (call, repeat), taken in zip(calls, times, strict=True):
             dist.barrier()
             start = time.perf_counter()
-            call()
+            for _ in range(repeat):
+                call()
             dist.barrier()
             if number:
-                taken.append(time.perf_counter() - start)
+                taken.append((time.perf_counter() - start) / repeat)
     best = min(statistics.median(taken) for taken in times)
-    rows = []
-    for each, call, taken in zip(plans, calls, times, strict=True):
-        row = Ran(
-            described(workload),
-            each.name,
-            each.known_as,
-            each is plans[0],
-            round(1e3 * each.seconds, 3),
-            Timing.of(taken),
-            round(statistics.median(taken) / best, 3),
+    return [
+        Ran(
+            workload=described(workload),
+            plan=each.name,
+            known_as=each.known_as,
+            layout=str(each.layout),
+            picked=each is plans[0],
+            predicted_ms=round(1e3 * each.seconds, 3),
+            timing=Timing.of(taken),
+            beside_best=round(statistics.median(taken) / best, 3),
+            between=crossing(each, call) if wired else None,
         )
-        rows.append(_wired(row, each, call) if wired else row)
-    return rows
+        for each, (call, _), taken in zip(plans, calls, times, strict=True)
+    ]
 
 
-def _wired(row: Ran, each: Plan, call: Callable[[], Any]) -> Ran:
-    """The same with bytes: of as many calls that what the counting sends does not count."""
-    calls = max(1, min(100, int(2e6 / max(1.0, each.bytes.between / each.cluster.hosts))))
-    sent = crossed(lambda: [call() for _ in range(calls)])
-    payload, headers = (round(x / calls) for x in (sent.payload, HEADERS * sent.sent_packets))
-    return replace(row, predicted_bytes=round(each.bytes.between), wire_bytes=payload, header_bytes=headers)
+def _repeated(each: Plan) -> tuple[Callable[[], Any], int]:
+    """A short step is timed many times in a row, as a server makes them; all ranks count alike."""
+    return call_of(each), max(1, min(20, int(0.1 / each.seconds)))
 
 
-def crossed(call: Callable[[], Any]) -> Wire:
-    """What left all hosts while all ranks made a call."""
+def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
+    """What one call sends between hosts: of as many calls that what the counting sends does not count."""
+    per_host = max(1.0, (each.bytes.between + GLOO * each.messages) / each.cluster.hosts)
+    repeat = max(1, min(200, int(1e6 / per_host)))
+    quiet, busy = _quiet(), counted(lambda: [call() for _ in range(repeat)])
+    payload, headers = ((x - y) / repeat for x, y in ((busy.payload, quiet.payload), (_headers(busy), _headers(quiet))))
+    return Crossed(*(round(x) for x in (each.bytes.between, GLOO * each.messages, payload, headers)))
+
+
+@lru_cache
+def _quiet() -> Wire:
+    """What counting sends when there is nothing to count."""
+    return counted(lambda: None)
+
+
+def _headers(sent: Wire) -> int:
+    return HEADERS * sent.sent_packets
+
+
+def counted(call: Callable[[], Any]) -> Wire:
+    """What left all hosts while all ranks made a call, beside two barriers."""
     _settled()
-    before = wire()
+    before = wires()[1]
+    dist.barrier()
     call()
     dist.barrier()
     _settled()
-    mine = wire() - before
-    first = int(torch.tensor(0)) == 0 and _first_of_host()
-    total = torch.tensor([x * first for x in mine])
+    once = os.environ["LOCAL_RANK"] == "0"
+    total = torch.tensor([once * x for x in wires()[1] - before])
     dist.all_reduce(total)
     return Wire(*total.tolist())
-
-
-def _first_of_host() -> bool:
-    import os
-
-    return os.environ["LOCAL_RANK"] == "0"
 
 
 def _settled() -> None:
     """Until nothing is on its way any more."""
     dist.barrier()
-    before = wire()
+    before = wires()[1]
     while True:
-        time.sleep(0.05)
-        now = wire()
-        if now.sent - before.sent < 1000:
+        time.sleep(0.04)
+        now = wires()[1]
+        if now.sent - before.sent < 500 and now.received - before.received < 500:
             return
         before = now
 
@@ -175,13 +204,15 @@ def _mesh(shape: Shape, tile: Shape) -> DeviceMesh:
     return DeviceMesh("cpu", placed(shape, tile), mesh_dim_names=AXES)
 
 
-def _call(each: Plan) -> Callable[[], Any]:
+def call_of(each: Plan) -> Callable[[], Any]:
+    """What a plan plans, to be called on every rank of its mesh."""
     work, mesh = each.workload, _mesh(each.shape, each.tile)
     torch.manual_seed(0)
     if work.phase == "decode":
         return _decoding(each, mesh)
-    tokens = len(each.layout.positions(work.length, each.shape.ranks, mesh_shard(mesh)))
-    q, k, v = (torch.randn(1, heads, tokens, work.head_dim) for heads in (work.q_heads, *[work.kv_heads] * 2))
+    tokens = len(each.layout.positions(work.length, each.shape.ranks, Mesh.of(mesh).shard))
+    heads, dtype = (work.q_heads, work.kv_heads, work.kv_heads), getattr(torch, str(work.dtype))
+    q, k, v = (torch.randn(1, n, tokens, work.head_dim).to(dtype) for n in heads)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mask": work.mask,
@@ -196,21 +227,15 @@ def _call(each: Plan) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(am.attention(*learned, **options), learned, dout)
 
 
-def mesh_shard(mesh: DeviceMesh) -> int:
-    """This rank's shard."""
-    from attnmesh.mesh import Mesh
-
-    return Mesh.of(mesh).shard
-
-
 def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
     work = each.workload
     sizes = {"batch": 1, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "capacity": work.length}
-    cache = am.KVCache(mesh, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+    dtype = getattr(torch, str(work.dtype))
+    cache = am.KVCache(mesh, dtype=dtype, **sizes)  # type: ignore[arg-type]
     for start in range(0, work.length, 8192):
         more = min(8192, work.length - start)
-        cache.append(*torch.randn(2, 1, work.kv_heads, more, work.head_dim).unbind())
-    q = torch.randn(1, work.q_heads, 1, work.head_dim)
+        cache.append(*torch.randn(2, 1, work.kv_heads, more, work.head_dim).to(dtype).unbind())
+    q = torch.randn(1, work.q_heads, 1, work.head_dim).to(dtype)
     return lambda: am.decode(q, cache, merge=each.exchange)
 
 

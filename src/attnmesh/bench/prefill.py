@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh.bench.timing import Timing, peak_memory, race
-from attnmesh.cost import held
 from attnmesh.exchange import counted
+from attnmesh.held import held
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
