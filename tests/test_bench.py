@@ -17,8 +17,8 @@ def counted_and_foretold() -> list[tuple[str, int, int]]:
     rows = []
     for case in prefill.cases(64):
         for shape, exchange in prefill.shapes(dist.get_world_size(), case.heads[1]):
-            call = prefill._ours(case, prefill._whole(case), shape, exchange)
-            row = prefill._measured(case, f"{case.name} {shape} {exchange}", shape, exchange, call)
+            one = prefill.Contender(shape, shape, exchange)
+            row = prefill._measured(case, one, prefill._ours(case, prefill._whole(case), one))
             rows.append((row.contender, row.counted, row.predicted))
     return rows
 

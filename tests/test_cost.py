@@ -55,7 +55,7 @@ def most_held(shape: Shape, exchange: str, kv_heads: int) -> float:
     case = prefill.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
     module.backward = watched
     try:
-        prefill._ours(case, prefill._whole(case), shape, exchange)()
+        prefill._ours(case, prefill._whole(case), prefill.Contender(shape, shape, exchange))()
     finally:
         module.backward = backward
     return living.most / 4 / TOKENS / WIDTH

@@ -86,10 +86,27 @@ World = int | Hosts
 """Ranks on this machine, or on hosts made on it."""
 
 
-def run_on(world: World, function: Callable[..., Any], *arguments: Any, heard: Say | None = None) -> list[Any]:
-    """Each rank's result, from local ranks or from those of made hosts, of one thread each."""
+def world_of(ranks: int, hosts: str | None) -> World:
+    """What a command's `--ranks` and `--hosts` ask for."""
+    return ranks if hosts is None else Hosts.parse(hosts)
+
+
+def ranks_of(world: World) -> int:
+    """How many ranks it has."""
+    return world if isinstance(world, int) else world.world
+
+
+def as_asked(world: World) -> str:
+    """How a command is asked for it."""
+    return f"--ranks {world}" if isinstance(world, int) else f"--hosts {world}"
+
+
+def run_on(
+    world: World, function: Callable[..., Any], *arguments: Any, heard: Say | None = None, threads: int = 1
+) -> list[Any]:
+    """Each rank's result, from local ranks of so many threads, or from those of made hosts, of one thread each."""
     if isinstance(world, int):
-        return run_on_ranks(world, function, *arguments, heard=heard)
+        return run_on_ranks(world, function, *arguments, heard=heard, threads=threads)
     return run_on_hosts(world, function, *arguments, heard=heard)
 
 

@@ -13,6 +13,7 @@ from attnmesh import proof
 from attnmesh.bench import decode as decode_bench
 from attnmesh.bench import kernel as kernel_bench
 from attnmesh.bench import prefill as prefill_bench
+from attnmesh.shaped import as_asked, ranks_of, world_of
 from attnmesh.shown import AsJson, OutFile, Verbose, console, machine, pairs, progress, published, titled
 
 if TYPE_CHECKING:
@@ -49,29 +50,41 @@ def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile
         console.print(BENCH_EXPLAINED)
 
 
+HostsOption = Annotated[
+    str | None,
+    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
+]
+
+
 @bench.command(name="prefill", short_help="Shapes and exchanges of the mesh beside published packages.")
 def bench_prefill(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
     length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 4096,
+    hosts: HostsOption = None,
+    case: Annotated[str, typer.Option(help='Only cases with this in their names, as "causal, 8/8".')] = "",
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 7,
     as_json: AsJson = False,
     verbose: Verbose = False,
     out: OutFile = None,
 ) -> None:
-    """Every shape and exchange on local ranks, forward and backward, beside published packages (minutes)."""
+    """Every shape, placement and exchange, forward and backward, beside published packages (minutes)."""
     if out is not None:
         out.touch()
-    with progress.status(f"measuring times on {ranks} ranks") as status:
-        rows = prefill_bench.rows(ranks, length)
+    world = world_of(ranks, hosts)
+    with progress.status(f"measuring times on {world}{' ranks' * (hosts is None)}") as status:
+        rows = prefill_bench.rows(world, length, case, rounds)
         status.update(f"measuring memory on {ranks} ranks")
-        memories = prefill_bench.memory(ranks, length)
-    command = f"attnmesh bench prefill --ranks {ranks} --length {length}"
+        memories = prefill_bench.memory(ranks, length) if hosts is None and not case else []
+    chosen = f" --case '{case}'" if case else ""
+    command = f"attnmesh bench prefill {as_asked(world)} --length {length}{chosen} --rounds {rounds}"
     tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
     report = {"command": command, "machine": machine(), **tables}
     if published(report, as_json, out):
         return
     console.print(pairs("this machine", machine()))
     console.print(_prefill_table(rows))
-    console.print(_held_table(memories))
+    if memories:
+        console.print(_held_table(memories))
     if verbose:
         console.print(PREFILL_EXPLAINED)
 
@@ -110,6 +123,7 @@ def _held_table(memories: Iterable[prefill_bench.Memory]) -> Table:
 @bench.command(name="model", short_help="A whole model: stock on one process, and its context over ranks.")
 def bench_model(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
+    hosts: HostsOption = None,
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
     prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
@@ -126,12 +140,14 @@ def bench_model(
     if out is not None:
         out.touch()
     with progress.status("reading the prompt") as status:
-        asked = prepare(model, prompt, prompt_file, False, max_new_tokens, ranks, mesh, status)
-        status.update(f"{len(asked.ids):,} tokens on one process, then on {ranks} ranks by tree, all-reduces and ring")
+        world = world_of(ranks, hosts)
+        count = ranks_of(world)
+        asked = prepare(model, prompt, prompt_file, False, max_new_tokens, count, mesh, status)
+        status.update(f"{len(asked.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
         request = model_bench.Request(asked.place, asked.ids, max_new_tokens, asked.shape, asked.heads)
-        rows = model_bench.rows(request, torch.get_num_threads())
+        rows = model_bench.rows(request, torch.get_num_threads(), world)
     same = all(row.tokens == rows[0].tokens for row in rows)
-    command = f"attnmesh bench model --ranks {ranks} --max-new-tokens {max_new_tokens}"
+    command = f"attnmesh bench model {as_asked(world)} --max-new-tokens {max_new_tokens}"
     report = {"command": command, "machine": machine(), "prompt_tokens": len(asked.ids), "same_tokens": same}
     if not published({**report, "rows": [asdict(row) for row in rows]}, as_json, out):
         console.print(_model_table(rows, len(asked.ids), verbose))
@@ -160,37 +176,41 @@ on from one prefilled cache. Memory is of the largest process; weights that rank
 @bench.command(name="decode", short_help="Merges across ranks and whole steps beside other patterns.")
 def bench_decode(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine: 2, 4, 8, ...")] = 8,
+    hosts: HostsOption = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     out: OutFile = None,
 ) -> None:
-    """Decoding on local ranks: merges, whole steps, long contexts, beside published code and the limit (minutes)."""
-    if ranks & (ranks - 1):
+    """Decoding: merges, whole steps, long contexts, beside published code and the limit (minutes)."""
+    world = world_of(ranks, hosts)
+    count = ranks_of(world)
+    if count & (count - 1):
         raise typer.BadParameter("a power of two, as the same bits on any number of ranks are measured too")
     if out is not None:
         out.touch()
     with progress.status("starting") as status:
         rows = []
-        for name, part in decode_bench.parts(ranks).items():
-            status.update(f"measuring {name} on {ranks} ranks")
+        for name, part in decode_bench.parts(world).items():
+            status.update(f"measuring {name} on {count} ranks")
             rows += part()
         status.update(f"measuring memory on {ranks} ranks")
-        memories = decode_bench.memory(ranks)
+        memories = decode_bench.memory(ranks) if hosts is None else []
     tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
-    report = {"command": f"attnmesh bench decode --ranks {ranks}", "machine": machine(), **tables}
+    report = {"command": f"attnmesh bench decode {as_asked(world)}", "machine": machine(), **tables}
     if published(report, as_json, out):
         return
     console.print(pairs("this machine", machine()))
-    table = titled(f"decode bench on {ranks} ranks, one call", "case", "contender")
+    table = titled(f"decode bench on {count} ranks, one call", "case", "contender")
     for name in ("ms", "times ours"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(row.case, row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
     console.print(table)
-    table = titled("a rank's keys, values and all that a step holds beside them", "case", "contender", "MB")
-    for memory in memories:
-        table.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
-    console.print(table)
+    if memories:
+        table = titled("a rank's keys, values and all that a step holds beside them", "case", "contender", "MB")
+        for memory in memories:
+            table.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
+        console.print(table)
     if verbose:
         console.print(DECODE_EXPLAINED)
 

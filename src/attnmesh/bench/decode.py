@@ -20,6 +20,7 @@ from attnmesh.across import HOW
 from attnmesh.bench.timing import Timing, peak_memory, race
 from attnmesh.partial import Partial, join
 from attnmesh.ranks import run_on_ranks
+from attnmesh.shaped import World, run_on
 
 Call = Callable[[], Any]
 
@@ -58,22 +59,24 @@ class Case:
     dtype: torch.dtype = torch.float32
     repeat: int = 10
     rounds: int = 9
+    width: int = WIDTH
 
 
-def parts(ranks: int) -> dict[str, Callable[[], list[Row]]]:
-    """The bench part by part, each in ranks of its own."""
-    functions = {
+def parts(world: World) -> dict[str, Callable[[], list[Row]]]:
+    """The bench part by part, each in ranks of its own; across hosts, what changes with the context's length."""
+    local = {
         "merges": _merges,
         "steps": _steps,
         "the papers' cases": _papers,
         "the same bits": _reproducible,
         "a million tokens": _million,
     }
-    return {name: partial(_on_ranks, ranks, function) for name, function in functions.items()}
+    functions = local if isinstance(world, int) else {"merges": _merges, "lengths": _lengths}
+    return {name: partial(_on_ranks, world, function) for name, function in functions.items()}
 
 
-def _on_ranks(ranks: int, function: Callable[[], list[Row]]) -> list[Row]:
-    rows: list[Row] = run_on_ranks(ranks, function)[0]
+def _on_ranks(world: World, function: Callable[[], list[Row]]) -> list[Row]:
+    rows: list[Row] = run_on(world, function)[0]
     return rows
 
 
@@ -145,13 +148,22 @@ def _papers() -> list[Row]:
     return [row for case in (*llama, *others) for row in _step(case)]
 
 
+def _lengths() -> list[Row]:
+    """From few tokens to a million, one key head of 64 so that a ring can be waited for."""
+    cases = [
+        Case(f"step, {n // 1024:,}k tokens, 8/1 heads of 64, bfloat16", (8, 1), n, torch.bfloat16, 1, 5, 64)
+        for n in (2**12, 2**14, 2**16, 2**18, 2**20)
+    ]
+    return [row for case in cases for row in _step(case)]
+
+
 def _step(case: Case) -> list[Row]:
     """Decode by tree and by three all-reduces, a ring, and the published package."""
     cache, q = _cache(case), _query(case)
     keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
-    out, counts = torch.empty(1, case.heads[0], 1, WIDTH + 1), [cache.used] * dist.get_world_size()
+    out, counts = torch.empty(1, case.heads[0], 1, case.width + 1), [cache.used] * dist.get_world_size()
     held = keys.contiguous(), values.contiguous()
-    new = torch.randn(1, case.heads[1], 1, WIDTH).to(case.dtype)
+    new = torch.randn(1, case.heads[1], 1, case.width).to(case.dtype)
 
     def whole() -> None:
         cache.append(new, new)
@@ -218,8 +230,8 @@ def _reproducible() -> list[Row]:
 
 
 def _million() -> list[Row]:
-    case = Case("1,048,576 tokens, 1 KV head", (8, 1), 1 << 20, torch.bfloat16, 3)
-    cache, q = _cache(case, width=64), _query(case, width=64)
+    case = Case("1,048,576 tokens, 1 KV head", (8, 1), 1 << 20, torch.bfloat16, 3, width=64)
+    cache, q = _cache(case), _query(case)
     return _raced(case, {"decode, 8/1 heads of 64, bfloat16": lambda: am.decode(q, cache)}, None)
 
 
@@ -242,18 +254,24 @@ def _memories() -> list[Memory]:
     return found
 
 
-def _query(case: Case, width: int = WIDTH) -> Tensor:
-    return torch.randn(1, case.heads[0], 1, width, generator=torch.Generator().manual_seed(0)).to(case.dtype)
+def _query(case: Case) -> Tensor:
+    return torch.randn(1, case.heads[0], 1, case.width, generator=torch.Generator().manual_seed(0)).to(case.dtype)
 
 
-def _cache(case: Case, width: int = WIDTH, block: int = 16) -> am.KVCache:
+def _cache(case: Case, block: int = 16) -> am.KVCache:
     """A full cache over all ranks, filled a piece at a time."""
-    sizes = {"batch": 1, "kv_heads": case.heads[1], "head_dim": width, "capacity": case.tokens + 16, "block": block}
+    sizes = {
+        "batch": 1,
+        "kv_heads": case.heads[1],
+        "head_dim": case.width,
+        "capacity": case.tokens + 16,
+        "block": block,
+    }
     cache = am.KVCache(_mesh(), dtype=case.dtype, **sizes)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for start in range(0, case.tokens, PIECE):
         more = min(PIECE, case.tokens - start)
-        cache.append(*torch.randn(2, 1, case.heads[1], more, width, generator=generator).to(case.dtype).unbind())
+        cache.append(*torch.randn(2, 1, case.heads[1], more, case.width, generator=generator).to(case.dtype).unbind())
     return cache
 
 

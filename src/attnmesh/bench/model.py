@@ -26,6 +26,7 @@ from attnmesh.kernel.attend import with_sinks
 from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh, Shape, init_mesh
 from attnmesh.ranks import run_on_ranks
+from attnmesh.shaped import World, run_on
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,10 @@ class Request:
     heads: tuple[int, int]
 
 
-def rows(request: Request, threads: int) -> list[Row]:
-    """One process with all threads, then ranks that share them."""
+def rows(request: Request, threads: int, world: World) -> list[Row]:
+    """One process with all threads, then ranks that share them, or ranks of one thread each on hosts."""
     alone: list[Row] = run_on_ranks(1, _alone, request, threads=threads)[0]
-    ranks = request.shape.ranks
-    together: list[Row] = run_on_ranks(ranks, _together, request, threads=max(1, threads // ranks))[0]
+    together: list[Row] = run_on(world, _together, request, threads=max(1, threads // request.shape.ranks))[0]
     return alone + together
 
 

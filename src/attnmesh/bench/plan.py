@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
+from attnmesh.bench.prefill import mesh_of
 from attnmesh.bench.timing import Timing
 from attnmesh.cluster import Cluster
-from attnmesh.mesh import AXES, Mesh, Shape
+from attnmesh.mesh import Mesh, Shape
 from attnmesh.plan import Plan, plan
 from attnmesh.ranks import Say
 from attnmesh.shaped import HEADERS, Hosts, Wire, World, run_on, wires
-from attnmesh.travel import placed
 from attnmesh.workload import Workload
 
 GLOO = 147
@@ -92,8 +92,8 @@ def report(world: World, todo: list[Workload], most: int, rounds: int, heard: Sa
 
 
 def _on_rank(say: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
-    first = dist.get_rank() == 0
-    cluster = Cluster.measure(_mesh(Shape(1, 1, dist.get_world_size()), Shape(1, 1, dist.get_world_size())))
+    first, line = dist.get_rank() == 0, Shape(1, 1, dist.get_world_size())
+    cluster = Cluster.measure(mesh_of(line, line))
     if first:
         say(f"measured {cluster.hosts} hosts of {cluster.ranks}")
     rows = []
@@ -198,15 +198,9 @@ def _settled() -> None:
         before = now
 
 
-@lru_cache
-def _mesh(shape: Shape, tile: Shape) -> DeviceMesh:
-    """One mesh a placement: each has process groups of its own, and each group has threads."""
-    return DeviceMesh("cpu", placed(shape, tile), mesh_dim_names=AXES)
-
-
 def call_of(each: Plan) -> Callable[[], Any]:
     """What a plan plans, to be called on every rank of its mesh."""
-    work, mesh = each.workload, _mesh(each.shape, each.tile)
+    work, mesh = each.workload, mesh_of(each.shape, each.tile)
     torch.manual_seed(0)
     if work.phase == "decode":
         return _decoding(each, mesh)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
@@ -25,6 +25,8 @@ from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
 from attnmesh.ranks import run_on_ranks
 from attnmesh.schedule import EXCHANGES, Problem, Schedule, schedule
+from attnmesh.shaped import World, run_on
+from attnmesh.travel import placed, tiles
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,29 @@ def cases(length: int) -> list[Case]:
     ]
 
 
+class Contender(NamedTuple):
+    """A shape of ours, what of it a host holds, and an exchange."""
+
+    shape: Shape
+    tile: Shape
+    exchange: str
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        shape, tile = ("x".join(map(str, x)) for x in (self.shape, self.tile))
+        return f"{shape} {self.exchange}" + (f", {tile} a host" if 1 < self.tile.ranks < self.shape.ranks else "")
+
+
+def contenders(ranks: int, heads: int, a_host: int) -> list[Contender]:
+    """Every shape in every placement, each with the exchanges that differ there."""
+    return [
+        Contender(shape, tile, exchange)
+        for shape, exchange in shapes(ranks, heads)
+        for tile in tiles(shape, min(a_host, ranks))
+    ]
+
+
 def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
     """What a number of ranks can be: rows, columns, heads and rectangles, each with the exchanges that differ there."""
     found = []
@@ -87,9 +112,11 @@ def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
     return found
 
 
-def rows(ranks: int, length: int) -> list[Row]:
-    """Every case in one set of ranks, its contenders in turns; before them one rank beside the kernel alone."""
-    return [row for n, contests in ((1, _alone), (ranks, _contests)) for row in run_on_ranks(n, contests, length)[0]]
+def rows(world: World, length: int, only: str = "", rounds: int = 7) -> list[Row]:
+    """The cases that have `only` in their names, contenders in turns; before them one rank beside the kernel alone."""
+    a_host = world if isinstance(world, int) else world.ranks
+    alone = [] if only else run_on_ranks(1, _alone, length)[0]
+    return [*alone, *run_on(world, _contests, length, a_host, only, rounds)[0]]
 
 
 def memory(ranks: int, length: int) -> list[Memory]:
@@ -101,7 +128,8 @@ def _alone(length: int) -> list[Row]:
     """A mesh of one rank beside SDPA, which is the same kernel without us."""
     case = cases(length)[0]
     q, k, v = (x.requires_grad_() for x in _whole(case))
-    ours = _ours(case, _whole(case), Shape(1, 1, 1), "auto")
+    one = Shape(1, 1, 1)
+    ours = _ours(case, _whole(case), Contender(one, one, "auto"))
 
     def kernel() -> Any:
         out = scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -112,8 +140,8 @@ def _alone(length: int) -> list[Row]:
     return [Row(name, contender, timing) for contender, timing in timings.items()]
 
 
-def _contests(length: int) -> list[Row]:
-    return [row for case in cases(length) for row in _contest(case)]
+def _contests(length: int, a_host: int, only: str, rounds: int) -> list[Row]:
+    return [row for case in cases(length) if only in case.name for row in _contest(case, a_host, rounds)]
 
 
 def _memories(length: int) -> list[Memory]:
@@ -121,17 +149,14 @@ def _memories(length: int) -> list[Memory]:
     for heads in ((8, 8), (8, 2)):
         case = Case(f"full, {heads[0]}/{heads[1]} heads", am.Full(), am.Contiguous(), heads, length)
         for shape, exchange in shapes(ranks, heads[1]):
-            peak = peak_memory(_ours(case, _whole(case), shape, exchange), torch.device("cpu"))
+            one = Contender(shape, shape, exchange)
+            peak = peak_memory(_ours(case, _whole(case), one), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
             foretold = 4 * case.width * length / ranks * held(shape, *heads, EXCHANGES[exchange])
             megabytes = (round(x / 1e6, 1) for x in (float(figure), foretold))
-            found.append(Memory(case.name, _name(shape, exchange), *megabytes))
+            found.append(Memory(case.name, one.name, *megabytes))
     return found
-
-
-def _name(shape: Shape, exchange: str) -> str:
-    return f"{shape.heads}x{shape.queries}x{shape.keys} {exchange}"
 
 
 def _whole(case: Case) -> list[Tensor]:
@@ -139,26 +164,25 @@ def _whole(case: Case) -> list[Tensor]:
     return [torch.randn(1, heads, case.length, case.width) for heads in (case.heads[0], *[case.heads[1]] * 2)]
 
 
-def _contest(case: Case) -> list[Row]:
+def _contest(case: Case, a_host: int, rounds: int) -> list[Row]:
     """On each rank: time all contenders in turns; every rank returns the same rows."""
     ranks, whole = dist.get_world_size(), _whole(case)
-    contenders: dict[str, Callable[[], Any]] = {}
+    calls: dict[str, Callable[[], Any]] = {}
     done: dict[str, Row] = {}
-    for shape, exchange in shapes(ranks, case.heads[1]):
-        name = _name(shape, exchange)
-        contenders[name] = _ours(case, whole, shape, exchange)
-        done[name] = _measured(case, name, shape, exchange, contenders[name])
+    for one in contenders(ranks, case.heads[1], a_host):
+        calls[one.name] = _ours(case, whole, one)
+        done[one.name] = _measured(case, one, calls[one.name])
     for name, make in PEERS.items():
         peer = make(case, whole)
         if isinstance(peer, str):
             done[name] = Row(case.name, name, note=peer)
         else:
-            contenders[name] = peer.call
+            calls[name] = peer.call
             done[name] = Row(case.name, name, note=_faults(peer, case, whole))
     timings = race(
-        {name: _together(call) for name, call in contenders.items()}, torch.device("cpu"), seconds=0, rounds=7
+        {name: _together(call) for name, call in calls.items()}, torch.device("cpu"), seconds=0, rounds=rounds
     )
-    ring = timings[f"1x{ranks}x1 ring"].median
+    ring = min(timing.median for name, timing in timings.items() if name.startswith(f"1x{ranks}x1 ring"))
     return [_timed(row, timings.get(name), ring) for name, row in done.items()]
 
 
@@ -180,32 +204,32 @@ def _together(call: Callable[[], Any]) -> Callable[[], None]:
 
 
 @lru_cache
-def _mesh(shape: Shape) -> DeviceMesh:
-    """One mesh a shape: each has process groups of its own, and each group has threads."""
-    return init_device_mesh("cpu", tuple(shape), mesh_dim_names=AXES)
+def mesh_of(shape: Shape, tile: Shape) -> DeviceMesh:
+    """One mesh a placement: each has process groups of its own, and each group has threads."""
+    return DeviceMesh("cpu", placed(shape, tile), mesh_dim_names=AXES)
 
 
-def _ours(case: Case, whole: list[Tensor], shape: Shape, exchange: str) -> Callable[[], Any]:
-    mesh = _mesh(shape)
+def _ours(case: Case, whole: list[Tensor], one: Contender) -> Callable[[], Any]:
+    mesh = mesh_of(one.shape, one.tile)
     q, k, v = (am.shard(x, mesh, layout=case.layout).requires_grad_() for x in whole)
     dout = torch.ones_like(q)
 
     def call() -> Any:
-        options = {"mask": case.mask, "layout": case.layout, "exchange": exchange, "length": case.length}
+        options = {"mask": case.mask, "layout": case.layout, "exchange": one.exchange, "length": case.length}
         out = am.attention(q, k, v, mesh=mesh, **options)  # type: ignore[arg-type]
         return torch.autograd.grad(out, (q, k, v), dout)
 
     return call
 
 
-def _measured(case: Case, name: str, shape: Shape, exchange: str, call: Callable[[], Any]) -> Row:
+def _measured(case: Case, one: Contender, call: Callable[[], Any]) -> Row:
     """What the busiest rank received, and what was foretold."""
     with counted() as traffic:
         call()
-    figures = torch.tensor([traffic.vectors, predicted(case, shape, exchange)])
+    figures = torch.tensor([traffic.vectors, predicted(case, one.shape, one.exchange)])
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     received, foretold = figures.tolist()
-    return Row(case.name, name, counted=received, predicted=foretold)
+    return Row(case.name, one.name, counted=received, predicted=foretold)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
