@@ -89,8 +89,10 @@ def travel(problem: Problem, tile: Shape) -> Travel:
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
-    longer = [x._replace(total=x.total * scale, rank=x.rank * scale, host=x.host * scale) for x in flow[:2]]
-    return Flow(*longer, flow.peers)
+    def longer(load: Load) -> Load:
+        return load._replace(total=load.total * scale, rank=load.rank * scale, host=load.host * scale)
+
+    return Flow(longer(flow.inside), longer(flow.between), flow.peers)
 
 
 @lru_cache(maxsize=4096)
