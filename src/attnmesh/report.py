@@ -19,6 +19,9 @@ from attnmesh.workload import Workload
 HOSTS, RANKS, GROUPS = 64, 8, (1, 2, 4, 8, 16)
 """Up to how many hosts, and ranks a host, the page goes at least; and how many query heads share a key head."""
 
+Point = tuple[int, int, int, int]
+"""Key heads, ranks a host, hosts, tokens."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -29,7 +32,7 @@ class Grid:
     hosts: tuple[int, ...]
     lengths: tuple[int, ...]
 
-    def points(self) -> Iterator[tuple[int, int, int, int]]:
+    def points(self) -> Iterator[Point]:
         """All of them, the length changing fastest."""
         return product(self.kv_heads, self.ranks, self.hosts, self.lengths)
 
@@ -66,13 +69,15 @@ def page(workload: Workload, cluster: Cluster, grid: Grid, say: Callable[[str], 
 def data(workload: Workload, cluster: Cluster, grid: Grid, say: Callable[[str], None]) -> dict[str, Any]:
     """What the page knows: of each point the schemes, the fastest first, and the best plan in plain words."""
     names: dict[str, int] = {}
-    points, reasons = [], []
-    for number, point in enumerate(grid.points(), 1):
+    points: dict[Point, list[list[float]]] = {}
+    reasons: dict[Point, str] = {}
+    # As many devices after one another: what travels between them is counted once.
+    for number, point in enumerate(sorted(grid.points(), key=lambda point: point[1] * point[2]), 1):
         say(f"pricing point {number:,} of {len(grid):,} of the page")
         kv_heads, ranks, hosts, length = point
         found = best_by_scheme(replace(workload, kv_heads=kv_heads, length=length), cluster.sized(hosts, ranks))
-        points.append([_figures(one, names) for one in found.values()])
-        reasons.append(next(iter(found.values())).explain() if found else "")
+        points[point] = [_figures(one, names) for one in found.values()]
+        reasons[point] = next(iter(found.values())).explain() if found else ""
     return {
         "cluster": cluster.name,
         "titles": [told_cluster(cluster), told_workload(workload)],
@@ -83,8 +88,8 @@ def data(workload: Workload, cluster: Cluster, grid: Grid, say: Callable[[str], 
         "start": {"kv": workload.kv_heads, "ranks": cluster.ranks, "hosts": cluster.hosts, "length": workload.length},
         "schemes": [[name, line.colour, line.dashed] for name, line in SCHEMES.items()],
         "names": list(names),
-        "points": points,
-        "reasons": reasons,
+        "points": [points[point] for point in grid.points()],
+        "reasons": [reasons[point] for point in grid.points()],
     }
 
 
