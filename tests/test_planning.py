@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -81,13 +80,18 @@ def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     assert json.loads(run(*asked(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
 
 
+def _worked() -> float:
+    """Seconds that processes started here have worked, however busy the machine is besides."""
+    return os.times().children_user + os.times().children_system
+
+
 def test_it_answers_in_seconds() -> None:
-    start = time.perf_counter()
+    start = _worked()
     done = subprocess.run(
         [sys.executable, "-m", "attnmesh", "plan", *DECODE], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    assert time.perf_counter() - start < 6
+    assert _worked() - start < 6
     code = f"import sys; from attnmesh.cli import app; app({['plan', *DECODE]!r}, standalone_mode=False); " + (
         "print({'matplotlib', 'transformers'} & {*sys.modules})"
     )
