@@ -12,6 +12,7 @@ import attnmesh
 from attnmesh import proof
 from attnmesh.bench.commands import bench
 from attnmesh.generating import generate
+from attnmesh.planning import plan
 from attnmesh.shown import AsJson, Verbose, console, machine, pairs, print_json, progress, titled
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command(short_help="Generate text with a model whose context is spread over ranks.")(generate)
+app.command(short_help="The best shape of mesh for a workload on a cluster, before it is run.")(plan)
 
 
 def _version(wanted: bool) -> None:

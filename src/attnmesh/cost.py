@@ -5,6 +5,7 @@ busiest rank, or the busiest host's link, takes to send or to receive, and a mes
 a kernel runs costs only what it takes longer than that.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,15 +75,15 @@ class _Job:
             messages = flow.between.messages * self.way.shape.heads * self.groups * times
             spent.send(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in sent)
-        classes = [
-            (self.cluster.inside, [(flow.inside, flow.peers, size) for flow, size, _ in sent]),
-            (self.cluster.between, [(flow.between, flow.peers, size) for flow, size, _ in sent]),
-        ]
-        used = [each for each in classes if any(load.rank for load, _, _ in each[1])]
-        latency = max((link.latency + (peers - 1) * link.message for link, _ in used), default=0.0)
-        moved = sum(load.rank * size for _, loads in used for load, _, size in loads) / self.way.shape.heads
-        copies = PASSES * moved / (self.cluster.device.copy_rate or self.cluster.device.memory_rate)
-        return latency + max((self._wire(*each) for each in used), default=0.0) + copies
+        latency = wire = moved = 0.0
+        for link, inside in ((self.cluster.inside, True), (self.cluster.between, False)):
+            loads = [(flow.inside if inside else flow.between, flow.peers, size) for flow, size, _ in sent]
+            busiest = sum([load.rank * size for load, _, size in loads])
+            if busiest:
+                latency = max(latency, link.latency + (peers - 1) * link.message)
+                wire = max(wire, self._wire(link, loads))
+                moved += busiest / self.way.shape.heads
+        return latency + wire + PASSES * moved / (self.cluster.device.copy_rate or self.cluster.device.memory_rate)
 
     def _wire(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Seconds until the busiest rank, the busiest host, and the slowest pair have had all."""
@@ -169,7 +170,7 @@ def _swaps(job: _Job, sizes: Iterable[float], spent: Cost) -> float:
         return Load(peers * tokens * lines[0], peers * tokens, peers * tokens * lines[1], peers * lines[0])
 
     flow = Flow(load(tile.heads - 1), load(shape.heads - tile.heads), shape.heads - 1)
-    return sum(job.exchanged([Sent(flow, size)], spent) for size in sizes)
+    return sum(n * job.exchanged([Sent(flow, size, n)], spent) for size, n in Counter(sizes).items())
 
 
 def _travel(way: Way, workload: Workload) -> Travel:

@@ -294,7 +294,9 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
             progress.print(f"[bold red]error:[/] {escape(_brief(error))}", highlight=False, soft_wrap=True)
         return 1
     except ModuleNotFoundError as missing:
-        progress.print(f"[bold red]error:[/] this needs {missing.name}: pip install 'attnmesh\\[hf]'", highlight=False)
+        extra = "plot" if missing.name == "matplotlib" else "hf"
+        told = f"[bold red]error:[/] this needs {missing.name}: pip install 'attnmesh\\[{extra}]'"
+        progress.print(told, highlight=False)
         return 1
     except SystemExit as left:
         if left.code == 130:

@@ -68,10 +68,10 @@ class Plan:
     def _told(self) -> str:
         most, took = max(self.parts, key=lambda part: part[1])
         share = took / self.seconds if self.seconds else 0.0
-        links = f"{_size(self.bytes.between)} between hosts and {_size(self.bytes.inside)} inside them"
-        room = f"{_size(self.memory)} of its {_size(self.cluster.device.memory)}"
+        links = f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside them"
+        room = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)}"
         return (
-            f"{self.name} ({self.known_as}): {_time(self.seconds)}, of which {share:.0%} {STAGES[most]}. "
+            f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[most]}. "
             f"All ranks together send {links}; a rank holds {room}."
         )
 
@@ -83,7 +83,7 @@ class Plan:
         stage = max(differences, key=lambda name: differences[name])
         lines = [
             f"{ahead.name} is {_times(behind.seconds, ahead.seconds)} as fast as {behind.name}, mostly as it spends "
-            f"{_time(one.get(stage, 0.0))} instead of {_time(two.get(stage, 0.0))} {STAGES[stage]}"
+            f"{in_seconds(one.get(stage, 0.0))} instead of {in_seconds(two.get(stage, 0.0))} {STAGES[stage]}"
         ]
         if behind.bytes.between > 1.05 * ahead.bytes.between:
             lines.append(f"it sends {_times(ahead.bytes.between, behind.bytes.between)} as many bytes between hosts")
@@ -108,14 +108,16 @@ STAGES = {
 """What a rank does in each part of a plan."""
 
 
-def _time(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """A time as it is read: in s, ms or us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
 
 
-def _size(count: float) -> str:
+def in_bytes(count: float) -> str:
+    """A count of bytes as it is read: in kB, MB, GB or TB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

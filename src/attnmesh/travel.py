@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.layout import Layout
 from attnmesh.mask import FAR, Mask
 from attnmesh.mesh import Shape
 from attnmesh.schedule import Problem
@@ -82,7 +83,21 @@ def placed(shape: Shape, tile: Shape) -> Tensor:
 def travel(problem: Problem, tile: Shape) -> Travel:
     """What moves in a problem on hosts of such tiles."""
     short, scale = shortened(problem)
-    rows, columns, passed, pairs = _counted(short)
+    moved = _moved(short, tile)
+    flows = {name: _scaled(getattr(moved, name), scale) for name in ("rows", "columns", "hop", "hop_back")}
+    return Travel(**flows, pairs=moved.pairs * scale * scale)
+
+
+def _scaled(flow: Flow, scale: float) -> Flow:
+    def longer(load: Load) -> Load:
+        return load._replace(total=load.total * scale, rank=load.rank * scale, host=load.host * scale)
+
+    return Flow(longer(flow.inside), longer(flow.between), flow.peers)
+
+
+@lru_cache(maxsize=4096)
+def _moved(problem: Problem, tile: Shape) -> Travel:
+    rows, columns, passed, pairs = _counted(problem)
     _, across, down = tile
     size = problem.shape.queries
     source = torch.arange(size)
@@ -91,11 +106,11 @@ def travel(problem: Problem, tile: Shape) -> Travel:
     onward = [_along(tokens, (at - 1) % size, at, across) for tokens, at in held.values()]
     back = [_along(tokens, at, source, across) for tokens, at in held.values()]
     return Travel(
-        rows=_flow([_lines(rows, down)], tile, scale),
-        columns=_flow([_lines(columns, across, columns=True)], tile, scale),
-        hop=_flow(onward, tile, scale),
-        hop_back=_flow(back, tile, scale),
-        pairs=float(pairs.max()) * scale * scale,
+        rows=_flow([_lines(rows, down)], tile, 1.0),
+        columns=_flow([_lines(columns, across, columns=True)], tile, 1.0),
+        hop=_flow(onward, tile, 1.0),
+        hop_back=_flow(back, tile, 1.0),
+        pairs=float(pairs.max()),
     )
 
 
@@ -145,9 +160,15 @@ def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _owners(problem: Problem, *, queries: bool) -> Tensor:
     """For each position the chunk, r * C + c, that holds it."""
     layout, length = (problem.layout, problem.length) if queries else (problem.key_layout, problem.key_length)
-    shape, owners = problem.shape, torch.empty(length, dtype=torch.long)
-    for shard in range(shape.ranks):
-        owners[layout.positions(length, shape.ranks, shard)] = shard % (shape.queries * shape.keys)
+    return _shards(layout, length, problem.shape.ranks) % (problem.shape.queries * problem.shape.keys)
+
+
+@lru_cache(maxsize=64)
+def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
+    """For each position the shard that holds it."""
+    owners = torch.empty(length, dtype=torch.long)
+    for shard in range(ranks):
+        owners[layout.positions(length, ranks, shard)] = shard
     return owners
 
 
