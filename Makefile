@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: demo test long check format docs bench fuzz gpu clean
+.PHONY: demo test long check format docs bench fuzz gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -55,6 +55,10 @@ gpu: $(VENV)/ready             ## the suite and the bench on one GPU
 	$(RUN)/attnmesh check
 	$(RUN)/pytest -m gpu
 	$(RUN)/attnmesh bench kernel
+
+packages:                      ## what the tests of hosts, the simulator and the planner's page need of Debian; without it they are skipped
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 procps util-linux python3-simgrid chromium chromium-driver > /dev/null
 
 clean:
 	rm -rf $(VENV)

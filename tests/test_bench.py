@@ -51,7 +51,7 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
         prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200),
         prefill.Row("causal", "peer", note="it has no such mask"),
     ]
-    monkeypatch.setattr(prefill, "rows", lambda ranks, length: rows)
+    monkeypatch.setattr(prefill, "rows", lambda world, length, wanted: rows)
     monkeypatch.setattr(prefill, "memory", lambda ranks, length: [prefill.Memory("full", "1x2x1 ring", 3.5, 3.0)])
     code, text = run("bench", "prefill", "--ranks", "2", "--json")
     assert code == 0

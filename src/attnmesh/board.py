@@ -38,6 +38,9 @@ ORDERED = ("x86_64", "amd64", "AMD64")
 HOT, COLD, NAP = 100, 0.02, 0.0002
 """A rank that waits looks so many times; then for so many seconds it lets others go first; then it naps between."""
 
+COLD_BESIDE_SOCKETS = 0.0003
+"""As `COLD`, where messages of other hosts come meanwhile: who hears them needs the processor that the waiting use."""
+
 CHECK = 0.5
 """Seconds after which a rank that waits looks whether the other is still alive."""
 
@@ -48,11 +51,17 @@ class Board:
     """This rank's boxes; `members` are the ranks that share the memory, by their numbers along an axis.
 
     A rank waits for as many seconds as `patience` for another, and no longer than that one's process lives, where its
-    number is known: 0 is that of a process that cannot be seen from here.
+    number is known: 0 is that of a process that cannot be seen from here. After `cold` seconds it naps.
     """
 
     def __init__(
-        self, memory: mmap.mmap, members: Sequence[int], index: int, processes: Sequence[int], patience: float
+        self,
+        memory: mmap.mmap,
+        members: Sequence[int],
+        index: int,
+        processes: Sequence[int],
+        patience: float,
+        cold: float = COLD,
     ) -> None:
         self.members = {rank: place for place, rank in enumerate(members)}
         self.mine = self.members[index]
@@ -60,6 +69,7 @@ class Board:
         self.start = self.memory.data_ptr()
         self.put, self.taken = (dict.fromkeys(members, 0) for _ in range(2))
         self.processes, self.patience = dict(zip(members, processes, strict=True)), patience
+        self.cold = cold
 
     def serves(self, peer: int, size: int) -> bool:
         """Whether messages of that size go to and from a rank by this board."""
@@ -95,7 +105,7 @@ class Board:
         while words[word] < count:
             os.sched_yield()
             now = monotonic()
-            if now - start > COLD:
+            if now - start > self.cold:
                 sleep(NAP)
             if now - checked > CHECK:
                 checked = now

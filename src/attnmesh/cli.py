@@ -13,6 +13,7 @@ from attnmesh import proof
 from attnmesh.bench.commands import bench
 from attnmesh.generating import generate
 from attnmesh.planning import plan
+from attnmesh.probing import probe
 from attnmesh.shown import AsJson, Verbose, console, machine, pairs, print_json, progress, titled
 
 app = typer.Typer(
@@ -25,6 +26,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command(short_help="Generate text with a model whose context is spread over ranks.")(generate)
+app.command(short_help="Measure the links and devices of a world of ranks.")(probe)
 app.command(short_help="The best shape of mesh for a workload on a cluster, before it is run.")(plan)
 
 

@@ -14,13 +14,15 @@ from typing import NamedTuple
 from attnmesh.cluster import Cluster, Link
 from attnmesh.cost_decode import agree_cost, decode_cost
 from attnmesh.held import held
+from attnmesh.layout import Zigzag
 from attnmesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.travel import Flow, Load, Travel, travel
 from attnmesh.way import Cost, Way
 from attnmesh.workload import Workload
 
-PASSES = 4.0
-"""Bytes of memory that are read or written for each byte that a rank sends or hears: packed, sent, put in order."""
+PASSES, JOINS = 4.0, 3.0
+"""Bytes of memory that are read or written for each byte that a rank sends or hears (packed, sent, put in order), and
+for each byte of a sum that grows from step to step."""
 
 
 class Sent(NamedTuple):
@@ -65,8 +67,20 @@ class _Job:
         """Seconds of one rank's kernels, and of starting them; `products` of a row and a column for each pair."""
         work = self.workload
         heads = work.batch * work.q_heads / self.way.shape.heads
-        calls = self.groups * (self.way.shape.queries if self.exchange.ring else 1)
+        blocks = 2 if isinstance(self.way.layout, Zigzag) else 1  # an early and a late run of queries
+        calls = self.groups * blocks * (self.way.shape.queries if self.exchange.ring else 1)
         return 2 * products * self.moves.pairs * heads / rate + calls * self.cluster.device.call
+
+    def joins(self, columns: int) -> float:
+        """Seconds of adding what each further step of a ring makes, so many columns a row, to what there is."""
+        tokens = self.workload.batch * self.workload.length / self.way.shape.queries / self.way.shape.heads
+        size = tokens * self.workload.q_heads * columns * self.workload.wide
+        return JOINS * (self.way.shape.queries - 1) * size / self.copy_rate
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes a second that are read and written."""
+        return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
     def exchanged(self, sent: Iterable[Sent], spent: Cost) -> float:
         """Seconds of exchanges that are under way together, their bytes counted."""
@@ -83,7 +97,7 @@ class _Job:
                 latency = max(latency, link.latency + (peers - 1) * link.message)
                 wire = max(wire, self._wire(link, loads))
                 moved += busiest / self.way.shape.heads
-        return latency + wire + PASSES * moved / (self.cluster.device.copy_rate or self.cluster.device.memory_rate)
+        return latency + wire + PASSES * moved / self.copy_rate
 
     def _wire(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Seconds until the busiest rank, the busiest host, and the slowest pair have had all."""
@@ -109,7 +123,7 @@ def _forward(job: _Job, spent: Cost) -> None:
     if job.exchange.ring:
         hop = job.exchanged([Sent(moves.hop, keys.size, job.way.shape.queries - 1)], spent)
         spent.spend("gather", job.exchanged([rows], spent))
-        _overlapped(spent, kernel / job.way.shape.queries, hop, job.way.shape.queries)
+        _overlapped(spent, kernel + job.joins(work.values), hop, job.way.shape.queries)
     else:
         gather = job.exchanged([rows, keys], spent)
         _in_groups(spent, groups, gather, kernel, _only(job, [back]))
@@ -132,7 +146,7 @@ def _backward(job: _Job, spent: Cost) -> None:
         both = [Sent(moves.hop, keys.size, steps - 1), Sent(moves.hop_back, keys_back.size, steps - 1)]
         hop = job.exchanged(both, spent)
         spent.spend("gather", job.exchanged([rows], spent))
-        _overlapped(spent, kernel / steps, hop, steps)
+        _overlapped(spent, kernel + job.joins(work.head_dim), hop, steps)
     else:
         gather = job.exchanged([rows, keys], spent)
         _in_groups(spent, groups, gather, kernel, _only(job, [back]))
@@ -149,8 +163,8 @@ def _in_groups(spent: Cost, groups: int, gather: float, kernel: float, back: flo
 
 def _overlapped(spent: Cost, kernel: float, hop: float, steps: int) -> None:
     """Round a ring a chunk is under way while the last is attended."""
-    spent.spend("kernel", steps * kernel)
-    spent.spend("waiting", (steps - 1) * max(0.0, hop - kernel))
+    spent.spend("kernel", kernel)
+    spent.spend("waiting", (steps - 1) * max(0.0, hop - kernel / steps))
 
 
 def _only(job: _Job, sent: Iterable[Sent]) -> float:

@@ -50,7 +50,8 @@ def _join_heads(way: Way, size: float, cluster: Cluster, spent: Cost) -> None:
     heads, near = way.shape.heads, way.tile.heads
     link, ranks = (cluster.between if near < heads else cluster.inside), way.shape.ranks
     wires = max((heads - 1) * size / link.rate, (heads - near) * size * way.tile.ranks / link.host_rate)
-    spent.spend("heads", link.merge_latency + link.latency + 2 * (heads - 2) * link.message + wires)
+    waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
+    spent.spend("heads", 2 * cluster.device.call + waits + wires)
     spent.send(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
 
 

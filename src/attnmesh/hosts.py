@@ -47,7 +47,8 @@ def board_of(axis: Axis, device: torch.device) -> Board | None:
     if memory is None or not all(said[rank][0] for rank in members):
         return None
     processes = [said[rank][1] if said[rank][2] == space else 0 for rank in members]
-    return Board(memory, members, axis.index, processes, _patience(axis, device))
+    cold = board.COLD if len(members) == axis.size else board.COLD_BESIDE_SOCKETS
+    return Board(memory, members, axis.index, processes, _patience(axis, device), cold)
 
 
 def _patience(axis: Axis, device: torch.device) -> float:

@@ -16,6 +16,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on s
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about.")]
 OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False)]
 
+HostsOption = Annotated[
+    str | None,
+    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
+]
+
 console = Console()
 progress = Console(stderr=True)
 

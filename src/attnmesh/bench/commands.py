@@ -12,9 +12,10 @@ from rich.table import Table
 from attnmesh import proof
 from attnmesh.bench import decode as decode_bench
 from attnmesh.bench import kernel as kernel_bench
+from attnmesh.bench import plan as plan_bench
 from attnmesh.bench import prefill as prefill_bench
 from attnmesh.shaped import as_asked, ranks_of, world_of
-from attnmesh.shown import AsJson, OutFile, Verbose, console, machine, pairs, progress, published, titled
+from attnmesh.shown import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published, titled
 
 if TYPE_CHECKING:
     from attnmesh.bench import model as model_bench  # needs transformers
@@ -50,18 +51,15 @@ def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile
         console.print(BENCH_EXPLAINED)
 
 
-HostsOption = Annotated[
-    str | None,
-    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
-]
-
-
 @bench.command(name="prefill", short_help="Shapes and exchanges of the mesh beside published packages.")
 def bench_prefill(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
     length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 4096,
     hosts: HostsOption = None,
     case: Annotated[str, typer.Option(help='Only cases with this in their names, as "causal, 8/8".')] = "",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only such shapes and the ring, as 1x4x4; may be repeated.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 7,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -72,10 +70,10 @@ def bench_prefill(
         out.touch()
     world = world_of(ranks, hosts)
     with progress.status(f"measuring times on {world}{' ranks' * (hosts is None)}") as status:
-        rows = prefill_bench.rows(world, length, case, rounds)
+        rows = prefill_bench.rows(world, length, prefill_bench.Wanted(case, tuple(shape or ()), rounds))
         status.update(f"measuring memory on {ranks} ranks")
         memories = prefill_bench.memory(ranks, length) if hosts is None and not case else []
-    chosen = f" --case '{case}'" if case else ""
+    chosen = (f" --case '{case}'" if case else "") + "".join(f" --shape {name}" for name in shape or ())
     command = f"attnmesh bench prefill {as_asked(world)} --length {length}{chosen} --rounds {rounds}"
     tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
     report = {"command": command, "machine": machine(), **tables}
@@ -213,6 +211,58 @@ def bench_decode(
         console.print(table)
     if verbose:
         console.print(DECODE_EXPLAINED)
+
+
+@bench.command(name="plan", short_help="What the planner says beside what is measured.")
+def bench_plan(
+    hosts: Annotated[
+        list[str] | None, typer.Option(help="Hosts made on this machine, as 4x2@250mbit; may be repeated.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=2, help="Without --hosts: ranks to start on this machine.")] = 4,
+    length: Annotated[int, typer.Option(min=64, help="Tokens in training and prefill; 16 times more are kept.")] = 2048,
+    most: Annotated[int, typer.Option(min=1, help="Best plans to measure, beside those that have names.")] = 4,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    out: OutFile = None,
+) -> None:
+    """Measure each world's constants, plan 9 workloads with them, and run the plans: regret, seconds and bytes."""
+    if out is not None:
+        out.touch()
+    worlds = [world_of(ranks, text) for text in hosts] if hosts else [world_of(ranks, None)]
+    with progress.status("starting") as status:
+        reports = [plan_bench.report(world, length, most, rounds, status.update) for world in worlds]
+    options = f"--length {length} --most {most} --rounds {rounds}"
+    command = f"attnmesh bench plan {' '.join(map(as_asked, worlds))} {options}"
+    summary = plan_bench.summary(reports)
+    tables = [{**asdict(one), "cluster": one.cluster.record()} for one in reports]
+    report = {"command": command, "machine": machine(), "summary": summary, "worlds": tables}
+    if published(report, as_json, out):
+        return
+    for one in reports:
+        console.print(_plan_table(one))
+    console.print(pairs("in short", summary))
+    if verbose:
+        console.print(PLAN_EXPLAINED)
+
+
+PLAN_EXPLAINED = """\
+Seconds are foretold from constants that were measured at the beginning of the same run; bytes from the plan alone. Each
+plan is timed in turns with the others, between two barriers; a short step many times in a row. The picked plan has a
+star; regret is how much longer it takes than the best one measured. Bytes are those of all hosts by the counters of
+their interfaces, without the headers of packets, beside those foretold and 147 that gloo adds to each message."""
+
+
+def _plan_table(report: plan_bench.Report) -> Table:
+    table = titled(f"on {report.world}", "workload", "plan")
+    for name in ("foretold ms", "ms", "beside best", "bytes between hosts", "foretold, off"):
+        table.add_column(name, justify="right")
+    for row in report.rows:
+        crossed = row.between
+        bytes_ = () if crossed is None else (f"{crossed.payload:,}", f"{crossed.off:+.1%}")
+        name = f"{'* ' if row.picked else '  '}{row.plan}"
+        table.add_row(row.workload, name, f"{row.predicted_ms:.1f}", str(row.timing), f"{row.beside_best}", *bytes_)
+    return table
 
 
 DECODE_EXPLAINED = """\

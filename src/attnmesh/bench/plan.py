@@ -8,7 +8,7 @@ takes than the best measured. On shaped hosts, bytes are told by the counters of
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -69,10 +69,10 @@ class Report:
     rows: list[Ran]
 
 
-def workloads(world: World, length: int) -> list[Workload]:
+def workloads(length: int) -> list[Workload]:
     """Each phase with heads of their own, in groups of 4 and of 8; decoding over 16 times the tokens."""
     found = []
-    for phase in ("prefill", "training", "decode"):
+    for phase in ("decode", "prefill", "training"):  # short steps first: each new mesh brings threads
         for kv_heads in (8, 2, 1):
             tokens = 16 * length if phase == "decode" else length
             found.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
@@ -85,9 +85,10 @@ def described(workload: Workload) -> str:
     return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
 
 
-def report(world: World, todo: list[Workload], most: int, rounds: int, heard: Say) -> Report:
+def report(world: World, length: int, most: int, rounds: int, heard: Say) -> Report:
     """Measure a world and what is planned for it."""
-    cluster, rows = run_on(world, _on_rank, todo, most, rounds, isinstance(world, Hosts), heard=heard)[0]
+    wired = isinstance(world, Hosts)
+    cluster, rows = run_on(world, _on_rank, workloads(length), most, rounds, wired, heard=heard)[0]
     return Report(str(world), cluster, rows)
 
 
@@ -233,11 +234,29 @@ def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
     return lambda: am.decode(q, cache, merge=each.exchange)
 
 
-def regrets(rows: Iterable[Ran]) -> list[Ran]:
-    """The plans that were picked."""
-    return [row for row in rows if row.picked]
+def summary(reports: list[Report]) -> dict[str, Any]:
+    """How often the planner was right, and every miss."""
+    rows = [row for report in reports for row in report.rows]
+    close = [abs(row.predicted_ms / row.timing.median - 1) <= CLOSE for row in rows]
+    wired = [abs(row.between.off) for row in rows if row.between is not None]
+    missed = [told for report in reports for told in _misses(report)]
+    picked = sum(row.picked for row in rows)
+    return {
+        "workloads": picked,
+        f"picked within {REGRET:.2f} of the best measured": picked - len(missed),
+        "misses": missed,
+        "plans measured": len(rows),
+        f"seconds within {CLOSE:.0%}": f"{sum(close) / len(rows):.0%}",
+        "bytes off at the most": f"{max(wired, default=0.0):.1%}",
+    }
 
 
-def close(rows: list[Ran], within: float = 0.25) -> float:
-    """The share of plans whose seconds were foretold so well."""
-    return sum(abs(row.predicted_ms / row.timing.median - 1) <= within for row in rows) / max(1, len(rows))
+def _misses(report: Report) -> Iterator[str]:
+    best = {row.workload: row for row in report.rows if row.beside_best == 1.0}
+    for row in report.rows:
+        if row.picked and row.beside_best > REGRET:
+            yield f"{report.world}: {row.workload}: {row.plan} takes {row.beside_best} of {best[row.workload].plan}"
+
+
+REGRET, CLOSE = 1.10, 0.25
+"""What is asked of a planner: the picked plan is hardly slower than the best, and seconds are about those foretold."""

@@ -112,11 +112,20 @@ def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
     return found
 
 
-def rows(world: World, length: int, only: str = "", rounds: int = 7) -> list[Row]:
-    """The cases that have `only` in their names, contenders in turns; before them one rank beside the kernel alone."""
-    a_host = world if isinstance(world, int) else world.ranks
-    alone = [] if only else run_on_ranks(1, _alone, length)[0]
-    return [*alone, *run_on(world, _contests, length, a_host, only, rounds)[0]]
+class Wanted(NamedTuple):
+    """Cases that have this in their names, and shapes in these, or all; how often each is timed; ranks a host."""
+
+    case: str = ""
+    shapes: tuple[str, ...] = ()
+    rounds: int = 7
+    a_host: int = 1 << 30
+
+
+def rows(world: World, length: int, wanted: Wanted) -> list[Row]:
+    """The cases wanted, contenders in turns; before them one rank beside the kernel alone."""
+    wanted = wanted if isinstance(world, int) else wanted._replace(a_host=world.ranks)
+    alone = [] if wanted.case else run_on_ranks(1, _alone, length)[0]
+    return [*alone, *run_on(world, _contests, length, wanted)[0]]
 
 
 def memory(ranks: int, length: int) -> list[Memory]:
@@ -140,8 +149,8 @@ def _alone(length: int) -> list[Row]:
     return [Row(name, contender, timing) for contender, timing in timings.items()]
 
 
-def _contests(length: int, a_host: int, only: str, rounds: int) -> list[Row]:
-    return [row for case in cases(length) if only in case.name for row in _contest(case, a_host, rounds)]
+def _contests(length: int, wanted: Wanted) -> list[Row]:
+    return [row for case in cases(length) if wanted.case in case.name for row in _contest(case, wanted)]
 
 
 def _memories(length: int) -> list[Memory]:
@@ -164,12 +173,14 @@ def _whole(case: Case) -> list[Tensor]:
     return [torch.randn(1, heads, case.length, case.width) for heads in (case.heads[0], *[case.heads[1]] * 2)]
 
 
-def _contest(case: Case, a_host: int, rounds: int) -> list[Row]:
+def _contest(case: Case, wanted: Wanted) -> list[Row]:
     """On each rank: time all contenders in turns; every rank returns the same rows."""
     ranks, whole = dist.get_world_size(), _whole(case)
     calls: dict[str, Callable[[], Any]] = {}
     done: dict[str, Row] = {}
-    for one in contenders(ranks, case.heads[1], a_host):
+    for one in contenders(ranks, case.heads[1], wanted.a_host):
+        if wanted.shapes and one.name.split()[0] not in (*wanted.shapes, f"1x{ranks}x1"):
+            continue
         calls[one.name] = _ours(case, whole, one)
         done[one.name] = _measured(case, one, calls[one.name])
     for name, make in PEERS.items():
@@ -180,7 +191,7 @@ def _contest(case: Case, a_host: int, rounds: int) -> list[Row]:
             calls[name] = peer.call
             done[name] = Row(case.name, name, note=_faults(peer, case, whole))
     timings = race(
-        {name: _together(call) for name, call in calls.items()}, torch.device("cpu"), seconds=0, rounds=rounds
+        {name: _together(call) for name, call in calls.items()}, torch.device("cpu"), seconds=0, rounds=wanted.rounds
     )
     ring = min(timing.median for name, timing in timings.items() if name.startswith(f"1x{ranks}x1 ring"))
     return [_timed(row, timings.get(name), ring) for name, row in done.items()]
@@ -205,8 +216,20 @@ def _together(call: Callable[[], Any]) -> Callable[[], None]:
 
 @lru_cache
 def mesh_of(shape: Shape, tile: Shape) -> DeviceMesh:
-    """One mesh a placement: each has process groups of its own, and each group has threads."""
-    return DeviceMesh("cpu", placed(shape, tile), mesh_dim_names=AXES)
+    """The mesh of a placement. Meshes share their groups: each group has threads, which keep a machine busy."""
+    ranks = placed(shape, tile)
+    long = [axis for axis in range(3) if shape[axis] > 1] or [2]
+    groups = [_lines(tuple(map(tuple, ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()))) for axis in long]
+    mesh = ranks.reshape([shape[axis] for axis in long])
+    names = tuple(AXES[axis] for axis in long)
+    return DeviceMesh.from_group(groups if len(groups) > 1 else groups[0], "cpu", mesh, mesh_dim_names=names)
+
+
+@lru_cache
+def _lines(lines: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+    """This rank's group, of groups that together hold each rank once: all ranks ask at once."""
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(line) for line in lines])[0]
+    return group
 
 
 def _ours(case: Case, whole: list[Tensor], one: Contender) -> Callable[[], Any]:
