@@ -57,6 +57,7 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
                 assert flow.inside.rank <= flow.inside.host + 1e-6
             pairs = [one.bands[0].high.sub(one.bands[0].low).clamp(min=0).sum() for one in bulk]
             assert moves.pairs == float(max(pairs))
+            assert moves.mean_pairs == pytest.approx(float(sum(pairs)) / len(pairs))
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)

@@ -26,9 +26,12 @@ class Device:
     _: KW_ONLY
     copy_rate: float | None = None  # bytes/s read and written, where copies go slower than attention reads
     call: float = 0.0
+    alone: float = 1.0  # times faster than that a rank computes while others rest: of ranks that share cores
 
     def __post_init__(self) -> None:
-        _check_positive("Device", self, ("forward_rate", "backward_rate", "memory_rate", "memory", "copy_rate"))
+        _check_positive(
+            "Device", self, ("forward_rate", "backward_rate", "memory_rate", "memory", "copy_rate", "alone")
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,13 @@ class Cluster:
         figures = probe.device_figures(world, dtype)
         inside, between = (_link(probe.line_figures(world, between=far)) for far in (False, True))
         chip = Device(
-            figures.forward, figures.backward, figures.read, _memory(world), copy_rate=figures.copy, call=figures.call
+            figures.forward,
+            figures.backward,
+            figures.read,
+            _memory(world),
+            copy_rate=figures.copy,
+            call=figures.call,
+            alone=figures.alone,
         )
         ranks = sizes.pop()
         how = "ring" if device.type == "cpu" else "tree"

@@ -69,7 +69,8 @@ class _Job:
         heads = work.batch * work.q_heads / self.way.shape.heads
         blocks = 2 if isinstance(self.way.layout, Zigzag) else 1  # an early and a late run of queries
         calls = self.groups * blocks * (self.way.shape.queries if self.exchange.ring else 1)
-        return 2 * products * self.moves.pairs * heads / rate + calls * self.cluster.device.call
+        pairs = max(self.moves.mean_pairs, self.moves.pairs / self.cluster.device.alone)
+        return 2 * products * pairs * heads / rate + calls * self.cluster.device.call
 
     def joins(self, columns: int) -> float:
         """Seconds of adding what each further step of a ring makes, so many columns a row, to what there is."""

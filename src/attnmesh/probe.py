@@ -29,13 +29,14 @@ PATIENCE = 0.25
 
 
 class Figures(NamedTuple):
-    """What the device does: flop/s, bytes/s, and the seconds of a call that has nothing to do."""
+    """What the device does: flop/s, bytes/s, seconds of a call that has nothing to do; times faster if others rest."""
 
     forward: float
     backward: float
     read: float
     copy: float
     call: float
+    alone: float
 
 
 class Line(NamedTuple):
@@ -105,6 +106,7 @@ def device_figures(world: World, dtype: torch.dtype) -> Figures:
 
     with torch.no_grad():
         forward = world.median(lambda: attend(q, k, v), rounds)
+        one = world.median(lambda: attend(q, k, v) if world.axis.index == 0 else None, rounds)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
         call = world.median(lambda: [attend(*few) for _ in range(8)]) / 8
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**13, width, device=world.device, dtype=dtype)
@@ -112,9 +114,8 @@ def device_figures(world: World, dtype: torch.dtype) -> Figures:
         copy = world.median(keys.clone, rounds)
     backward = max(world.median(both, rounds) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
-    return Figures(
-        flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9), 2 * bytes_read / copy, call
-    )
+    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9), 2 * bytes_read / copy
+    return Figures(*rates, call, max(1.0, forward / one))
 
 
 def line_figures(world: World, *, between: bool) -> Line | None:

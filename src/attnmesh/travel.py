@@ -48,13 +48,14 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Travel:
-    """What one pass over a queries x keys mesh moves, in tokens, and what the busiest rank attends, in pairs."""
+    """What a pass over a queries x keys mesh moves, in tokens, and the pairs that the busiest rank attends."""
 
     rows: Flow
     columns: Flow
     hop: Flow  # of a ring, one step, on average
     hop_back: Flow  # of the gradients made there, straight to their owners
     pairs: float
+    mean_pairs: float  # of all ranks
 
 
 def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
@@ -85,7 +86,7 @@ def travel(problem: Problem, tile: Shape) -> Travel:
     short, scale = shortened(problem)
     moved = _moved(short, tile)
     flows = {name: _scaled(getattr(moved, name), scale) for name in ("rows", "columns", "hop", "hop_back")}
-    return Travel(**flows, pairs=moved.pairs * scale * scale)
+    return Travel(**flows, pairs=moved.pairs * scale * scale, mean_pairs=moved.mean_pairs * scale * scale)
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
@@ -111,6 +112,7 @@ def _moved(problem: Problem, tile: Shape) -> Travel:
         hop=_flow(onward, tile, 1.0),
         hop_back=_flow(back, tile, 1.0),
         pairs=float(pairs.max()),
+        mean_pairs=float(pairs.mean()),
     )
 
 
