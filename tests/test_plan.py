@@ -170,6 +170,20 @@ def meshes_of_plans() -> list[bool]:
     ]
 
 
+def attended_by_few(length: int) -> float:
+    """With fewer tokens than ranks some hold none, and all still take the same exchange."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 2, length, 8) for _ in range(3)]
+    out = am.attention(*(am.shard(x, mesh, layout=am.Zigzag()) for x in whole), mesh=mesh, length=length)
+    return float((out - am.shard(am.attention(*whole), mesh, layout=am.Zigzag())).abs().sum())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: int) -> None:
+    assert max(pool.run(4, attended_by_few, length, deadline=30)) < 1e-4
+
+
 def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
     found = pool.run(4, measured, deadline=60)
     assert all(one == found[0] for one in found)

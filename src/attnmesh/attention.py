@@ -200,12 +200,8 @@ def _task(
 
 def _automatic(here: Mesh, q: Tensor, v: Tensor, kv_heads: int, problem: Problem) -> Exchange:
     """From what all ranks know alike: heads here are a rank's share of them."""
-    if problem.shape.queries * problem.shape.keys == 1 or 0 in (
-        problem.length,
-        problem.key_length,
-        *q.shape,
-        v.shape[3],
-    ):
+    alike = q.shape[0], q.shape[1], kv_heads, q.shape[3], v.shape[3]  # of its tokens a rank may hold none
+    if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *alike):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(here, q.device)
     q_heads, kv_heads = (problem.shape.heads * n for n in (q.shape[1], kv_heads))
