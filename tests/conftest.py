@@ -6,6 +6,8 @@ import torch
 
 from tests.pool import Pool
 
+collect_ignore = ["simulated.py"]  # a script for another Python, the system's, which has SimGrid
+
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
 
