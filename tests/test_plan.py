@@ -69,7 +69,17 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
     )
     for name in ("rows", "columns", "hop", "hop_back"):
         assert getattr(two, name).between.total == pytest.approx(64 * getattr(one, name).between.total, rel=0.03)
-    assert two.pairs == pytest.approx(64**2 * one.pairs, rel=0.03)
+    wider = 64 if mask.left > 20 else (64 * 20 + 1) / (20 + 1)
+    assert two.pairs == pytest.approx(64 * wider * one.pairs, rel=0.03)
+
+
+@pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
+def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
+    """By hand: each query has left + 1 pairs, and each of 3 edges between runs is crossed by as many keys as that."""
+    shape = Shape(1, 4, 1)
+    moves = travel(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs == pytest.approx(length / 4 * (left + 1), rel=0.05)
+    assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
 
 
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
@@ -224,6 +234,19 @@ REFUSED = [
     (lambda: Link(1e-6, 1e9, float("nan")), ClusterError, "Link host_rate"),
     (lambda: Link(-1, 1e9, 1e9), ClusterError, "Link latency: expected seconds, 0 or more"),
     (lambda: Device(1e12, 1e12, 0, 1e9), ClusterError, "Device memory_rate"),
+    (lambda: Cluster.preset([1]), ClusterError, "one of dgx-h100"),
+    (lambda: Cluster.preset("local", hosts=10**9), ClusterError, "at most 2,048 ranks, given 4,000,000,000"),
+    (lambda: Cluster.preset("h100x1").sized(2, 8), ClusterError, "links in a host for 8 of them, given none"),
+    (lambda: Cluster("c", 1, 1, None, LINK, LINK), ClusterError, "Cluster device: expected a Device, given NoneType"),
+    (lambda: replace(Cluster.preset("local"), short_collectives="x"), ClusterError, "tree or ring, given 'x'"),
+    (lambda: Device(1e12, 1e12, 1e12, 1e9, call=float("nan")), ClusterError, "Device call: expected seconds"),
+    (
+        lambda: Device(1e12, 1e12, 1e12, None),
+        ClusterError,
+        "Device memory: expected a rate or size",
+    ),
+    (lambda: Link(float("inf"), 1e9, 1e9), ClusterError, "Link latency: expected seconds"),
+    (lambda: Workload(8, 8, 64, 10**20), ClusterError, "no more than 1e+15, given a larger number"),
     (lambda: Cluster.of_record([]), ClusterError, "a JSON object that probe wrote"),
     (lambda: Cluster.of_record({"name": "x"}), ClusterError, "the fields that probe writes"),
     (lambda: Workload(8, 3, 64, 100), ShapeError, "whole groups of query heads, given 8 query heads on 3 key heads"),
@@ -255,6 +278,12 @@ def test_memory_that_cannot_hold_it_says_by_how_much() -> None:
     with pytest.raises(ClusterError, match="take about 33 hosts"):
         am.plan(work, am.Cluster.preset("dgx-h100", hosts=1))
     assert am.plan(work, am.Cluster.preset("dgx-h100", hosts=33))
+
+
+def test_a_prefill_keeps_keys_and_values_alone() -> None:
+    work, cluster = Workload(64, 8, 128, 10**6, layers=80, phase="prefill"), am.Cluster.preset("dgx-h100", hosts=2)
+    least = min(one.memory for one in am.plan(work, cluster))
+    assert work.kept_bytes / 16 < least < 2 * work.kept_bytes / 16
 
 
 def test_surroundings_of_one_rank() -> None:

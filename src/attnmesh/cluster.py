@@ -6,6 +6,7 @@ a host get together: eight ranks behind one card share it, eight ranks with a ca
 
 import os
 from dataclasses import KW_ONLY, dataclass, fields, replace
+from math import inf
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh import probe
 from attnmesh.errors import ClusterError
 from attnmesh.mesh import AXES, flat_axis
+
+MOST = 2048
+"""Ranks that a cluster may have: pricing every way takes half a minute there."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,9 @@ class Device:
     alone: float = 1.0  # times faster than that a rank computes while others rest: of ranks that share cores
 
     def __post_init__(self) -> None:
-        _check_positive(
-            "Device", self, ("forward_rate", "backward_rate", "memory_rate", "memory", "copy_rate", "alone")
-        )
+        rates = "forward_rate", "backward_rate", "memory_rate", "memory", "alone"
+        _check_positive("Device", self, rates, ("copy_rate",))
+        _check_seconds("Device", self, ("call",))
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,8 @@ class Link:
     peer_rate: float | None = None  # what goes to any one other rank, where that is less than what goes to all
 
     def __post_init__(self) -> None:
-        _check_positive("Link", self, ("rate", "host_rate", "peer_rate"))
-        for name in ("latency", "short", "step", "message"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ClusterError(f"Link {name}", "seconds, 0 or more", repr(value), "measure it, or leave it at 0")
+        _check_positive("Link", self, ("rate", "host_rate"), ("peer_rate",))
+        _check_seconds("Link", self, ("latency", "message"), ("short", "step"))
 
     @property
     def merge_latency(self) -> float:
@@ -90,6 +91,19 @@ class Cluster:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 fix = "count them: a single machine is 1 host"
                 raise ClusterError(f"Cluster {name}", "a whole number, 1 or more", repr(value), fix)
+        if self.world > MOST:
+            raise ClusterError("Cluster", f"at most {MOST:,} ranks", f"{self.world:,}", "plan for a part of them")
+        for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
+            if not isinstance(getattr(self, name), kind):
+                given, fix = type(getattr(self, name)).__name__, "as in Cluster.preset"
+                raise ClusterError(f"Cluster {name}", f"a {kind.__name__}", given, fix)
+        for count, link, where in ((self.hosts, self.between, "between hosts"), (self.ranks, self.inside, "in a host")):
+            if count > 1 and link == NOWHERE:
+                fix = "say what they do, or take as many as were measured"
+                raise ClusterError(f"Cluster {self.name}", f"links {where} for {count} of them", "none", fix)
+        if self.short_collectives not in ("tree", "ring"):
+            given, fix = repr(self.short_collectives), "ring for gloo, tree for NCCL"
+            raise ClusterError("Cluster short_collectives", "tree or ring", given, fix)
 
     @property
     def world(self) -> int:
@@ -103,7 +117,7 @@ class Cluster:
     @staticmethod
     def preset(name: str, hosts: int | None = None, ranks: int | None = None) -> "Cluster":
         """A cluster by name, with as many hosts, and ranks a host, as wanted."""
-        found = PRESETS.get(name)
+        found = PRESETS.get(name) if isinstance(name, str) else None
         if found is None:
             fix = "take one of these, describe yours as a Cluster, or measure it with attnmesh probe"
             raise ClusterError("Cluster.preset", f"one of {', '.join(PRESETS)}", repr(name), fix)
@@ -169,12 +183,23 @@ def _plain(value: object) -> dict[str, object]:
     return {name: _plain(x) if isinstance(x, Device | Link) else x for name, x in found.items()}
 
 
-def _check_positive(subject: str, value: object, names: tuple[str, ...]) -> None:
-    for name in names:
+def _check_positive(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    for name in (*names, *optional):
         given = getattr(value, name)
-        if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not given > 0):
+        if not ((given is None and name in optional) or (_is_number(given) and given > 0)):
             fix = "say what the link or the device does; a link that is not there needs no ranks beyond it"
             raise ClusterError(f"{subject} {name}", "a rate or size above 0", repr(given), fix)
+
+
+def _check_seconds(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+    for name in (*names, *optional):
+        given = getattr(value, name)
+        if not ((given is None and name in optional) or (_is_number(given) and 0 <= given < inf)):
+            raise ClusterError(f"{subject} {name}", "seconds, 0 or more", repr(given), "measure it, or leave it at 0")
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
 
 
 NOWHERE = Link(0.0, 1e18, 1e18)

@@ -197,9 +197,13 @@ _travelled = lru_cache(maxsize=4096)(travel)
 
 
 def _memory(way: Way, workload: Workload, exchange: Exchange) -> float:
-    """Bytes a rank: what all layers keep of its tokens, and what one exchange holds beside that."""
+    """Bytes a rank: what all layers keep of its tokens, and what one exchange holds beside that, no less than forward.
+
+    A prefill keeps the keys and values of all layers, training all that its backward pass needs.
+    """
     tokens = workload.batch * workload.length / way.shape.ranks
     q, k, width = workload.q_heads, workload.kv_heads, workload.head_dim + workload.values
-    kept = workload.layers * (q * (width * workload.item + workload.wide) + k * width * workload.item)
+    queries, keys = q * (width * workload.item + workload.wide), k * width * workload.item
+    kept = workload.layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
     most = held(way.shape, q, k, exchange) * workload.wide * width / 2
     return tokens * (kept + most)

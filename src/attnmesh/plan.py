@@ -79,6 +79,8 @@ class Plan:
         """The stage that makes most of the difference."""
         ahead, behind = sorted((self, other), key=lambda plan: plan.seconds)
         names = [one.name if ahead.name != behind.name else f"{one.name} in {one.layout}" for one in (ahead, behind)]
+        if behind.seconds < 1.005 * ahead.seconds:
+            return f"{names[0]} and {names[1]} take the same time, within half a percent."
         one, two = dict(ahead.parts), dict(behind.parts)
         differences = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **two}}
         stage = max(differences, key=lambda name: differences[name])

@@ -157,7 +157,7 @@ def length_of(text: str) -> int:
     >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
     [4096, 128000, 131072, 1500000]
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(|k|m|ki|mi)", text.lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(|k|m|ki|mi)", text.lower())
     tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
     if tokens != int(tokens):
         fix = "k and M count in thousands, Ki and Mi in 1,024s"

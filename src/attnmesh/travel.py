@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.layout import Layout
+from attnmesh.layout import Contiguous, Layout, Zigzag
 from attnmesh.mask import FAR, Mask
 from attnmesh.mesh import Shape
 from attnmesh.schedule import Problem
@@ -83,10 +83,13 @@ def placed(shape: Shape, tile: Shape) -> Tensor:
 
 def travel(problem: Problem, tile: Shape) -> Travel:
     """What moves in a problem on hosts of such tiles."""
-    short, scale = shortened(problem)
+    near, further = cut(problem)
+    short, scale = shortened(near)
     moved = _moved(short, tile)
     flows = {name: _scaled(getattr(moved, name), scale) for name in ("rows", "columns", "hop", "hop_back")}
-    return Travel(**flows, pairs=moved.pairs * scale * scale, mean_pairs=moved.mean_pairs * scale * scale)
+    longer = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
+    pairs = further * scale * longer
+    return Travel(**flows, pairs=moved.pairs * pairs, mean_pairs=moved.mean_pairs * pairs)
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
@@ -116,13 +119,34 @@ def _moved(problem: Problem, tile: Shape) -> Travel:
     )
 
 
+def cut(problem: Problem) -> tuple[Problem, float]:
+    """Under a window so few tokens that what crosses the edges of runs is as much as of longer ones; how many times."""
+    reach = _reach(problem.mask)
+    length = 4 * problem.shape.ranks * max(reach, 1)
+    in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
+    alike = problem.length == problem.key_length and not problem.mask.ends
+    if reach >= FAR or problem.length <= length or not (in_runs and alike):
+        return problem, 1.0
+    return replace(problem, length=length, key_length=length), problem.length / length
+
+
+def _reach(mask: Mask) -> int:
+    return max(mask.left, mask.right)
+
+
+def _width(mask: Mask) -> float:
+    """Positions that a query sees under a window."""
+    return mask.left + mask.right + 1.0
+
+
 def shortened(problem: Problem) -> tuple[Problem, float]:
     """A problem of the same proportions that is quick to count, and how many times longer the given one is."""
-    most = max(SAMPLE, 16 * problem.shape.ranks)
+    ranks = problem.shape.ranks
+    most = max(SAMPLE, (16 if _reach(problem.mask) >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
     if longest <= most:
         return problem, 1.0
-    scale = longest / (most // (2 * problem.shape.ranks) * 2 * problem.shape.ranks)
+    scale = longest / (most // (2 * ranks) * 2 * ranks)
 
     def shorter(tokens: int) -> int:
         return tokens if tokens >= FAR else round(tokens / scale)

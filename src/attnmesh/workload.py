@@ -8,6 +8,9 @@ from attnmesh.errors import ClusterError, DtypeError, KernelError, ShapeError
 from attnmesh.inputs import DTYPES
 from attnmesh.mask import Causal, Mask, check_mask
 
+MOST = 10**15
+"""Of anything that is counted."""
+
 PHASES = ("training", "prefill", "decode")
 
 
@@ -59,6 +62,8 @@ class Workload:
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "count it")
+        if value > MOST:
+            raise ClusterError(f"Workload {name}", f"no more than {MOST:.0e}", "a larger number", "check the unit")
 
     @property
     def values(self) -> int:
