@@ -15,9 +15,6 @@ from attnmesh import probe
 from attnmesh.errors import ClusterError
 from attnmesh.mesh import AXES, flat_axis
 
-MOST = 2048
-"""Ranks that a cluster may have: pricing every way takes half a minute there."""
-
 
 @dataclass(frozen=True)
 class Device:
@@ -91,8 +88,6 @@ class Cluster:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 fix = "count them: a single machine is 1 host"
                 raise ClusterError(f"Cluster {name}", "a whole number, 1 or more", repr(value), fix)
-        if self.world > MOST:
-            raise ClusterError("Cluster", f"at most {MOST:,} ranks", f"{self.world:,}", "plan for a part of them")
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
             if not isinstance(getattr(self, name), kind):
                 given, fix = type(getattr(self, name)).__name__, "as in Cluster.preset"

@@ -17,6 +17,9 @@ from attnmesh.travel import placed, tiles
 from attnmesh.way import Bytes, Cost, Way
 from attnmesh.workload import Workload
 
+MOST = 2048
+"""Ranks that can be planned for: to price every way takes half a minute there."""
+
 BLOCK = 16
 """Tokens of a cache's block, as `KVCache` deals them unless told otherwise."""
 
@@ -147,6 +150,10 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
         given = f"{type(workload).__name__} and {type(cluster).__name__}"
         raise ClusterError("plan", "a Workload and a Cluster", given, "as in plan(Workload(...), Cluster.preset(...))")
+    if cluster.world > MOST:
+        raise ClusterError(
+            "plan", f"a cluster of at most {MOST:,} ranks", f"{cluster.world:,}", "plan for a part of it"
+        )
     found = list(ways(workload, cluster))
     priced = []
     for number, way in enumerate(found):
