@@ -63,8 +63,9 @@ def _number(file: Path) -> int:
     return os.stat(file).st_ino if file.exists() else 0
 
 
+@cache
 def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
-    """The ranks of each host."""
+    """The ranks of each host; the first time its ranks tell each other."""
     said = host_numbers([axis], device)
     return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
 

@@ -110,10 +110,10 @@ def _moved(problem: Problem, tile: Shape) -> Travel:
     onward = [_along(tokens, (at - 1) % size, at, across) for tokens, at in held.values()]
     back = [_along(tokens, at, source, across) for tokens, at in held.values()]
     return Travel(
-        rows=_flow([_lines(rows, down)], tile, 1.0),
-        columns=_flow([_lines(columns, across, columns=True)], tile, 1.0),
-        hop=_flow(onward, tile, 1.0),
-        hop_back=_flow(back, tile, 1.0),
+        rows=_flow([_lines(rows, down)], tile),
+        columns=_flow([_lines(columns, across, columns=True)], tile),
+        hop=_flow(onward, tile),
+        hop_back=_flow(back, tile),
         pairs=float(pairs.max()),
         mean_pairs=float(pairs.mean()),
     )
@@ -246,19 +246,19 @@ def _along(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Moved:
     return Moved(way(near), way(~near), 1)
 
 
-def _flow(exchanges: list[Moved], tile: Shape, scale: float) -> Flow:
+def _flow(exchanges: list[Moved], tile: Shape) -> Flow:
     """The average of several exchanges, each over when its busiest rank or host is done."""
     if not exchanges:
         return Flow(Load(), Load(), 0)
     inside, between = (
-        _load(torch.stack([getattr(moved, way) for moved in exchanges]), tile, scale) for way in ("inside", "between")
+        _load(torch.stack([getattr(moved, way) for moved in exchanges]), tile) for way in ("inside", "between")
     )
     return Flow(inside, between, exchanges[0].peers)
 
 
-def _load(both: Tensor, tile: Shape, scale: float) -> Load:
+def _load(both: Tensor, tile: Shape) -> Load:
     """Of (exchange, (out, in or messages), r, c)."""
     both, messages = both[:, :2], both[:, 2].sum((1, 2)).mean()
     hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
     total, rank, host = both[:, 0].sum((1, 2)), both.flatten(1).amax(1), hosts.flatten(1).amax(1)
-    return Load(float(total.mean()) * scale, float(rank.mean()) * scale, float(host.mean()) * scale, float(messages))
+    return Load(float(total.mean()), float(rank.mean()), float(host.mean()), float(messages))
