@@ -86,6 +86,7 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
 
     def send() -> None:
+        dist.barrier()
         start = time.perf_counter()
         far = [dist.P2POp(dist.irecv, box, (rank - 2) % world), dist.P2POp(dist.isend, message, (rank + 2) % world)]
         for work in dist.batch_isend_irecv(far):
@@ -98,10 +99,12 @@ def told_of_hosts() -> tuple[list[int], float, int]:
 
 
 def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> None:
-    for same, seconds, payload in run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts):
+    told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
+    for same, _, payload in told:
         assert same == [0, 0, 2, 2]
-        assert 0.13 < seconds < 0.5  # two ranks share 12.5 MB/s; two bursts of 131,072 bytes go at once
         assert payload == pytest.approx(4_000_000, rel=0.01)
+    last = max(seconds for _, seconds, _ in told)  # the first may be served before the second begins
+    assert 0.13 < last < 0.5  # two ranks share 12.5 MB/s, of which a burst of 131,072 bytes goes at once, or two
 
 
 def fail_on_one() -> None:
