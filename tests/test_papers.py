@@ -13,8 +13,8 @@ from benchmarks.papers.report import Row, one
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cluster import Device, Link
 from attnmesh.cost import Way, cost
+from attnmesh.hardware import Device, Link
 from attnmesh.mesh import Shape
 
 BOTH = importlib.import_module("benchmarks.papers.__main__")

@@ -9,16 +9,18 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.cluster import PRESETS, Cluster, Device, Link
+from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import MERGES, Line, Payload, merge_cost
 from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
+from attnmesh.hardware import Device, Link
 from attnmesh.here import surroundings
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Axis, Mesh, Shape, elements
 from attnmesh.plan import ways
+from attnmesh.presets import PRESETS
 from attnmesh.schedule import Problem, schedule
-from attnmesh.travel import placed, tiles, travel
+from attnmesh.travel import FLOWS, placed, tiles, travel
 from attnmesh.way import Cost, Way
 from attnmesh.workload import Workload
 from tests.pool import Pool
@@ -45,6 +47,7 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
             for peer, tokens in step.owners
             if peer != r
         )
+        back += sum(count for one in ring for step in one.travelling if step for _, count in step.receive)
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
             moves = travel(problem, tile)
             for flow, count, times in (
@@ -55,9 +58,18 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
             ):
                 assert times * (flow.inside.total + flow.between.total) == pytest.approx(count, abs=1e-2)
                 assert flow.inside.rank <= flow.inside.host + 1e-6
-            pairs = [one.bands[0].high.sub(one.bands[0].low).clamp(min=0).sum() for one in bulk]
-            assert moves.pairs == float(max(pairs))
-            assert moves.mean_pairs == pytest.approx(float(sum(pairs)) / len(pairs))
+            for counted, schedules in ((moves.pairs, [one.bands[0] for one in bulk]),) + tuple(
+                (step, [one.bands[t] for one in ring]) for t, step in enumerate(moves.steps)
+            ):
+                pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
+                assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
+            both = [
+                sum(count for _, count in one.row.receive)
+                + sum(len(tokens) for peer, tokens in one.row.holders if peer != c)
+                for (_, c), one in zip(places, bulk, strict=True)
+            ]
+            if tile.keys == 1:
+                assert max(both) == moves.both_ways.between.rank
 
 
 @pytest.mark.parametrize("mask", MASKS[:3], ids=str)
@@ -67,10 +79,10 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
         travel(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
         for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
     )
-    for name in ("rows", "columns", "hop", "hop_back"):
+    for name in FLOWS:
         assert getattr(two, name).between.total == pytest.approx(64 * getattr(one, name).between.total, rel=0.03)
     wider = 64 if mask.left > 20 else (64 * 20 + 1) / (20 + 1)
-    assert two.pairs == pytest.approx(64 * wider * one.pairs, rel=0.03)
+    assert two.pairs == pytest.approx(one.pairs.times(64 * wider), rel=0.03)
 
 
 @pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
@@ -78,8 +90,17 @@ def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
     """By hand: each query has left + 1 pairs, and each of 3 edges between runs is crossed by as many keys as that."""
     shape = Shape(1, 4, 1)
     moves = travel(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
-    assert moves.pairs == pytest.approx(length / 4 * (left + 1), rel=0.05)
+    assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
     assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
+
+
+@pytest.mark.parametrize("length", [10**5, 10**7])
+def test_short_documents_in_a_long_sequence(length: int) -> None:
+    """By hand: a document of 50 has 50 * 51 / 2 pairs; of keys travel those of documents on an edge between runs."""
+    mask = am.Causal() & am.Documents([50] * (length // 50))
+    moves = travel(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
+    assert moves.columns.between.total <= 7 * 50
 
 
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])

@@ -129,7 +129,8 @@ WRONG = {
     ("dgx-h100:1", "32/8", "99M"): "plan for training: expected at most 80.0 GB a rank",
     ("dgx-h100", "32/8", "9k", "--plot", "plan.pdf"): "--plot: expected a file named .png or .svg, given 'plan.pdf'",
     ("dgx-h100", "32/8", "9k", "--report", "plan.txt"): "--report: expected a file named .html, given 'plan.txt'",
-    ("dgx-h100", "32/8", "9k", "--plot", "no/such/plan.png"): "No such file or directory: 'no/such/plan.png'",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/such/plan.png"): "expected a file that can be written, given no/such/plan",
+    ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
 }
 
 
@@ -142,6 +143,7 @@ def test_what_cannot_be_is_one_line(
     records = {"garbled": "{", "empty": "{}", "strange": '{"cluster": {}}', "one": json.dumps({"cluster": one})}
     for name, text in records.items():
         Path(f"{name}.json").write_text(text.replace("{", "", len(text) == 1))
+    Path("deep.json").write_text("[" * 100_000)
     command = lambda: app(["plan", *asked(*given)], standalone_mode=False)  # noqa: E731
     assert generating.show_errors(command, verbose=False) == 1
     said = capsys.readouterr()
@@ -150,6 +152,16 @@ def test_what_cannot_be_is_one_line(
     assert said.err.count("\n") == 1
     assert said.out == ""
     assert not [*tmp_path.glob("plan.*")]
+
+
+def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record = am.Cluster.preset("mi300x").record() | {"name": "[/red] ours", "sources": {"[b]": "[/b]"}}
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps({"cluster": record}))
+    app(["plan", *asked(str(file), "32/8"), "-v"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "[/red] ours" in said
+    assert "[b]" in said
 
 
 # --- schemes and their figure ---

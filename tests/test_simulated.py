@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import attnmesh as am
-from attnmesh.cluster import Cluster, Device, Link
+from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
+from attnmesh.hardware import Device, Link
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import Shape
@@ -74,7 +75,7 @@ def along(way: Way, keys: bool, steps: dict[tuple[int, int], Step], size: float,
     ranks, found = placed(way.shape, way.tile), []
     for h in range(way.shape.heads):
         for (r, c), step in steps.items():
-            # What came goes back; round a ring it goes to its owners, wherever it came from.
+            # What came goes back to its owners, wherever it came from.
             moved = [(peer, len(tokens)) for peer, tokens in step.owners] if back else list(step.receive)
             for peer, tokens in moved:
                 other, here = int(ranks[h, peer, c] if keys else ranks[h, r, peer]), int(ranks[h, r, c])
@@ -100,6 +101,10 @@ def stages(way: Way, work: Workload) -> list[list[Message]]:
     def on_columns(t: int, size: float, *, back: bool = False) -> list[Message]:
         return along(way, True, steps[t], size, back=back)
 
+    def returned(t: int) -> list[Message]:
+        """Gradients go on with their keys, or home."""
+        return on_columns(t, gradients, back=True) + (on_columns(t + 1, gradients) if t + 1 < len(steps) else [])
+
     wide, columns = 4.0, 2 * k * width
     there, here = q * width * work.item, q * (width + 1) * wide
     backward, gradients = q * (2 * width * work.item + 2 * wide), columns * wide
@@ -109,7 +114,7 @@ def stages(way: Way, work: Workload) -> list[list[Message]]:
         return [*forward, gather, on_columns(0, gradients, back=True), on_rows(q * width * wide, back=True)]
     found = [on_rows(there)] + [on_columns(t, columns * work.item) for t in range(1, len(steps))]
     found += [on_rows(here, back=True), on_rows(backward)]
-    found += [on_columns(t, columns * work.item) + on_columns(t, gradients, back=True) for t in range(1, len(steps))]
+    found += [on_columns(t, columns * work.item) + returned(t) for t in range(1, len(steps))]
     return [*found, on_rows(q * width * wide, back=True)]
 
 

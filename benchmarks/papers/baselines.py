@@ -6,9 +6,10 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 from dataclasses import replace
 from math import inf
 
-from attnmesh.cluster import Cluster, Link
+from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import Line, Payload, merge_seconds
+from attnmesh.hardware import Link
 from attnmesh.way import Way
 from attnmesh.workload import Workload
 

@@ -5,6 +5,7 @@ queries x keys mesh forward and backward; from the first to the second only tens
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -115,11 +116,11 @@ def _on_mesh(
     code = [*here.shape, *(axis.index for axis in here.axes), *problem.encode()]
     groups = here.group_names
     if here.shape.heads > 1:
-        q, k, v = (swap_op(x, groups, code, keys, True) for x, keys in ((q, False), (k, True), (v, True)))
+        q, k, v = swap_op([q, k, v], [False, True, True], groups, code, True)
         sinks = sinks if sinks is None else sinks.chunk(here.shape.heads)[here.heads.index]
     scale = check_scale("attention", options.scale, q)
     out: Tensor = mesh_op(q, k, v, sinks, groups, code, options.exchange, options.kernel, scale)[0]
-    return swap_op(out, groups, code, False, False) if here.shape.heads > 1 else out
+    return swap_op([out], [False], groups, code, False)[0] if here.shape.heads > 1 else out
 
 
 @torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
@@ -192,28 +193,31 @@ def _task(
 ) -> Task:
     here = Mesh.named(Shape(*code[:3]), code[3:6], groups)
     problem = Problem.decode(here.shape, code[6:])
-    how = _automatic(here, q, v, k.shape[1], problem) if exchange == "auto" else EXCHANGES[exchange]
+    alike = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # of its tokens a rank may hold none
+    how = _automatic(here, q.device, q.dtype, alike, problem) if exchange == "auto" else EXCHANGES[exchange]
     plan = schedule(problem, here.queries.index, here.keys.index, how.ring)
     head_groups = how.head_groups(here.shape, k.shape[1] * here.shape.heads)
     return Task(here, plan, head_groups, choose(kernel, q, k, v), scale)
 
 
-def _automatic(here: Mesh, q: Tensor, v: Tensor, kv_heads: int, problem: Problem) -> Exchange:
+@lru_cache(maxsize=1024)
+def _automatic(
+    here: Mesh, device: torch.device, dtype: torch.dtype, alike: tuple[int, ...], problem: Problem
+) -> Exchange:
     """From what all ranks know alike: heads here are a rank's share of them."""
-    alike = q.shape[0], q.shape[1], kv_heads, q.shape[3], v.shape[3]  # of its tokens a rank may hold none
     if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *alike):
         return EXCHANGES["bulk"]
-    cluster, tile = surroundings(here, q.device)
-    q_heads, kv_heads = (problem.shape.heads * n for n in (q.shape[1], kv_heads))
+    cluster, tile = surroundings(here, device)
+    batch, q_heads, kv_heads, head_dim, value_dim = alike
     other = problem.key_length != problem.length  # keys of another sequence: reckoned as if all were seen
     workload = Workload(
-        q_heads,
-        kv_heads,
-        q.shape[3],
+        problem.shape.heads * q_heads,
+        problem.shape.heads * kv_heads,
+        head_dim,
         max(problem.length, problem.key_length),
-        value_dim=v.shape[3],
-        batch=q.shape[0],
-        dtype=str(q.dtype),
+        value_dim=value_dim,
+        batch=batch,
+        dtype=dtype,
         mask=Mask() if other else problem.mask,
     )
     return best_exchange(cluster, tile, problem.shape, problem.layout, workload)

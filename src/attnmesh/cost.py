@@ -5,18 +5,18 @@ busiest rank, or the busiest host's link, takes to send or to receive, and a mes
 a kernel runs costs only what it takes longer than that.
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from attnmesh.cluster import Cluster, Link
+from attnmesh.cluster import Cluster
 from attnmesh.cost_decode import agree_cost, decode_cost
+from attnmesh.hardware import Link
 from attnmesh.held import held
 from attnmesh.layout import Zigzag
 from attnmesh.schedule import EXCHANGES, Exchange, Problem
-from attnmesh.travel import Flow, Load, Travel, travel
+from attnmesh.travel import Flow, Load, Pairs, Travel, travel
 from attnmesh.way import Cost, Way
 from attnmesh.workload import Workload
 
@@ -65,18 +65,21 @@ class _Job:
 
     def kernel(self, rate: float, products: int) -> float:
         """Seconds of one rank's kernels, and of starting them; `products` of a row and a column for each pair."""
+        return self._attended(self.moves.pairs, rate, products)
+
+    def steps(self, rate: float, products: int, columns: int) -> list[float]:
+        """The same of each step of a ring, and of adding what further steps make, so many columns a row, to the sum."""
+        tokens = self.workload.batch * self.workload.length / self.way.shape.queries / self.way.shape.heads
+        join = JOINS * tokens * self.workload.q_heads * columns * self.workload.wide / self.copy_rate
+        steps = [self._attended(pairs, rate, products) for pairs in self.moves.steps]
+        return [steps[0], *(step + join for step in steps[1:])]
+
+    def _attended(self, pairs: Pairs, rate: float, products: int) -> float:
         work = self.workload
         heads = work.batch * work.q_heads / self.way.shape.heads
         blocks = 2 if isinstance(self.way.layout, Zigzag) else 1  # an early and a late run of queries
-        calls = self.groups * blocks * (self.way.shape.queries if self.exchange.ring else 1)
-        pairs = max(self.moves.mean_pairs, self.moves.pairs / self.cluster.device.alone)
-        return 2 * products * pairs * heads / rate + calls * self.cluster.device.call
-
-    def joins(self, columns: int) -> float:
-        """Seconds of adding what each further step of a ring makes, so many columns a row, to what there is."""
-        tokens = self.workload.batch * self.workload.length / self.way.shape.queries / self.way.shape.heads
-        size = tokens * self.workload.q_heads * columns * self.workload.wide
-        return JOINS * (self.way.shape.queries - 1) * size / self.copy_rate
+        busiest = max(pairs.mean, pairs.most / self.cluster.device.alone)
+        return 2 * products * busiest * heads / rate + self.groups * blocks * self.cluster.device.call
 
     @property
     def copy_rate(self) -> float:
@@ -118,16 +121,16 @@ def _forward(job: _Job, spent: Cost) -> None:
     rows = Sent(moves.rows, q * work.head_dim * work.item)
     keys = Sent(moves.columns, k * width * work.item)
     back = Sent(moves.rows, q * (work.values + 1) * work.wide)
-    kernel = job.kernel(job.cluster.device.forward_rate, width)
-    sizes = [k * work.head_dim, k * work.values, q * work.head_dim, q * work.values]
-    spent.spend("heads", _swaps(job, [x * work.item for x in sizes], spent))
+    rate = job.cluster.device.forward_rate
+    spent.spend("heads", _swapped(job, q * work.head_dim + k * width, spent) + _swapped(job, q * work.values, spent))
     if job.exchange.ring:
         hop = job.exchanged([Sent(moves.hop, keys.size, job.way.shape.queries - 1)], spent)
         spent.spend("gather", job.exchanged([rows], spent))
-        _overlapped(spent, kernel + job.joins(work.values), hop, job.way.shape.queries)
+        steps = job.steps(rate, width, work.values)
+        _overlapped(spent, steps, [hop] * (len(steps) - 1))
     else:
-        gather = job.exchanged([rows, keys], spent)
-        _in_groups(spent, groups, gather, kernel, _only(job, [back]))
+        spent.spend("gather", job.exchanged([rows, keys], spent) / groups)
+        _in_groups(spent, groups, job.kernel(rate, width), _both_ways(job, rows, back, keys))
     spent.spend("give back", job.exchanged([back], spent) / groups)
 
 
@@ -139,42 +142,44 @@ def _backward(job: _Job, spent: Cost) -> None:
     rows = Sent(moves.rows, q * (width * work.item + 2 * work.wide))
     keys, keys_back = Sent(moves.columns, k * width * work.item), Sent(moves.columns, k * width * work.wide)
     back = Sent(moves.rows, q * work.head_dim * work.wide)
-    kernel = job.kernel(job.cluster.device.backward_rate, 3 * work.head_dim + 2 * work.values)
-    sizes = [q * work.values, q * work.head_dim, k * work.head_dim, k * work.values]
-    spent.spend("heads", _swaps(job, [x * work.item for x in sizes], spent))
+    rate, products = job.cluster.device.backward_rate, 3 * work.head_dim + 2 * work.values
+    spent.spend("heads", _swapped(job, q * work.values, spent) + _swapped(job, q * work.head_dim + k * width, spent))
     if job.exchange.ring:
-        steps = job.way.shape.queries
-        both = [Sent(moves.hop, keys.size, steps - 1), Sent(moves.hop_back, keys_back.size, steps - 1)]
-        hop = job.exchanged(both, spent)
+        steps = job.steps(rate, products, work.head_dim)
+        further = len(steps) - 1
+        hops = Sent(moves.hop, keys.size, further), Sent(moves.hop_back, keys_back.size, further)
+        there, back_home = (job.exchanged([hop], spent) for hop in hops)
         spent.spend("gather", job.exchanged([rows], spent))
-        _overlapped(spent, kernel + job.joins(work.head_dim), hop, steps)
+        # Keys come during each step but the last; gradients of the second go on during the third.
+        under_way = [there, there, *[job.exchanged(hops, Cost())] * (further - 2), back_home]
+        _overlapped(spent, steps, under_way[: further + (further > 1)])
+        spent.spend("give back", back_home if further else 0.0)
     else:
-        gather = job.exchanged([rows, keys], spent)
-        _in_groups(spent, groups, gather, kernel, _only(job, [back]))
+        spent.spend("gather", job.exchanged([rows, keys], spent) / groups)
+        _in_groups(spent, groups, job.kernel(rate, products), _both_ways(job, rows, back, keys))
         spent.spend("give back", job.exchanged([keys_back], spent))
     spent.spend("give back", job.exchanged([back], spent) / groups)
 
 
-def _in_groups(spent: Cost, groups: int, gather: float, kernel: float, back: float) -> None:
+def _in_groups(spent: Cost, groups: int, kernel: float, under_way: float) -> None:
     """While a group of heads is attended, the next one is under way, and what the last one made."""
-    spent.spend("gather", gather / groups)
     spent.spend("kernel", kernel)
-    spent.spend("waiting", (groups - 1) * max(0.0, (gather + back - kernel) / groups))
+    spent.spend("waiting", (groups - 1) * max(0.0, (under_way - kernel) / groups))
 
 
-def _overlapped(spent: Cost, kernel: float, hop: float, steps: int) -> None:
-    """Round a ring a chunk is under way while the last is attended."""
-    spent.spend("kernel", kernel)
-    spent.spend("waiting", (steps - 1) * max(0.0, hop - kernel / steps))
+def _both_ways(job: _Job, rows: Sent, back: Sent, keys: Sent) -> float:
+    """Seconds of what comes and what goes back at the same time; bytes are counted elsewhere."""
+    return job.exchanged([Sent(job.moves.both_ways, (rows.size + back.size) / 2), keys], Cost())
 
 
-def _only(job: _Job, sent: Iterable[Sent]) -> float:
-    """Seconds of exchanges whose bytes are counted elsewhere."""
-    return job.exchanged(sent, Cost())
+def _overlapped(spent: Cost, steps: Sequence[float], under_way: Sequence[float]) -> None:
+    """Round a ring something is under way during each step."""
+    spent.spend("kernel", sum(steps))
+    spent.spend("waiting", sum(max(0.0, hop - step) for hop, step in zip(under_way, steps, strict=False)))
 
 
-def _swaps(job: _Job, sizes: Iterable[float], spent: Cost) -> float:
-    """Tokens for heads, one tensor after the other."""
+def _swapped(job: _Job, numbers: float, spent: Cost) -> float:
+    """Seconds of swapping tokens for heads, so many numbers of each."""
     shape, tile, workload = job.way.shape, job.way.tile, job.workload
     if shape.heads == 1:
         return 0.0
@@ -185,7 +190,7 @@ def _swaps(job: _Job, sizes: Iterable[float], spent: Cost) -> float:
         return Load(peers * tokens * lines[0], peers * tokens, peers * tokens * lines[1], peers * lines[0])
 
     flow = Flow(load(tile.heads - 1), load(shape.heads - tile.heads), shape.heads - 1)
-    return sum(n * job.exchanged([Sent(flow, size, n)], spent) for size, n in Counter(sizes).items())
+    return job.exchanged([Sent(flow, numbers * workload.item)], spent)
 
 
 def _travel(way: Way, workload: Workload) -> Travel:

@@ -5,7 +5,10 @@ from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
 
+import torch
+
 from attnmesh.cluster import Cluster
+from attnmesh.layout import Striped
 from attnmesh.tree import Round, tree
 from attnmesh.way import Cost, Way
 from attnmesh.workload import Workload
@@ -32,10 +35,10 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
     spent = Cost(memory=workload.kept_bytes / shape.ranks)
-    seen = min(1.0, (min(workload.mask.left, workload.length) + queries) / workload.length)
-    read = spent.memory / workload.layers / device.memory_rate
-    products = 2 * rows * workload.length / line.ranks * (workload.head_dim + workload.values) / device.forward_rate
-    spent.spend("kernel", device.call + seen * max(read, products))
+    seen = _busiest(way, workload, queries, line.ranks)
+    read = seen / workload.length * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
+    products = 2 * rows * seen * (workload.head_dim + workload.values) / device.forward_rate
+    spent.spend("kernel", device.call + max(read, products))
     if way.exchange in COLLECTIVE:
         agree_cost(way, 2, cluster, spent)
     if line.ranks > 1:
@@ -43,6 +46,13 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     if shape.heads > 1:
         _join_heads(way, rows * workload.values * workload.item, cluster, spent)
     return spent
+
+
+def _busiest(way: Way, workload: Workload, queries: int, ranks: int) -> int:
+    """Tokens that the last queries see of the rank that holds most of those: blocks are dealt in turn."""
+    first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - queries)]))
+    seen, block = workload.length - int(first), way.layout.block if isinstance(way.layout, Striped) else 1
+    return min(seen, ceil(ceil(seen / block) / ranks) * block)
 
 
 def _join_heads(way: Way, size: float, cluster: Cluster, spent: Cost) -> None:

@@ -66,10 +66,11 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
     wanted = {peer: tuple(blank(x, count) for x in tensors) for peer, count in step.receive}
     finish = trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
+    staying = [tensors] if len(step.keep) or not wanted else []  # or what was sent would live until others have come
 
     def finished() -> Tensors:
         arrived = finish()
-        pieces = [tuple(take(x, step.keep) for x in tensors)] if len(step.keep) or not arrived else []
+        pieces = [tuple(take(x, step.keep) for x in some) for some in staying]
         pieces += [arrived[peer] for peer, _ in step.receive]
         joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
         return joined if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in joined)

@@ -82,17 +82,26 @@ def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gra
 
 
 def _differentiated(arrivals: "Arrivals", task: Task, returns: "Returns", mine: Tensors) -> Tensor:
-    """The row's dq from the column's keys, for one group of heads; dk and dv go to their owners, into `mine`."""
+    """The row's dq from the column's keys, for one group of heads; dk and dv go to their owners, into `mine`.
+
+    Those of keys that travel on go with them, and grow on their way.
+    """
     rows, dout, lse, delta = arrivals.rows()
     answer = Answer(_stand_in(dout, delta), lse, dout)
     dq: Tensor | None = None
-    for band, step in zip(task.schedule.bands, task.schedule.steps, strict=True):
+    coming: Callable[[], Tensors] | None = None  # what the ranks before made for the keys of this step
+    for band, step, onward in zip(task.schedule.bands, task.schedule.steps, task.schedule.travelling, strict=True):
         keys, values = next(arrivals.keys)
         part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.scale)
         del keys, values  # or they would live until the next ones have come
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
-        returns.add((part.k.to(dq.dtype), part.v.to(dq.dtype)), step, task.mesh.queries, mine)
+        made = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
+        if coming is not None:
+            _add(made, coming())
+        returns.add(made, step, task.mesh.queries, mine)
+        coming = None if onward is None else gather(made, onward, task.mesh.queries)
+        del made
     assert dq is not None  # every schedule has a step
     return dq
 
@@ -164,6 +173,11 @@ def _add_in(parts: Back, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, some in zip(totals, part, strict=True):
             total.index_add_(2, tokens.to(some.device), some)
+
+
+def _add(sums: Tensors, more: Tensors) -> None:
+    for some, other in zip(sums, more, strict=True):
+        some.add_(other)
 
 
 def _shared(heads: slice, q: Tensor, k: Tensor) -> slice:

@@ -4,17 +4,18 @@ Who shares a host is found once, when a mesh is first used. Links and devices ar
 most like them; who wants better figures measures (`Cluster.measure`) and plans.
 """
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
-from attnmesh.cluster import PRESETS, Cluster
+from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import Line, Payload, merge_seconds
 from attnmesh.exchange import share
 from attnmesh.hosts import host_numbers, hosts
 from attnmesh.layout import Layout
 from attnmesh.mesh import Axis, Mesh, Shape
+from attnmesh.presets import PRESETS
 from attnmesh.schedule import EXCHANGES, Exchange
 from attnmesh.way import Way
 from attnmesh.workload import Workload
@@ -54,10 +55,9 @@ def _like(axes: tuple[Axis, ...], device: torch.device) -> Cluster:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     mine = "local" if device.type == "cpu" else next((CHIPS[part] for part in CHIPS if part in name), "dgx-h100")
     names = list(PRESETS)
-    return PRESETS[names[min(row[0] for row in share([names.index(mine)], axes, device))]]
+    return Cluster.preset(names[min(row[0] for row in share([names.index(mine)], axes, device))])
 
 
-@lru_cache(maxsize=1024)
 def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:
     """The fastest exchange of those that hold little; the leanest if all hold much."""
     costs = {name: cost(Way(shape, tile, layout, name), workload, cluster) for name in EXCHANGES}

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import MERGES
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, MeshError
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.mask import FAR
 from attnmesh.mesh import AXES, Shape
@@ -59,6 +60,10 @@ class Plan:
 
     def init_mesh(self, device_type: str) -> DeviceMesh:
         """The `DeviceMesh` of this plan: ranks of a host share a tile of it. All ranks ask at once."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != self.shape.ranks:
+            fix = f"start {self.shape.ranks} ranks, or plan for as many as there are"
+            raise MeshError("Plan.init_mesh", f"a world of {self.shape.ranks} ranks", f"{world}", fix)
         return DeviceMesh(device_type, placed(self.shape, self.tile), mesh_dim_names=AXES)
 
     def explain(self) -> str:

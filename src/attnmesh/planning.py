@@ -20,7 +20,7 @@ from attnmesh.plan import STAGES, Plan, in_bytes, in_seconds
 from attnmesh.plan import plan as plans_for
 from attnmesh.report import write_report
 from attnmesh.schemes import told_cluster, told_workload
-from attnmesh.shown import AsJson, Verbose, console, pairs, print_json, progress, titled
+from attnmesh.shown import AsJson, Verbose, console, pairs, print_json, progress, titled, writable
 from attnmesh.workload import PHASES, Workload
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
@@ -85,7 +85,7 @@ def plan(
         print_json(_record(cluster, work, machines, shown))
         return
     console.print(_table(shown))
-    console.print(plans[0].explain(), highlight=False)
+    console.print(plans[0].explain(), highlight=False, markup=False)
     if verbose:
         console.print(_parts(plans[0]))
         console.print(pairs(f"where the constants of {machines.name} are from", dict(machines.sources)))
@@ -127,7 +127,7 @@ def _measured(file: Path) -> Cluster:
     fix = "write one with attnmesh probe --out"
     try:
         record = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ClusterError("--cluster", "a JSON file that probe wrote", f"{file}: {error}", fix) from None
     if not isinstance(record, dict) or "cluster" not in record:
         raise ClusterError("--cluster", 'a JSON object with a "cluster"', f"{file} without one", fix)
@@ -180,13 +180,13 @@ def _mask(window: int | None, full: bool) -> Mask:
 
 
 def _check_files(plot: Path | None, report: Path | None) -> None:
-    """A path that cannot be written is better known before than after."""
+    """What cannot be written is better known before than after."""
     if plot is not None:
         check_picture(plot)
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it so: it is a page")
-    for file in filter(None, (plot, report)):
-        file.touch()
+    writable("--plot", plot)
+    writable("--report", report)
 
 
 # --- what is told ---

@@ -18,13 +18,16 @@ from attnmesh.hosts import board_of, hosts
 from attnmesh.kernel.attend import attend
 from attnmesh.mesh import Axis
 
-ROUNDS = 7
+ROUNDS = 5
 """Times that each figure is taken; the median counts, and of the ranks' medians the largest."""
 
 SHORT = 16384
 """Bytes of a short message, as merges send."""
 
-PATIENCE = 0.25
+IN_A_ROW = 6
+"""Short ones that are timed together, as they follow each other in a run: ranks do not begin quite at once."""
+
+PATIENCE = 0.12
 """Seconds that one long message may take."""
 
 
@@ -40,11 +43,15 @@ class Figures(NamedTuple):
 
 
 class Line(NamedTuple):
-    """What a class of links does: seconds of a message, of a short one in a merge, of each further one; bytes/s."""
+    """What a class of links does, in seconds and bytes/s.
+
+    Of a message, a short one in a merge, each further one at the same time, and each step that a collective takes.
+    """
 
     latency: float
     short: float
     message: float
+    step: float
     rank_rate: float
     host_rate: float
 
@@ -68,22 +75,32 @@ class World:
         """This rank's host, and its place there."""
         return next((h, host.index(self.axis.index)) for h, host in enumerate(self.hosts) if self.axis.index in host)
 
+    def lines(self, *, between: bool) -> list[list[int]]:
+        """The ranks of each host, or those at the same place of all hosts."""
+        if not between:
+            return [list(host) for host in self.hosts]
+        return [[host[place % len(host)] for host in self.hosts] for place in range(max(map(len, self.hosts)))]
+
     def agreed(self, seconds: float) -> float:
         """The longest that any rank took."""
         if self.axis.group is None:
             return seconds
         return max(row[0] for row in share([int(seconds * 1e9)], [self.axis], self.device)) / 1e9
 
-    def median(self, call: Callable[[], Any], rounds: int = ROUNDS) -> float:
-        """Seconds of a call that all ranks begin together; nobody's first."""
+    def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
+        """Seconds of a call that all ranks begin together, until it or those of all are done; nobody's first."""
         times = []
         for _ in range(rounds + 1):
             self.synchronize()
             start = time.perf_counter()
             call()
-            self.synchronize(together=False)
+            self.synchronize(together=until_all)
             times.append(time.perf_counter() - start)
         return self.agreed(statistics.median(times[1:]))
+
+    def short(self, call: Callable[[], Any]) -> float:
+        """The same of a call that is short."""
+        return self.median(lambda: [call() for _ in range(IN_A_ROW)]) / IN_A_ROW
 
     def synchronize(self, *, together: bool = True) -> None:
         """Wait for the device, and for the others."""
@@ -96,7 +113,7 @@ class World:
 def device_figures(world: World, dtype: torch.dtype) -> Figures:
     """What a rank computes and reads when all do."""
     gpu = world.device.type == "cuda"
-    tokens, width, rounds = (8192, 128, ROUNDS) if gpu else (512, 64, 3)
+    tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
     flops = 4 * 8 * tokens * tokens * width
     learned = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -105,14 +122,14 @@ def device_figures(world: World, dtype: torch.dtype) -> Figures:
         torch.autograd.grad(attend(*learned).out.sum(), learned)
 
     with torch.no_grad():
-        forward = world.median(lambda: attend(q, k, v), rounds)
-        one = world.median(lambda: attend(q, k, v) if world.axis.index == 0 else None, rounds)
+        forward = world.median(lambda: attend(q, k, v), until_all=True)
+        one = world.median(lambda: attend(q, k, v) if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
-        call = world.median(lambda: [attend(*few) for _ in range(8)]) / 8
+        call = world.short(lambda: attend(*few))
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**13, width, device=world.device, dtype=dtype)
-        read = world.median(lambda: attend(few[0][:, :, :1], *keys.unbind()), rounds)
-        copy = world.median(keys.clone, rounds)
-    backward = max(world.median(both, rounds) - forward, forward)
+        read = world.median(lambda: attend(few[0][:, :, :1], *keys.unbind()))
+        copy = world.median(keys.clone)
+    backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
     rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9), 2 * bytes_read / copy
     return Figures(*rates, call, max(1.0, forward / one))
@@ -121,28 +138,40 @@ def device_figures(world: World, dtype: torch.dtype) -> Figures:
 def line_figures(world: World, *, between: bool) -> Line | None:
     """One class of links, if the world has any."""
     here, place = world.place
-    sizes = {len(host) for host in world.hosts}
-    if between:
-        size, mine = len(world.hosts), [host[place % len(host)] for host in world.hosts]
-        at = here
-    else:
-        size, mine = len(world.hosts[here]), list(world.hosts[here])
-        at = place
-    if (len(world.hosts) if between else max(sizes)) < 2:
+    lines, most = world.lines(between=between), max(map(len, world.hosts))
+    if max(map(len, lines)) < 2:
         return None
-    line = [mine[(at + i) % size] for i in range(size)] if size > 1 else []
-    latency = world.median(lambda: _shift(world, line, SHORT))
-    several = min(7, max(1, (size if between else max(sizes)) - 1))
-    many = world.median(lambda: _spread(world, line, several))
+    mine, at = (lines[place], here) if between else (lines[here], place)
+    line = [*mine[at:], *mine[:at]]
+    latency = world.short(lambda: _shift(world, line, SHORT))
+    several = min(7, len(line) - 1)
+    many = world.short(lambda: _spread(world, line, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _shift(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * PATIENCE / once)))
     together = world.median(lambda: _shift(world, line, bytes_), 3)
     alone = world.median(lambda: _shift(world, line if place == 0 or not between else [], bytes_), 3)
-    host_rate = max(sizes) * bytes_ / max(together - latency, 1e-9)
-    short = latency if between else world.median(lambda: _merged(world, line))
+    host_rate = most * bytes_ / max(together - latency, 1e-9)
+    short = latency if between else world.short(lambda: _merged(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
-    return Line(latency, short, max(0.0, (many - latency) / max(1, several - 1)), rank_rate, max(host_rate, rank_rate))
+    message = max(0.0, (many - latency) / max(1, several - 1))
+    return Line(latency, short, message, _step(world, lines, short), rank_rate, max(host_rate, rank_rate))
+
+
+def _step(world: World, lines: list[list[int]], first: float) -> float:
+    """Seconds of each step of a collective along a line, whose first is never shorter than a message's."""
+    assert world.axis.group is not None  # a line has two ranks or more
+    groups = [[dist.get_global_rank(world.axis.group, rank) for rank in line] for line in lines]
+    mine = next(group for group in groups if dist.get_rank() in group)
+    group = dist.new_group(mine, use_local_synchronization=True)
+    try:
+        number = torch.zeros(1, 4, dtype=torch.int64, device=world.device)
+        numbers = [torch.empty_like(number) for _ in mine]
+        took = world.short(lambda: dist.all_gather(numbers, number, group=group))
+    finally:
+        dist.destroy_process_group(group)
+    further = (took - first) / max(1, len(mine) - 2)
+    return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
 
 
 def _shift(world: World, line: Sequence[int], size: int) -> None:

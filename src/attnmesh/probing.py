@@ -9,8 +9,9 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cluster import NOWHERE, Cluster
+from attnmesh.cluster import Cluster
 from attnmesh.errors import ClusterError
+from attnmesh.hardware import NOWHERE
 from attnmesh.mesh import AXES
 from attnmesh.plan import in_seconds
 from attnmesh.shaped import as_asked, run_on, world_of
@@ -28,8 +29,6 @@ def probe(
 
     The file that `--out` writes is a cluster for `attnmesh plan --cluster FILE`.
     """
-    if out is not None:
-        out.touch()
     by_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if by_torchrun:
         check_master()

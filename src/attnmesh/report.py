@@ -11,7 +11,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from attnmesh.cluster import NOWHERE, Cluster
+from attnmesh.cluster import Cluster
+from attnmesh.hardware import NOWHERE
 from attnmesh.plan import Plan
 from attnmesh.schemes import SCHEMES, best_by_scheme, doubling, lengths, told_cluster, told_workload
 from attnmesh.workload import Workload

@@ -5,7 +5,8 @@ any mesh. So rank (r, c) needs, from its row, the queries that see a key of its 
 that a query of its row sees. Under a full mask that is all of them; under a window it may be a neighbour's alone.
 
 A chunk is what the ranks of one (r, c) hold together along the heads axis, in order of position. Keys arrive in
-`steps`: all at once, or step by step round a ring, each rank passing on what those behind it still need.
+`steps`: all at once, or step by step round a ring, each rank passing on what those behind it still need. Round a ring
+gradients travel with the keys that they are of, and home from where these go no further.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,8 +50,8 @@ class Step:
     keep: Tensor  # of the tokens held before, those that stay
     order: Tensor | None  # puts what stays and what arrives, in that order, in order of position; None if it is
     positions: Tensor  # of the tokens now held
-    owners: Picks  # of the tokens now held, whose they are, this rank's own among them
-    holders: Picks  # of this rank's own chunk, what each peer now holds, this rank itself among them
+    owners: Picks  # of the tokens now held, whose they are, this rank's own among them; not of those passed on
+    holders: Picks  # of this rank's own chunk, what each peer now holds so, this rank itself among them
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Schedule:
     row: Step
     steps: tuple[Step, ...]
     bands: tuple[Band, ...]  # of the row's queries over the keys of each step
+
+    @property
+    def travelling(self) -> tuple[Step | None, ...]:
+        """For each step the one to which its gradients go on with their keys: those of the own keys need not go."""
+        return (None, *self.steps[2:], None)[: len(self.steps)]
 
 
 @dataclass(frozen=True)
@@ -157,10 +163,11 @@ def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
     chunks = [problem.keys(peer, c) for peer in range(size)]
     rows = [problem.row_queries(peer) for peer in range(size)]
     passed = [_passed_on(problem.mask, chunk, rows[source:] + rows[:source]) for source, chunk in enumerate(chunks)]
+    ending = [_ending(steps) for steps in passed]
     nothing = torch.empty(0, dtype=torch.long)
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
-        source = (r - t) % size
+        source, holder = (r - t) % size, (r + t) % size
         held = passed[source][t]
         # What goes on to the next rank, counted among the tokens held at the step before.
         onward = _among(passed[(r - t + 1) % size][t], passed[(r - t + 1) % size][t - 1]) if t else nothing
@@ -170,8 +177,8 @@ def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
             keep=nothing if t else held,
             order=None,
             positions=chunks[source][held],
-            owners=_picks([(source, torch.arange(len(held)))]),
-            holders=_picks([((r + t) % size, passed[r][t])]),
+            owners=_picks([(source, _among(ending[source][t], held))]),
+            holders=_picks([(holder, ending[r][t])]),
         )
 
 
@@ -183,6 +190,12 @@ def _passed_on(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]:
         needed = needed.index_fill(0, _seen(mask, row, keys), True)
         steps.append(needed.nonzero().flatten())
     return [torch.arange(len(keys)), *steps[::-1][1:]]
+
+
+def _ending(passed: list[Tensor]) -> list[Tensor]:
+    """For each step those of what is held that go no further; a rank's own stay with it."""
+    further = [passed[0][:0], *passed[2:], passed[0][:0]]
+    return [held[torch.isin(held, on, invert=True)] for held, on in zip(passed, further, strict=False)]
 
 
 def _seeing(mask: Mask, queries: Tensor, keys: Tensor) -> Tensor:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from attnmesh.cluster import NOWHERE, Cluster
+from attnmesh.cluster import Cluster
 from attnmesh.errors import ClusterError
+from attnmesh.hardware import NOWHERE
 from attnmesh.mask import Causal, Full
 from attnmesh.plan import Plan, plan
 from attnmesh.workload import Workload

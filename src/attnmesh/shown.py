@@ -8,13 +8,34 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import attnmesh
+from attnmesh.errors import ArgumentError
+
+
+def writable(option: str, file: Path | None) -> Path | None:
+    """A path that cannot be written is better known before than after."""
+    try:
+        if file is not None:
+            file.touch()
+    except OSError as error:
+        fix = "make the folder first, or name another"
+        raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
+    return file
+
+
+def _writable_out(file: Path | None) -> Path | None:
+    return writable("--out", file)
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about.")]
-OutFile = Annotated[Path | None, typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False)]
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
+]
 
 HostsOption = Annotated[
     str | None,
@@ -48,13 +69,13 @@ def pairs(title: str, values: dict[str, Any]) -> Table:
     rows = titled(title, "", "")
     rows.show_header = False
     for name, value in values.items():
-        rows.add_row(name, str(value))
+        rows.add_row(*map(escape, (name, str(value))))
     return rows
 
 
 def titled(title: str, *columns: str) -> Table:
     """A table with its title on the left."""
-    return Table(*columns, title=title, title_justify="left", title_style="bold")
+    return Table(*columns, title=escape(title), title_justify="left", title_style="bold")
 
 
 def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:

@@ -17,26 +17,31 @@ from attnmesh.schedule import Problem
 
 
 @torch.library.custom_op("attnmesh::swap_heads", mutates_args=())
-def swap_op(x: Tensor, groups: str, code: Sequence[int], keys: bool, to_heads: bool) -> Tensor:
-    """Tokens for heads, or heads for tokens; `keys` says whose layout and length."""
-    axis, tokens = Mesh.named(Shape(*code[:3]), code[3:6], groups).heads, _tokens(code, keys)
-    return _to_heads(x, axis, tokens) if to_heads else _to_tokens(x, axis, tokens)
+def swap_op(
+    tensors: Sequence[Tensor], keys: Sequence[bool], groups: str, code: Sequence[int], to_heads: bool
+) -> list[Tensor]:
+    """Tokens for heads, or heads for tokens, of all tensors at once; `keys` says of each whose tokens they are."""
+    axis, tokens = Mesh.named(Shape(*code[:3]), code[3:6], groups).heads, [_tokens(code, each) for each in keys]
+    return (_to_heads if to_heads else _to_tokens)(tensors, axis, tokens)
 
 
 @swap_op.register_fake
-def _(x: Tensor, groups: str, code: Sequence[int], keys: bool, to_heads: bool) -> Tensor:
-    counts = [len(tokens) for tokens in _tokens(code, keys)]
+def _(
+    tensors: Sequence[Tensor], keys: Sequence[bool], groups: str, code: Sequence[int], to_heads: bool
+) -> list[Tensor]:
+    line = range(code[0])
+    counts = [[len(_tokens(code, each)[rank]) for rank in line] for each in keys]
     if to_heads:
-        return empty_placed(x.new_empty((x.shape[0], x.shape[1] // code[0], sum(counts), 1)), x.shape[3])
-    return empty_placed(x.new_empty((x.shape[0], x.shape[1] * code[0], counts[code[3]], 1)), x.shape[3])
+        return [_empty(x, x.shape[1] // code[0], sum(count)) for x, count in zip(tensors, counts, strict=True)]
+    return [_empty(x, x.shape[1] * code[0], count[code[3]]) for x, count in zip(tensors, counts, strict=True)]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, *ctx.where, ctx.to_heads = inputs
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    return swap_op(dout, *ctx.where, not ctx.to_heads), None, None, None, None
+def _gradient(ctx: Any, douts: list[Tensor]) -> tuple[list[Tensor] | None, ...]:
+    return swap_op(douts, *ctx.where, not ctx.to_heads), None, None, None, None
 
 
 swap_op.register_autograd(_gradient, setup_context=_remember)
@@ -52,18 +57,32 @@ def _tokens(code: Sequence[int], keys: bool) -> list[Tensor]:
     return list(places.split([len(shard) for shard in shards]))
 
 
-def _to_heads(x: Tensor, axis: Axis, tokens: list[Tensor]) -> Tensor:
-    shares = [(part,) for part in x.chunk(axis.size, dim=1)]
-    wanted = [(blank(shares[0][0], len(some)),) for some in tokens]
-    out = empty_placed(x.new_empty((*shares[0][0].shape[:2], sum(map(len, tokens)), 1)), x.shape[3])
-    for some, (part,) in zip(tokens, swap(shares, wanted, axis), strict=True):
-        out.index_copy_(2, some.to(x.device), part)
-    return out
+def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
+    shares = list(zip(*(x.chunk(axis.size, dim=1) for x in tensors), strict=True))
+    coming = zip(*tokens, strict=True)  # by rank
+    wanted = [tuple(blank(x, len(t)) for x, t in zip(shares[0], theirs, strict=True)) for theirs in coming]
+    arrived = zip(*swap(shares, wanted, axis), strict=True)
+    swapped = []
+    for x, parts, places in zip(tensors, arrived, tokens, strict=True):
+        out = _empty(x, x.shape[1] // axis.size, sum(map(len, places)))
+        for some, part in zip(places, parts, strict=True):
+            out.index_copy_(2, some.to(x.device), part)
+        swapped.append(out)
+    return swapped
 
 
-def _to_tokens(x: Tensor, axis: Axis, tokens: list[Tensor]) -> Tensor:
-    parts = [(x.index_select(2, some.to(x.device)),) for some in tokens]
-    mine = parts[axis.index][0]
-    arrived = swap(parts, [(torch.empty_like(mine),)] * axis.size, axis)
-    out = empty_placed(x.new_empty((x.shape[0], x.shape[1] * axis.size, mine.shape[2], 1)), x.shape[3])
-    return out.copy_(torch.cat([part for (part,) in arrived], dim=1))
+def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
+    going = zip(*tokens, strict=True)  # by rank
+    parts = [
+        tuple(x.index_select(2, some.to(x.device)) for x, some in zip(tensors, theirs, strict=True)) for theirs in going
+    ]
+    wanted = [tuple(map(torch.empty_like, parts[axis.index]))] * axis.size
+    arrived = zip(*swap(parts, wanted, axis), strict=True)
+    return [
+        _empty(x, x.shape[1] * axis.size, heads[0].shape[2]).copy_(torch.cat(heads, dim=1))
+        for x, heads in zip(tensors, arrived, strict=True)
+    ]
+
+
+def _empty(x: Tensor, heads: int, tokens: int) -> Tensor:
+    return empty_placed(x.new_empty((x.shape[0], heads, tokens, 1)), x.shape[3])

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -46,16 +47,28 @@ class Flow(NamedTuple):
     peers: int
 
 
+class Pairs(NamedTuple):
+    """Pairs of a query and a key that the busiest rank attends, and ranks on average."""
+
+    most: float
+    mean: float
+
+    def times(self, number: float) -> "Pairs":
+        """So many times as many."""
+        return Pairs(number * self.most, number * self.mean)
+
+
 @dataclass(frozen=True)
 class Travel:
-    """What a pass over a queries x keys mesh moves, in tokens, and the pairs that the busiest rank attends."""
+    """What a pass over a queries x keys mesh moves, in tokens, and what it attends."""
 
     rows: Flow
+    both_ways: Flow  # along rows, there and back at the same time
     columns: Flow
     hop: Flow  # of a ring, one step, on average
-    hop_back: Flow  # of the gradients made there, straight to their owners
-    pairs: float
-    mean_pairs: float  # of all ranks
+    hop_back: Flow  # of the gradients made there, on with their keys or home
+    pairs: Pairs
+    steps: tuple[Pairs, ...]  # of a ring
 
 
 def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
@@ -86,10 +99,13 @@ def travel(problem: Problem, tile: Shape) -> Travel:
     near, further = cut(problem)
     short, scale = shortened(near)
     moved = _moved(short, tile)
-    flows = {name: _scaled(getattr(moved, name), scale) for name in ("rows", "columns", "hop", "hop_back")}
+    flows = {name: _scaled(getattr(moved, name), scale) for name in FLOWS}
     longer = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
     pairs = further * scale * longer
-    return Travel(**flows, pairs=moved.pairs * pairs, mean_pairs=moved.mean_pairs * pairs)
+    return Travel(**flows, pairs=moved.pairs.times(pairs), steps=tuple(step.times(pairs) for step in moved.steps))
+
+
+FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
@@ -106,37 +122,50 @@ def _moved(problem: Problem, tile: Shape) -> Travel:
     size = problem.shape.queries
     source = torch.arange(size)
     # What was passed on at step t is held by the rank t after its source; it came from the rank before that.
-    held = {t: (passed[:, :, t], (source + t) % size) for t in range(1, size)}
-    onward = [_along(tokens, (at - 1) % size, at, across) for tokens, at in held.values()]
-    back = [_along(tokens, at, source, across) for tokens, at in held.values()]
+    at = [(source + t) % size for t in range(size + 1)]
+    onward = [_along(passed[:, :, t], at[t - 1], at[t], across) for t in range(1, size)]
+    further = [*passed.unbind(2)[2:], torch.zeros_like(passed[:, :, 0])][: size - 1]
+    back = [
+        _and(_along(on, at[t], at[t + 1], across), _along(passed[:, :, t] - on, at[t], source, across))
+        for t, on in zip(range(1, size), further, strict=True)
+    ]
+    whole, steps = pairs.sum(1), [pairs[source, (source - t) % size] for t in range(size)]
     return Travel(
         rows=_flow([_lines(rows, down)], tile),
+        both_ways=_flow([_lines(rows + rows.mT, down)], tile),
         columns=_flow([_lines(columns, across, columns=True)], tile),
         hop=_flow(onward, tile),
         hop_back=_flow(back, tile),
-        pairs=float(pairs.max()),
-        mean_pairs=float(pairs.mean()),
+        pairs=Pairs(float(whole.max()), float(whole.mean())),
+        steps=tuple(Pairs(float(step.max()), float(step.mean())) for step in steps),
     )
 
 
 def cut(problem: Problem) -> tuple[Problem, float]:
-    """Under a window so few tokens that what crosses the edges of runs is as much as of longer ones; how many times."""
+    """Of short windows or documents so few that what crosses the edges of runs is as much as of all; how many times."""
     reach = _reach(problem.mask)
     length = 4 * problem.shape.ranks * max(reach, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
-    alike = problem.length == problem.key_length and not problem.mask.ends
-    if reach >= FAR or problem.length <= length or not (in_runs and alike):
+    if reach >= FAR or problem.length <= length or problem.length != problem.key_length or not in_runs:
         return problem, 1.0
-    return replace(problem, length=length, key_length=length), problem.length / length
+    ends = tuple(end for end in problem.mask.ends if end < length)
+    mask = replace(problem.mask, ends=(*ends, length)) if problem.mask.ends else problem.mask
+    return replace(problem, mask=mask, length=length, key_length=length), problem.length / length
 
 
 def _reach(mask: Mask) -> int:
-    return max(mask.left, mask.right)
+    """How far a query sees, in a window or in its document."""
+    return min(max(mask.left, mask.right), _longest(mask))
 
 
 def _width(mask: Mask) -> float:
-    """Positions that a query sees under a window."""
-    return mask.left + mask.right + 1.0
+    """Positions that a query sees at the most."""
+    return min(mask.left + mask.right + 1.0, _longest(mask))
+
+
+def _longest(mask: Mask) -> int:
+    """Tokens of the longest document."""
+    return max((stop - start for start, stop in pairwise((0, *mask.ends))), default=FAR)
 
 
 def shortened(problem: Problem) -> tuple[Problem, float]:
@@ -159,7 +188,9 @@ def shortened(problem: Problem) -> tuple[Problem, float]:
 
 @lru_cache(maxsize=512)
 def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens (row, from, to) of queries, (column, from, to) and (column, source, step) of keys; pairs (row, column).
+    """Tokens (row, from, to) of queries, (column, from, to) and (column, source, step) of keys.
+
+    And pairs by (row, source, column).
 
     A query sees one run of positions. So what a row sees is a union of runs, and what a query sees of a column a
     difference of two counts.
@@ -172,12 +203,13 @@ def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     edges = torch.zeros(rows, problem.key_length + 1)
     for bound, sign in ((first, 1.0), (stop, -1.0)):
         edges.index_put_((q_chunk // columns, bound), torch.tensor(sign), accumulate=True)
-    seen = edges.cumsum(1)[:, :-1] > 0.5  # (row, key)
+    seeing = edges.cumsum(1)[:, :-1]  # (row, key)
+    seen = seeing > 0.5
     before = torch.zeros(columns, problem.key_length + 1)
     before[k_chunk % columns, torch.arange(1, problem.key_length + 1)] = 1.0
     before = before.cumsum(1)
     visible = before[:, stop] - before[:, first]  # (column, query)
-    pairs = torch.zeros(rows, columns).index_add_(0, q_chunk // columns, visible.T)
+    pairs = torch.zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
     sent = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
     brought = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
     return sent, brought, _passed(seen, k_chunk, problem.shape), pairs
@@ -244,6 +276,11 @@ def _along(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Moved:
         return torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]).mT
 
     return Moved(way(near), way(~near), 1)
+
+
+def _and(one: Moved, other: Moved) -> Moved:
+    """Two exchanges at the same time."""
+    return Moved(one.inside + other.inside, one.between + other.between, one.peers)
 
 
 def _flow(exchanges: list[Moved], tile: Shape) -> Flow:

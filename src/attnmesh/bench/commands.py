@@ -27,8 +27,6 @@ bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's l
 def bench_kernel(as_json: AsJson = False, verbose: Verbose = False, out: OutFile = None) -> None:
     """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (3 minutes, 2 GB on 2 cores)."""
     device = proof.devices()[-1]
-    if out is not None:
-        out.touch()  # a path that cannot be written is better known before than after
     with progress.status("measuring the rate at which memory is read") as status:
         rows = []
         for row in kernel_bench.rows(device):
@@ -66,8 +64,6 @@ def bench_prefill(
     out: OutFile = None,
 ) -> None:
     """Every shape, placement and exchange, forward and backward, beside published packages (minutes)."""
-    if out is not None:
-        out.touch()
     world = world_of(ranks, hosts)
     with progress.status(f"measuring times on {world}{' ranks' * (hosts is None)}") as status:
         rows = prefill_bench.rows(world, length, prefill_bench.Wanted(case, tuple(shape or ()), rounds))
@@ -135,8 +131,6 @@ def bench_model(
     from attnmesh.bench import model as model_bench
     from attnmesh.generating import prepare
 
-    if out is not None:
-        out.touch()
     with progress.status("reading the prompt") as status:
         world = world_of(ranks, hosts)
         count = ranks_of(world)
@@ -184,8 +178,6 @@ def bench_decode(
     count = ranks_of(world)
     if count & (count - 1):
         raise typer.BadParameter("a power of two, as the same bits on any number of ranks are measured too")
-    if out is not None:
-        out.touch()
     with progress.status("starting") as status:
         rows = []
         for name, part in decode_bench.parts(world).items():
@@ -227,8 +219,6 @@ def bench_plan(
     out: OutFile = None,
 ) -> None:
     """Measure each world's constants, plan 9 workloads with them, and run the plans: regret, seconds and bytes."""
-    if out is not None:
-        out.touch()
     worlds = [world_of(ranks, text) for text in hosts] if hosts else [world_of(ranks, None)]
     with progress.status("starting") as status:
         reports = [plan_bench.report(world, length, most, rounds, status.update) for world in worlds]

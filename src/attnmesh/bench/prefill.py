@@ -273,6 +273,7 @@ def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
     rows_back = sum(len(tokens) for peer, tokens in plan.row.holders if peer != c)
     keys_in = sum(count for step in plan.steps for _, count in step.receive)
     keys_back = sum(len(tokens) for step in plan.steps for peer, tokens in step.holders if peer != r)
+    keys_back += sum(count for step in plan.travelling if step for _, count in step.receive)
     return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))
 
 
