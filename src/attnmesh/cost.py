@@ -25,6 +25,25 @@ PASSES, JOINS = 4.0, 3.0
 for each byte of a sum that grows from step to step."""
 
 
+class Time(NamedTuple):
+    """Seconds of an exchange; those of it that keep a rank's own core, if that does what no card does for it.
+
+    `latency` is what it takes however little is sent, `early` how much sooner than the busiest an average rank has all:
+    meanwhile it computes.
+    """
+
+    seconds: float
+    own: float
+    latency: float
+    early: float
+
+    def part(self, groups: int) -> "Time":
+        """That of one of so many groups of heads."""
+        latency = self.latency
+        seconds, own = (latency + (x - latency) / groups for x in (self.seconds, self.own))
+        return Time(seconds, own, latency, self.early / groups)
+
+
 class Sent(NamedTuple):
     """An exchange of tokens of so many bytes each; `times` it happens."""
 
@@ -63,45 +82,67 @@ class _Job:
         """Groups of heads that go one after the other."""
         return self.exchange.head_groups(self.way.shape, self.workload.kv_heads)
 
-    def kernel(self, rate: float, products: int) -> float:
-        """Seconds of one rank's kernels, and of starting them; `products` of a row and a column for each pair."""
-        return self._attended(self.moves.pairs, rate, products)
+    def kernel(self, rate: float, products: int, columns: int, early: float) -> float:
+        """Seconds of one rank's kernels, and of starting them; `products` of a row and a column for each pair.
+
+        Ranks that share cores take turns, and leave the later ones less when they begin `early`.
+        """
+        return self._attended(self.moves.pairs, rate, products, columns, early)
 
     def steps(self, rate: float, products: int, columns: int) -> list[float]:
-        """The same of each step of a ring, and of adding what further steps make, so many columns a row, to the sum."""
-        tokens = self.workload.batch * self.workload.length / self.way.shape.queries / self.way.shape.heads
-        join = JOINS * tokens * self.workload.q_heads * columns * self.workload.wide / self.copy_rate
-        steps = [self._attended(pairs, rate, products) for pairs in self.moves.steps]
-        return [steps[0], *(step + join for step in steps[1:])]
+        """The same of each step of a ring, and of adding what further steps make to the sum."""
+        steps = [self._attended(pairs, rate, products, columns) for pairs in self.moves.steps]
+        return [steps[0], *(step + self._join(columns) for step in steps[1:])]
 
-    def _attended(self, pairs: Pairs, rate: float, products: int) -> float:
+    def _join(self, columns: int) -> float:
+        """Seconds of adding what was made, so many columns a row, to what there is."""
+        tokens = self.workload.batch * self.workload.length / self.way.shape.queries / self.way.shape.heads
+        return JOINS * tokens * self.workload.q_heads * columns * self.workload.wide / self.copy_rate
+
+    def _attended(self, pairs: Pairs, rate: float, products: int, columns: int, early: float = 0.0) -> float:
         work = self.workload
         heads = work.batch * work.q_heads / self.way.shape.heads
         blocks = 2 if isinstance(self.way.layout, Zigzag) else 1  # an early and a late run of queries
-        busiest = max(pairs.mean, pairs.most / self.cluster.device.alone)
-        return 2 * products * busiest * heads / rate + self.groups * blocks * self.cluster.device.call
+        most, mean = (2 * products * number * heads / rate for number in pairs)
+        calls = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self._join(columns)
+        return max(mean - early, most / self.cluster.device.alone) + calls
+
+    def beside(self, time: Time, kernel: float) -> float:
+        """Seconds that an exchange takes longer than a kernel beside it; of shared cores it takes its part."""
+        return max((1 - 1 / self.cluster.device.alone) * time.own, time.seconds - kernel)
 
     @property
     def copy_rate(self) -> float:
         """Bytes a second that are read and written."""
         return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
-    def exchanged(self, sent: Iterable[Sent], spent: Cost) -> float:
-        """Seconds of exchanges that are under way together, their bytes counted."""
+    def exchanged(self, sent: Iterable[Sent], spent: Cost) -> Time:
+        """What exchanges take that are under way together, their bytes counted."""
         sent = list(sent)
         for flow, size, times in sent:
             messages = flow.between.messages * self.way.shape.heads * self.groups * times
             spent.send(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in sent)
-        latency = wire = moved = 0.0
+        evenly = moved = latency = 0.0
+        wires = {True: 0.0, False: 0.0}
         for link, inside in ((self.cluster.inside, True), (self.cluster.between, False)):
             loads = [(flow.inside if inside else flow.between, flow.peers, size) for flow, size, _ in sent]
             busiest = sum([load.rank * size for load, _, size in loads])
             if busiest:
                 latency = max(latency, link.latency + (peers - 1) * link.message)
-                wire = max(wire, self._wire(link, loads))
+                wires[inside] = self._wire(link, loads)
+                evenly = max(evenly, self._wire(link, [(self._even(load), peers, size) for load, peers, size in loads]))
                 moved += busiest / self.way.shape.heads
-        return latency + wire + PASSES * moved / self.copy_rate
+        if moved:
+            latency += self.cluster.device.call  # packing and unpacking
+        wire, own = max(wires.values()), latency + PASSES * moved / self.copy_rate
+        return Time(own + wire, own + wires[True], latency, wire - evenly)
+
+    def _even(self, load: Load) -> Load:
+        """What ranks and hosts move on average."""
+        shape, tile = self.way.shape, self.way.tile
+        lines = shape.queries * shape.keys
+        return load._replace(rank=load.total / lines, host=load.total / lines * tile.queries * tile.keys)
 
     def _wire(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Seconds until the busiest rank, the busiest host, and the slowest pair have had all."""
@@ -125,13 +166,14 @@ def _forward(job: _Job, spent: Cost) -> None:
     spent.spend("heads", _swapped(job, q * work.head_dim + k * width, spent) + _swapped(job, q * work.values, spent))
     if job.exchange.ring:
         hop = job.exchanged([Sent(moves.hop, keys.size, job.way.shape.queries - 1)], spent)
-        spent.spend("gather", job.exchanged([rows], spent))
+        spent.spend("gather", job.exchanged([rows], spent).seconds)
         steps = job.steps(rate, width, work.values)
-        _overlapped(spent, steps, [hop] * (len(steps) - 1))
+        _overlapped(job, steps, [hop] * (len(steps) - 1), spent)
     else:
-        spent.spend("gather", job.exchanged([rows, keys], spent) / groups)
-        _in_groups(spent, groups, job.kernel(rate, width), _both_ways(job, rows, back, keys))
-    spent.spend("give back", job.exchanged([back], spent) / groups)
+        gather = job.exchanged([rows, keys], spent).part(groups)
+        spent.spend("gather", gather.seconds)
+        _in_groups(job, job.kernel(rate, width, work.values, gather.early), _both_ways(job, rows, back, keys), spent)
+    spent.spend("give back", job.exchanged([back], spent).part(groups).seconds)
 
 
 def _backward(job: _Job, spent: Cost) -> None:
@@ -149,33 +191,36 @@ def _backward(job: _Job, spent: Cost) -> None:
         further = len(steps) - 1
         hops = Sent(moves.hop, keys.size, further), Sent(moves.hop_back, keys_back.size, further)
         there, back_home = (job.exchanged([hop], spent) for hop in hops)
-        spent.spend("gather", job.exchanged([rows], spent))
+        spent.spend("gather", job.exchanged([rows], spent).seconds)
         # Keys come during each step but the last; gradients of the second go on during the third.
         under_way = [there, there, *[job.exchanged(hops, Cost())] * (further - 2), back_home]
-        _overlapped(spent, steps, under_way[: further + (further > 1)])
-        spent.spend("give back", back_home if further else 0.0)
+        _overlapped(job, steps, under_way[: further + (further > 1)], spent)
+        spent.spend("give back", back_home.seconds if further else 0.0)
     else:
-        spent.spend("gather", job.exchanged([rows, keys], spent) / groups)
-        _in_groups(spent, groups, job.kernel(rate, products), _both_ways(job, rows, back, keys))
-        spent.spend("give back", job.exchanged([keys_back], spent))
-    spent.spend("give back", job.exchanged([back], spent) / groups)
+        gather = job.exchanged([rows, keys], spent).part(groups)
+        spent.spend("gather", gather.seconds)
+        _in_groups(
+            job, job.kernel(rate, products, work.head_dim, gather.early), _both_ways(job, rows, back, keys), spent
+        )
+        spent.spend("give back", job.exchanged([keys_back], spent).seconds)
+    spent.spend("give back", job.exchanged([back], spent).part(groups).seconds)
 
 
-def _in_groups(spent: Cost, groups: int, kernel: float, under_way: float) -> None:
+def _in_groups(job: _Job, kernel: float, under_way: Time, spent: Cost) -> None:
     """While a group of heads is attended, the next one is under way, and what the last one made."""
     spent.spend("kernel", kernel)
-    spent.spend("waiting", (groups - 1) * max(0.0, (under_way - kernel) / groups))
+    spent.spend("waiting", (job.groups - 1) * job.beside(under_way.part(job.groups), kernel / job.groups))
 
 
-def _both_ways(job: _Job, rows: Sent, back: Sent, keys: Sent) -> float:
-    """Seconds of what comes and what goes back at the same time; bytes are counted elsewhere."""
+def _both_ways(job: _Job, rows: Sent, back: Sent, keys: Sent) -> Time:
+    """What takes what comes and what goes back at the same time; bytes are counted elsewhere."""
     return job.exchanged([Sent(job.moves.both_ways, (rows.size + back.size) / 2), keys], Cost())
 
 
-def _overlapped(spent: Cost, steps: Sequence[float], under_way: Sequence[float]) -> None:
+def _overlapped(job: _Job, steps: Sequence[float], under_way: Sequence[Time], spent: Cost) -> None:
     """Round a ring something is under way during each step."""
     spent.spend("kernel", sum(steps))
-    spent.spend("waiting", sum(max(0.0, hop - step) for hop, step in zip(under_way, steps, strict=False)))
+    spent.spend("waiting", sum(job.beside(hop, step) for hop, step in zip(under_way, steps, strict=False)))
 
 
 def _swapped(job: _Job, numbers: float, spent: Cost) -> float:
@@ -190,7 +235,7 @@ def _swapped(job: _Job, numbers: float, spent: Cost) -> float:
         return Load(peers * tokens * lines[0], peers * tokens, peers * tokens * lines[1], peers * lines[0])
 
     flow = Flow(load(tile.heads - 1), load(shape.heads - tile.heads), shape.heads - 1)
-    return job.exchanged([Sent(flow, numbers * workload.item)], spent)
+    return job.exchanged([Sent(flow, numbers * workload.item)], spent).seconds
 
 
 def _travel(way: Way, workload: Workload) -> Travel:

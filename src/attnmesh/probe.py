@@ -144,7 +144,7 @@ def line_figures(world: World, *, between: bool) -> Line | None:
     mine, at = (lines[place], here) if between else (lines[here], place)
     line = [*mine[at:], *mine[:at]]
     latency = world.short(lambda: _shift(world, line, SHORT))
-    several = min(7, len(line) - 1)
+    several = min(15, len(line) - 1)
     many = world.short(lambda: _spread(world, line, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _shift(world, line, bytes_), 2)
