@@ -87,20 +87,21 @@ PREFILL_EXPLAINED = """\
 Forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders take turns, each as
 long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
 those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
-schedule, or by the formula for the full mask. Memory is the most by which a rank's resident size grew in a call, in
+schedule, or by the formula for the full mask. On hosts, bytes alone are those of each exchange, one after the other,
+over the busiest link in its busier direction: nothing can be faster. Memory is the most by which a rank's resident size grew in a call, in
 ranks of their own that give freed memory back at once; the formula is that of attnmesh.held.held, for the backward
 pass alone."""
 
 
 def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
     table = titled("prefill bench, forward + backward", "case", "heads x queries x keys, exchange")
-    for name in ("ms", "beside ring", "elements counted", "foretold"):
+    for name in ("ms", "beside ring", "elements counted", "foretold", "bytes alone, ms"):
         table.add_column(name, justify="right")
     for row in rows:
         if row.timing is None:
             table.add_row(row.case, row.contender, row.note)
             continue
-        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted)]
+        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted, row.limit_ms)]
         table.add_row(row.case, row.contender, f"{row.timing}{'; ' + row.note if row.note else ''}", *figures)
     return table
 

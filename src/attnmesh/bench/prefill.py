@@ -18,15 +18,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh.bench.timing import Timing, peak_memory, race
+from attnmesh.cluster import Cluster
+from attnmesh.cost import cost
 from attnmesh.exchange import counted
+from attnmesh.hardware import Device, Link
 from attnmesh.held import held
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
 from attnmesh.ranks import run_on_ranks
 from attnmesh.schedule import EXCHANGES, Problem, Schedule, schedule
-from attnmesh.shaped import World, run_on
+from attnmesh.shaped import Hosts, World, run_on
 from attnmesh.travel import placed, tiles
+from attnmesh.way import Way
+from attnmesh.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Row:
     beside_ring: float | None = None
     counted: int | None = None
     predicted: int | None = None
+    limit_ms: float | None = None  # what its bytes alone take over the links between hosts
     note: str | None = None
 
 
@@ -113,17 +119,22 @@ def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
 
 
 class Wanted(NamedTuple):
-    """Cases that have this in their names, and shapes in these, or all; how often each is timed; ranks a host."""
+    """Cases that have this in their names, and shapes in these, or all; how often each is timed; the hosts, if any."""
 
     case: str = ""
     shapes: tuple[str, ...] = ()
     rounds: int = 7
-    a_host: int = 1 << 30
+    hosts: Hosts | None = None
+
+    @property
+    def a_host(self) -> int:
+        """Ranks that share a host: all, where there are no others."""
+        return 1 << 30 if self.hosts is None else self.hosts.ranks
 
 
 def rows(world: World, length: int, wanted: Wanted) -> list[Row]:
     """The cases wanted, contenders in turns; before them one rank beside the kernel alone."""
-    wanted = wanted if isinstance(world, int) else wanted._replace(a_host=world.ranks)
+    wanted = wanted._replace(hosts=None if isinstance(world, int) else world)
     alone = [] if wanted.case else run_on_ranks(1, _alone, length)[0]
     return [*alone, *run_on(world, _contests, length, wanted)[0]]
 
@@ -182,7 +193,7 @@ def _contest(case: Case, wanted: Wanted) -> list[Row]:
         if wanted.shapes and one.name.split()[0] not in (*wanted.shapes, f"1x{ranks}x1"):
             continue
         calls[one.name] = _ours(case, whole, one)
-        done[one.name] = _measured(case, one, calls[one.name])
+        done[one.name] = replace(_measured(case, one, calls[one.name]), limit_ms=_limit(case, one, wanted.hosts))
     for name, make in PEERS.items():
         peer = make(case, whole)
         if isinstance(peer, str):
@@ -253,6 +264,20 @@ def _measured(case: Case, one: Contender, call: Callable[[], Any]) -> Row:
     dist.all_reduce(figures, dist.ReduceOp.MAX)
     received, foretold = figures.tolist()
     return Row(case.name, one.name, counted=received, predicted=foretold)
+
+
+def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
+    """Milliseconds of a world that only the links between hosts hold up."""
+    if hosts is None:
+        return None
+    free, link = Link(0.0, FREE, FREE), Link(0.0, hosts.rate / 8, hosts.rate / 8)
+    cluster = Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(FREE, FREE, FREE, FREE), free, link)
+    work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
+    return round(1e3 * cost(Way(one.shape, one.tile, case.layout, one.exchange), work, cluster).seconds, 1)
+
+
+FREE = 1e30
+"""A rate that takes no time."""
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
