@@ -84,13 +84,13 @@ def bench_prefill(
 
 
 PREFILL_EXPLAINED = """\
-Forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders take turns, each as
-long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
+Forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders take turns, each
+as long as its slowest rank. "beside ring" is how many times faster than our own ring on the same kernel. Elements are
 those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and foretold by the
 schedule, or by the formula for the full mask. On hosts, bytes alone are those of each exchange, one after the other,
-over the busiest link in its busier direction: nothing can be faster. Memory is the most by which a rank's resident size grew in a call, in
-ranks of their own that give freed memory back at once; the formula is that of attnmesh.held.held, for the backward
-pass alone."""
+over the busiest link in its busier direction: nothing can be faster. Memory is the most by which a rank's resident
+size grew in a call, in ranks of their own that give freed memory back at once; the formula is that of
+attnmesh.held.held, for the backward pass alone."""
 
 
 def _prefill_table(rows: list[prefill_bench.Row]) -> Table:
