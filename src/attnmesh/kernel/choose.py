@@ -6,9 +6,10 @@ from attnmesh.errors import KernelError
 from attnmesh.kernel.cpu import FlashCPU
 from attnmesh.kernel.cuda import CUDA
 from attnmesh.kernel.reference import Reference
+from attnmesh.kernel.triton import Triton
 from attnmesh.kernel.walk import Kernel
 
-KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Reference())
+KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
 """Best first; the last serves everything."""
 
 

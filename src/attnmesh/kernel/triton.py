@@ -1,0 +1,216 @@
+"""Triton: one launch for any mask and layout, decoding split over the keys until the chip is full.
+
+PyTorch alone imports this; Triton itself is imported when the kernel is first asked for.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.kernel.blocks import Band, Block
+from attnmesh.kernel.walk import Answer, Gradients
+from attnmesh.partial import Partial
+
+WIDEST = 576
+"""Of a head: latent attention keeps 512 columns and 64 that are rotated."""
+
+SPAN = 4
+"""Tiles of keys that are at least worth a program of their own."""
+
+
+class Tile(NamedTuple):
+    """Rows and keys that a program holds at once, and the warps and stages it is given."""
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Triton:
+    """The programs of `programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
+
+    name: str = "triton"
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """It serves single and half precision on GPUs with tensor cores for both halves."""
+        if not installed():
+            return "Triton is not installed"
+        if q.device.type != "cuda" and not interpreted():
+            return f"it runs on CUDA, the tensors are on {q.device.type}"
+        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"it knows no {q.dtype}"
+        if max(q.shape[-1], v.shape[-1]) > WIDEST:
+            return f"heads are {max(q.shape[-1], v.shape[-1])} wide, of at most {WIDEST}"
+        return _compiles(q.device) if q.device.type == "cuda" else None
+
+    def cut(self, band: Band) -> list[Block]:
+        """One block, of the keys that any row sees."""
+        seen = (band.low < band.high).nonzero().flatten()
+        if not len(seen):
+            return []
+        first, last = int(seen[0]), int(seen[-1])
+        start, stop = int(band.low[first]), int(band.high[last])
+        return [Block(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+        """The block's partial, in float32."""
+        tile = _tile(q, v, q.shape[2] * q.shape[1] // k.shape[1])
+        call = _call(q, k, v, block, scale, tile)
+        lines, tiles = k.shape[0] * k.shape[1], -(-call["rows"] // tile.rows)
+        span = _span(call["keys"], lines * tiles, SPAN * tile.keys, q.device)
+        spans = -(-call["keys"] // span)
+        shape = spans, *q.shape[:-1]
+        partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
+        programs().attend_program[tiles, spans, lines](**call, out=partials.out, lse=partials.lse, span=span)
+        return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
+
+    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+        """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
+        tile = _tile(q, v, BACKWARD)
+        dout = answer.dout.to(q.dtype).contiguous()
+        delta = (answer.out.float() * answer.dout.float()).sum(-1)
+        call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
+        lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
+        dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
+        programs().queries_backward_program[-(-call["rows"] // tile.rows), lines](**call, dq=dq)
+        edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
+        seen = {
+            "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
+            "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
+            "tiles_batch": 0,
+        }
+        programs().keys_backward_program[tiles, lines](**call, **seen, dk=dk, dv=dv)
+        return Gradients(dq, dk, dv)
+
+
+def merged(partials: Partial) -> Partial:
+    """Partials stacked along a first dim as one, in one launch."""
+    splits, values = len(partials.lse), partials.out.shape[-1]
+    out, lse = (x.new_empty(x.shape[1:]) for x in partials)
+    rows, tile = lse.numel(), 16
+    first, second = _parts(values)
+    programs().merge_program[(-(-rows // tile),)](
+        *(x.contiguous() for x in partials), out, lse, splits, rows, values, ROWS=tile, V_0=first, V_1=second
+    )
+    return Partial(out, lse)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
+    """What all programs are given."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    group, keys = q.shape[1] // k.shape[1], k.shape[2]
+    if block.band is None and not block.causal:  # made where it is needed: nothing is sent there
+        low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
+    else:
+        bounds = block.bounds()
+        low, high = (x.clamp(0, keys).to(q.device, torch.int32) for x in (bounds.low, bounds.high))
+    strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(DIMS)}
+    q_parts, v_parts = _parts(q.shape[-1]), _parts(v.shape[-1])
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "low": low,
+        "high": high,
+        "bounds_batch": 0,
+        **strides,
+        "rows": q.shape[2] * group,
+        "keys": keys,
+        "group": group,
+        "kv_heads": k.shape[1],
+        "width": q.shape[-1],
+        "values": v.shape[-1],
+        "scale": scale,
+        "ROWS": tile.rows,
+        "KEYS": tile.keys,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "Q_0": q_parts[0],
+        "Q_1": q_parts[1],
+        "V_0": v_parts[0],
+        "V_1": v_parts[1],
+        "PRECISION": "ieee",  # float32 is not rounded to half its digits
+    }
+
+
+DIMS = "batch", "head", "row"
+
+
+def _parts(width: int) -> tuple[int, int]:
+    """A width as two powers of two of 16 or more, the second 0 if the first is enough.
+
+    >>> [_parts(width) for width in (8, 64, 80, 192, 576)]
+    [(16, 0), (64, 0), (64, 16), (128, 64), (512, 64)]
+    """
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = width - first
+    return first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
+
+
+BACKWARD = 128
+"""Rows from which on a tile is as large as the registers allow."""
+
+
+def _tile(q: Tensor, v: Tensor, rows: int) -> Tile:
+    """So many rows and keys that a program's sums stay in registers: fewer of wider heads and of float32."""
+    width = max(q.shape[-1], v.shape[-1])
+    size = 16 if interpreted() else (128 if width <= 128 else 64 if width <= 256 else 16) // (q.element_size() // 2)
+    few = max(16, min(size, 1 << (rows - 1).bit_length()))
+    return Tile(few, max(16, min(size, 64)), warps=8 if few * width >= 128 * 128 else 4)
+
+
+def _span(keys: int, programs: int, least: int, device: torch.device) -> int:
+    """Keys of a program: so many that all programs of a launch fill the chip twice, and no fewer than are worth one."""
+    wanted = max(1, 2 * _processors(device) // programs)
+    return max(least, -(-keys // wanted))
+
+
+def _blank(q: Tensor, *shape: int) -> Tensor:
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+@cache
+def programs() -> ModuleType:
+    """The programs, imported when they are first needed."""
+    return import_module("attnmesh.kernel.programs")
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton is here."""
+    return find_spec("triton") is not None
+
+
+@cache
+def _compiles(device: torch.device) -> str | None:
+    """Why a device cannot run the programs, or None; what keeps a GPU that should from it is said once."""
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"{torch.cuda.get_device_name(device)} multiplies no bfloat16"
+    few = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        Triton().attend(few, few, few, Block(slice(0, 16), slice(0, 16)), 1.0)
+    except Exception as error:  # whatever a compiler comes upon
+        reason = f"Triton does not compile here: {type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"attnmesh goes by PyTorch's own kernels, as {reason}", stacklevel=2)
+        return reason
+    return None
+
+
+def interpreted() -> bool:
+    """Whether Triton's programs are to run on the CPU, in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
