@@ -87,7 +87,6 @@ class Triton:
         seen = {
             "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
             "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
-            "tiles_batch": 0,
         }
         programs().keys_backward_program[tiles, lines](**call, **seen, dk=dk, dv=dv)
         return Gradients(dq, dk, dv)
@@ -122,7 +121,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Til
         "v": v,
         "low": low,
         "high": high,
-        "bounds_batch": 0,
         **strides,
         "rows": q.shape[2] * group,
         "keys": keys,
@@ -139,7 +137,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Til
         "Q_1": q_parts[1],
         "V_0": v_parts[0],
         "V_1": v_parts[1],
-        "PRECISION": "ieee",  # float32 is not rounded to half its digits
+        "PRECISION": "widened" if interpreted() else "ieee",  # float32 is not rounded to half its digits
     }
 
 
