@@ -1,18 +1,23 @@
 """Ranks on this machine: errors come back, and nobody is left behind."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+import attnmesh as am
 from attnmesh.board import alive
 from attnmesh.errors import ShapeError
+from attnmesh.mesh import forget
 from attnmesh.ranks import RankError, run_on_ranks
 
 
@@ -93,3 +98,23 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None
 
 def test_ranks_have_the_threads_they_are_given() -> None:
     assert run_on_ranks(1, torch.get_num_threads, threads=2) == [2]
+
+
+def groups_end() -> list[bool]:
+    """Whether the groups of a mesh that attention has seen are gone once they are destroyed, and forgotten."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
+    q = torch.randn(1, 2, 8, 8)
+    am.attention(q, q, q, mesh=mesh)
+    group = mesh.get_group("keys")
+    seen = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, mesh
+    gc.collect()
+    held = seen() is not None
+    forget()
+    gc.collect()
+    return [held, seen() is None]
+
+
+def test_no_group_outlives_python() -> None:
+    assert run_on_ranks(4, groups_end) == [[True, True]] * 4

@@ -5,7 +5,6 @@ queries x keys mesh forward and backward; from the first to the second only tens
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -22,7 +21,7 @@ from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
-from attnmesh.mesh import Mesh, Shape
+from attnmesh.mesh import Mesh, Shape, remembered
 from attnmesh.partial import wide
 from attnmesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.swap import swap_op
@@ -200,7 +199,7 @@ def _task(
     return Task(here, plan, head_groups, choose(kernel, q, k, v), scale)
 
 
-@lru_cache(maxsize=1024)
+@remembered(1024)
 def _automatic(
     here: Mesh, device: torch.device, dtype: torch.dtype, alike: tuple[int, ...], problem: Problem
 ) -> Exchange:

@@ -4,8 +4,6 @@ Who shares a host is found once, when a mesh is first used. Links and devices ar
 most like them; who wants better figures measures (`Cluster.measure`) and plans.
 """
 
-from functools import cache
-
 import torch
 
 from attnmesh.cluster import Cluster
@@ -14,7 +12,7 @@ from attnmesh.cost_decode import Line, Payload, merge_seconds
 from attnmesh.exchange import share
 from attnmesh.hosts import host_numbers, hosts
 from attnmesh.layout import Layout
-from attnmesh.mesh import Axis, Mesh, Shape
+from attnmesh.mesh import Axis, Mesh, Shape, remembered
 from attnmesh.presets import PRESETS
 from attnmesh.schedule import EXCHANGES, Exchange
 from attnmesh.way import Way
@@ -37,7 +35,7 @@ SHORT = Payload(128.0, 128)
 """What a merge is chosen for, 32 rows: ranks that cannot go on take part without knowing how long the message is."""
 
 
-@cache  # all ranks ask at once, the first time: none may forget before the others
+@remembered()  # all ranks ask at once, the first time: none may forget before the others
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """The cluster that a mesh is on, and what of the mesh a host holds; hosts that hold no like tiles count alone."""
     said = host_numbers(mesh.axes, device)
@@ -66,7 +64,7 @@ def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, w
     return EXCHANGES[min(fitting, key=lambda name: costs[name].seconds) if fitting else by_memory]
 
 
-@cache
+@remembered()
 def best_merge(axis: Axis, device: torch.device) -> str:
     """The fastest way to merge short messages along an axis; all ranks ask at once, the first time."""
     found = hosts(axis, device)

@@ -3,7 +3,6 @@
 import os
 import socket
 from collections.abc import Sequence
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from secrets import randbits
@@ -14,17 +13,17 @@ from torch.distributed.constants import default_pg_timeout
 from attnmesh import board
 from attnmesh.board import Board
 from attnmesh.exchange import share
-from attnmesh.mesh import Axis
+from attnmesh.mesh import Axis, remembered
 from attnmesh.tree import Round, by_residue, tree
 
 
-@cache  # all ranks ask at once, the first time: none may forget before the others
+@remembered()  # all ranks ask at once, the first time: none may forget before the others
 def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
     return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
 
 
-@cache
+@remembered()
 def board_of(axis: Axis, device: torch.device) -> Board | None:
     """The memory that this rank shares with others of its host; all ranks of the axis ask at the same time.
 
@@ -63,7 +62,7 @@ def _number(file: Path) -> int:
     return os.stat(file).st_ino if file.exists() else 0
 
 
-@cache
+@remembered()
 def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
     """The ranks of each host; the first time its ranks tell each other."""
     said = host_numbers([axis], device)

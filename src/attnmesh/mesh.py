@@ -8,9 +8,11 @@ them queries are gathered. Its column are the R ranks that share c: among them k
                   r = 1      shard 3   4   5     column 0 gathers the keys of shards 0 and 3
 """
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from attnmesh.errors import MeshError
 
 AXES = ("heads", "queries", "keys")
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def remembered(
+    most: int | None = None,
+) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
+    """A cache of what was found out about meshes and axes, until it is to `forget`."""
+
+    def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
+        cached = lru_cache(most)(find)
+        _REMEMBERED.append(cached.cache_clear)
+        return cast(Callable[Given, Found], cached)
+
+    return decorate
+
+
+_REMEMBERED: list[Callable[[], None]] = []
+
+
+@atexit.register
+def forget() -> None:
+    """Let go of all meshes and their groups: threads of one that is still held when Python ends may abort it."""
+    for clear in _REMEMBERED:
+        clear()
 
 
 class Shape(NamedTuple):
