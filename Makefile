@@ -54,10 +54,8 @@ fuzz: $(VENV)/ready            ## new random problems against float64, for SECON
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS) --caches
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
-gpu: $(VENV)/ready             ## the suite and the bench on one GPU
-	$(RUN)/attnmesh check
-	$(RUN)/pytest -m gpu
-	$(RUN)/attnmesh bench kernel
+gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
+	@$(RUN)/python -m benchmarks.gpu
 
 packages:                      ## what the tests of hosts, the simulator and the planner's page need of Debian; without it they are skipped
 	apt-get update -qq

@@ -1,5 +1,8 @@
 """CUDA: anywhere, that PyTorch's operators are called as declared; on a GPU, that the results are right."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -81,3 +84,14 @@ def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
     out, lse = am.attend(q, k, v)
     assert out[0, 0].isnan().all()
     assert torch.isfinite(out[0, 1]).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs for minutes where there is a GPU")
+def test_without_a_gpu_make_gpu_tells_what_it_would_do() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
+    assert [line.split(":")[0] for line in done.stdout.splitlines()[1:]] == [
+        "- every kernel in every dtype against attention in float64",
+        "- the tests that need a GPU",
+        "- kernels beside PyTorch's and the rate of memory",
+    ]

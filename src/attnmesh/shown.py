@@ -2,6 +2,8 @@
 
 import json
 import platform
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +50,10 @@ progress = Console(stderr=True)
 
 def machine() -> dict[str, Any]:
     """What a figure needs beside it to mean something."""
-    gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda} if torch.cuda.is_available() else {}
+    gpu = {}
+    if torch.cuda.is_available():
+        triton = version("triton") if find_spec("triton") else None
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton}
     return {
         "attnmesh": attnmesh.__version__,
         "torch": torch.__version__,
