@@ -251,9 +251,9 @@ REFUSED = [
     ),
     (lambda: Cluster.preset("dgx-h100", hosts=0), ClusterError, "Cluster hosts"),
     (lambda: Cluster.preset("dgx-h100", ranks=9), ClusterError, "at most 8 ranks a host, given 9"),
-    (lambda: Link(1e-6, 0, 1e9), ClusterError, "Link rate: expected a rate or size above 0, given 0"),
+    (lambda: Link(1e-6, 0, 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given 0"),
     (lambda: Link(1e-6, 1e9, float("nan")), ClusterError, "Link host_rate"),
-    (lambda: Link(-1, 1e9, 1e9), ClusterError, "Link latency: expected seconds, 0 or more"),
+    (lambda: Link(-1, 1e9, 1e9), ClusterError, "Link latency: expected seconds, 0 to 86,400, given -1"),
     (lambda: Device(1e12, 1e12, 0, 1e9), ClusterError, "Device memory_rate"),
     (lambda: Cluster.preset([1]), ClusterError, "one of dgx-h100"),
     (lambda: am.plan(Workload(8, 8, 64, 10), Cluster.preset("local", 10**9)), ClusterError, "at most 2,048 ranks"),
@@ -267,6 +267,20 @@ REFUSED = [
         "Device memory: expected a rate or size",
     ),
     (lambda: Link(float("inf"), 1e9, 1e9), ClusterError, "Link latency: expected seconds"),
+    (lambda: Link(0.0, float("inf"), 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given inf"),
+    (lambda: Link(0.0, 1e-300, 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given 1e-300"),
+    (
+        lambda: Device(1e9, 1e9, 1e9, 10**400),
+        ClusterError,
+        "Device memory: expected a rate or size of 1 to 1e+30",
+    ),
+    (lambda: replace(Cluster.preset("local"), name="\x1b[2J"), ClusterError, "each on one line, given ('\\x1b[2J'"),
+    (lambda: replace(Cluster.preset("local"), sources="abc"), ClusterError, "pairs of what and where from"),
+    (
+        lambda: Workload(8, 8, 64, 100, phase="decode", mask=am.Causal() & am.Documents([10, 10])),
+        MaskError,
+        "Workload mask: expected documents that add up to 100 tokens, given 20 tokens",
+    ),
     (lambda: Workload(8, 8, 64, 10**20), ClusterError, "no more than 1e+15, given a larger number"),
     (lambda: Cluster.of_record([]), ClusterError, "a JSON object that probe wrote"),
     (lambda: Cluster.of_record({"name": "x"}), ClusterError, "the fields that probe writes"),
@@ -299,6 +313,12 @@ def test_memory_that_cannot_hold_it_says_by_how_much() -> None:
     with pytest.raises(ClusterError, match="take about 33 hosts"):
         am.plan(work, am.Cluster.preset("dgx-h100", hosts=1))
     assert am.plan(work, am.Cluster.preset("dgx-h100", hosts=33))
+    work = Workload(32, 8, 128, 10**8)
+    with pytest.raises(ClusterError, match="take about 200 hosts"):
+        am.plan(work, am.Cluster.preset("h100x1", hosts=2))
+    assert am.plan(work, am.Cluster.preset("h100x1", hosts=200))
+    with pytest.raises(ClusterError, match="Fix: take fewer tokens"):
+        am.plan(Workload(32, 8, 128, 10**12), am.Cluster.preset("h100x1", hosts=2))
 
 
 def test_a_prefill_keeps_keys_and_values_alone() -> None:

@@ -4,12 +4,11 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 """
 
 from dataclasses import replace
-from math import inf
 
 from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import Line, Payload, merge_seconds
-from attnmesh.hardware import Link
+from attnmesh.hardware import BOUNDLESS, Link
 from attnmesh.way import Way
 from attnmesh.workload import Workload
 
@@ -61,6 +60,6 @@ def tree_volume(ranks: int, hidden: int, heads: int) -> float:
 
 def in_turn(way: Way, workload: Workload, cluster: Cluster) -> float:
     """A ring that computes, then sends: seconds of its kernels, and of all else on devices that compute in no time."""
-    at_once = replace(cluster.device, forward_rate=inf, backward_rate=inf, call=0.0)
+    at_once = replace(cluster.device, forward_rate=BOUNDLESS, backward_rate=BOUNDLESS, call=0.0)
     sent = cost(way, workload, replace(cluster, device=at_once)).seconds
     return cost(way, workload, cluster).parts["kernel"] + sent

@@ -33,6 +33,14 @@ class Cluster:
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        paired = isinstance(self.sources, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in self.sources)
+        words = (self.name, *(word for pair in self.sources for word in pair)) if paired else ()
+        if not paired or not all(isinstance(word, str) and word.isprintable() for word in words):
+            expected, given = (
+                "a name, and pairs of what and where from, each on one line",
+                f"{words or self.sources!r:.60}",
+            )
+            raise ClusterError("Cluster", expected, given, "write them in letters, digits and signs")
         for name in ("hosts", "ranks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -7,7 +7,6 @@ a kernel runs costs only what it takes longer than that.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from attnmesh.cluster import Cluster
@@ -15,6 +14,7 @@ from attnmesh.cost_decode import agree_cost, decode_cost
 from attnmesh.hardware import Link
 from attnmesh.held import held
 from attnmesh.layout import Zigzag
+from attnmesh.mesh import Shape
 from attnmesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.travel import Flow, Load, Pairs, Travel, travel
 from attnmesh.way import Cost, Way
@@ -240,10 +240,15 @@ def _swapped(job: _Job, numbers: float, spent: Cost) -> float:
 
 def _travel(way: Way, workload: Workload) -> Travel:
     problem = Problem(workload.mask, way.shape, way.layout, way.layout, workload.length, workload.length)
-    return _travelled(problem, way.tile)
+    return travel(problem, way.tile)
 
 
-_travelled = lru_cache(maxsize=4096)(travel)
+def leanest(workload: Workload) -> float:
+    """Bytes of all ranks together where they are many: of a ring, in which no rank holds more than a few shards."""
+    if workload.phase == "decode":
+        return workload.kept_bytes
+    ring = Shape(1, 4, 1)
+    return ring.ranks * _memory(Way(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload, EXCHANGES["ring"])
 
 
 def _memory(way: Way, workload: Workload, exchange: Exchange) -> float:

@@ -5,9 +5,11 @@ a host get together: eight ranks behind one card share it, eight ranks with a ca
 """
 
 from dataclasses import KW_ONLY, dataclass
-from math import inf
 
 from attnmesh.errors import ClusterError
+
+BOUNDLESS, DAY = 1e30, 86_400
+"""What takes no time, and what nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,21 @@ class Link:
 def _check_positive(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     for name in (*names, *optional):
         given = getattr(value, name)
-        if not ((given is None and name in optional) or (_is_number(given) and given > 0)):
+        if not ((given is None and name in optional) or (_is_number(given) and 1 <= given <= BOUNDLESS)):
             fix = "say what the link or the device does; a link that is not there needs no ranks beyond it"
-            raise ClusterError(f"{subject} {name}", "a rate or size above 0", repr(given), fix)
+            raise ClusterError(f"{subject} {name}", f"a rate or size of 1 to {BOUNDLESS:.0e}", _told(given), fix)
 
 
 def _check_seconds(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     for name in (*names, *optional):
         given = getattr(value, name)
-        if not ((given is None and name in optional) or (_is_number(given) and 0 <= given < inf)):
-            raise ClusterError(f"{subject} {name}", "seconds, 0 or more", repr(given), "measure it, or leave it at 0")
+        if not ((given is None and name in optional) or (_is_number(given) and 0 <= given <= DAY)):
+            expected, fix = f"seconds, 0 to {DAY:,}", "measure it, or leave it at 0"
+            raise ClusterError(f"{subject} {name}", expected, _told(given), fix)
+
+
+def _told(given: object) -> str:
+    return f"{given!r:.40}"
 
 
 def _is_number(given: object) -> bool:

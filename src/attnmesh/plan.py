@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.cluster import Cluster
-from attnmesh.cost import cost
+from attnmesh.cost import cost, leanest
 from attnmesh.cost_decode import MERGES
 from attnmesh.errors import ClusterError, MeshError
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
@@ -217,8 +218,9 @@ def _check_memory(priced: list[tuple[Way, Cost]], workload: Workload, cluster: C
         expected = f"at most {cluster.device.memory / 1e9:,.1f} GB a rank"
         lacks = (least - cluster.device.memory) / 1e9
         given = f"{least / 1e9:,.1f} GB in the leanest way, {lacks:,.1f} GB too many, on {cluster.world} ranks"
-        more = -(-int(least * cluster.hosts) // int(cluster.device.memory))
-        raise ClusterError(f"plan for {workload.phase}", expected, given, f"take about {more} hosts, or fewer tokens")
+        hosts = ceil(leanest(workload) / cluster.device.memory / cluster.ranks)
+        fix = f"take about {hosts:,} hosts, or fewer tokens" if hosts * cluster.ranks <= MOST else "take fewer tokens"
+        raise ClusterError(f"plan for {workload.phase}", expected, given, fix)
 
 
 def known_as(shape: Shape, exchange: str) -> str:

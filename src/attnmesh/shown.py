@@ -33,7 +33,7 @@ def _writable_out(file: Path | None) -> Path | None:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about, and where errors do.")]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),

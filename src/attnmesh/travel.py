@@ -94,6 +94,7 @@ def placed(shape: Shape, tile: Shape) -> Tensor:
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))
 
 
+@lru_cache(maxsize=4096)
 def travel(problem: Problem, tile: Shape) -> Travel:
     """What moves in a problem on hosts of such tiles."""
     near, further = cut(problem)

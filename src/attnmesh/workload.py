@@ -18,8 +18,8 @@ PHASES = ("training", "prefill", "decode")
 class Workload:
     """What to plan for: `length` tokens of all ranks, in so many layers one after the other.
 
-    In "training" a layer goes forward and backward, in "prefill" forward; in "decode" `q_len` new tokens meet `length`
-    kept ones.
+    In "training" a layer goes forward and backward, in "prefill" forward; in "decode" the last `q_len` of `length` kept
+    tokens are queries.
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
@@ -55,7 +55,7 @@ class Workload:
         if self.q_len is not None and self.phase != "decode":
             given = f"q_len={self.q_len} in {self.phase}"
             raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
-        check_mask("Workload mask", self.mask, *([] if self.phase == "decode" else [self.length]))
+        check_mask("Workload mask", self.mask, self.length)
 
     def _check_count(self, name: str, value: int | None) -> None:
         if value is None and name in ("value_dim", "q_len"):

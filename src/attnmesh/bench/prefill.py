@@ -21,7 +21,7 @@ from attnmesh.bench.timing import Timing, peak_memory, race
 from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.exchange import counted
-from attnmesh.hardware import Device, Link
+from attnmesh.hardware import BOUNDLESS, Device, Link
 from attnmesh.held import held
 from attnmesh.layout import Layout
 from attnmesh.mask import Mask
@@ -270,14 +270,10 @@ def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
     """Milliseconds of a world that only the links between hosts hold up."""
     if hosts is None:
         return None
-    free, link = Link(0.0, FREE, FREE), Link(0.0, hosts.rate / 8, hosts.rate / 8)
-    cluster = Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(FREE, FREE, FREE, FREE), free, link)
+    free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
+    cluster = Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
     return round(1e3 * cost(Way(one.shape, one.tile, case.layout, one.exchange), work, cluster).seconds, 1)
-
-
-FREE = 1e30
-"""A rate that takes no time."""
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
