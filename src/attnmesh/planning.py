@@ -206,14 +206,21 @@ def _table(shown: Sequence[Plan]) -> Table:
     table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns are to fit a terminal of 80
     table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
     table.add_column("known as")
-    for name in ("exchange", "layout", "tile\na host"):
-        table.add_column(name, no_wrap=True)
-    for name in ("time", "between\nhosts", "inside\nhosts", "memory\na rank"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, one in enumerate(shown, 1):
-        figures = in_seconds(one.seconds), *map(in_bytes, (one.bytes.between, one.bytes.inside, one.memory))
-        layout = type(one.layout).__name__.lower()
-        table.add_row(str(number), _by(one.shape), one.known_as, one.exchange, layout, _by(one.tile), *figures)
+    columns = {
+        "exchange": [one.exchange for one in shown],
+        "layout": [type(one.layout).__name__.lower() for one in shown],
+        "tile\na host": [_by(one.tile) for one in shown],
+        "time": [in_seconds(one.seconds) for one in shown],
+        "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
+        "inside\nhosts": [in_bytes(one.bytes.inside) for one in shown],
+        "memory\na rank": [in_bytes(one.memory) for one in shown],
+    }
+    if 1 in (machines.hosts, machines.ranks):  # then there is one class of links
+        del columns["tile\na host"], columns["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
+    for name in columns:
+        table.add_column(name, justify="right" if "\n" in name or name == "time" else "left", no_wrap=True)
+    for number, (one, *figures) in enumerate(zip(shown, *columns.values(), strict=True), 1):
+        table.add_row(str(number), _by(one.shape), one.known_as, *figures)
     table.caption, table.caption_justify = CAPTION, "left"
     return table
 
