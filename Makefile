@@ -27,7 +27,7 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
 	$(RUN)/attnmesh bench model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 
-test: $(VENV)/ready            ## the whole suite, on the CPU (13 minutes on 2 cores)
+test: $(VENV)/ready            ## the whole suite, on the CPU (14 minutes on 2 cores)
 	$(RUN)/pytest -m 'not gpu and not long'
 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (25 minutes)
