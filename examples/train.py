@@ -64,6 +64,7 @@ def main() -> None:
         else:
             Console().print(f"[bold]it writes:[/] {written!r}", highlight=False)
     if world is not None:
+        dist.barrier()
         dist.destroy_process_group()
 
 

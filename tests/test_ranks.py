@@ -112,7 +112,6 @@ def groups_end() -> list[bool]:
     gc.collect()
     held = seen() is not None
     forget()
-    gc.collect()
     return [held, seen() is None]
 
 

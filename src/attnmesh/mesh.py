@@ -9,6 +9,7 @@ them queries are gathered. Its column are the R ranks that share c: among them k
 """
 
 import atexit
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,6 +47,7 @@ def forget() -> None:
     """Let go of all meshes and their groups: threads of one that is still held when Python ends may abort it."""
     for clear in _REMEMBERED:
         clear()
+    gc.collect()  # a sharded model refers to itself, and holds its groups
 
 
 class Shape(NamedTuple):
