@@ -11,7 +11,8 @@ from tests.pool import Pool
 
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton asks once, when it is imported: PyTorch's compiler may come first
-    importlib.import_module("attnmesh.kernel.programs")
+    for name in ("attend", "decode"):
+        importlib.import_module(f"attnmesh.kernel.programs.{name}")
     del os.environ["TRITON_INTERPRET"]
 
 collect_ignore = ["simulated.py"]  # a script for another Python, the system's, which has SimGrid

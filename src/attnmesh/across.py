@@ -20,14 +20,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.agree import digest
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
 from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
+from attnmesh.kernel.merging import compared, merged, serves
 from attnmesh.mesh import Axis, group_named
-from attnmesh.partial import Partial, collapse, wide
+from attnmesh.partial import Partial, wide
 
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
@@ -50,6 +52,15 @@ class Form:
         rows = math.prod(self.shape[:-1])
         return (2 + rows) * self.lse.itemsize + rows * self.shape[-1] * self.out.itemsize
 
+    def blank(self, device: torch.device) -> Tensor:
+        """Room for a message."""
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def places(self, message: Tensor) -> tuple[Tensor, Partial]:
+        """Where in a message the witness and the partial lie, to be written."""
+        witness, (out, lse) = self.read(message[None])
+        return witness[0], Partial(out[0], lse[0])
+
     def message(self, witness: Tensor, partial: Partial) -> Tensor:
         """The bytes of one rank's message."""
         out = partial.out.to(self.out).reshape(-1)
@@ -68,12 +79,23 @@ class Form:
 
     def join(self, rows: Tensor) -> Tensor:
         """Several messages as one."""
-        return self.message(*self.joined(rows))
+        if not self.by_triton(rows):
+            return self.message(*self.joined(rows))
+        message = self.blank(rows.device)
+        witness, place = self.places(message)
+        witnesses, partials = self.read(rows)
+        merged(partials, place, witnesses=witnesses, witness=witness)
+        return message
 
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """What several messages come to."""
         witnesses, partials = self.read(rows)
-        return witnesses.amax(0), collapse(partials)
+        witness = witnesses.new_empty(2)
+        return witness, merged(partials, witnesses=witnesses, witness=witness)
+
+    def by_triton(self, rows: Tensor) -> bool:
+        """Whether one program reads messages, merges them and writes the next."""
+        return self.lse == torch.float32 and serves(rows.device)
 
 
 def merge_across(
@@ -151,8 +173,12 @@ def merged_across(
     wire: torch.dtype | None = None,
     *,
     canonical: bool = False,
+    message: Tensor | None = None,
 ) -> tuple[Partial, Tensor]:
-    """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues."""
+    """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues.
+
+    `message`, if there is one, holds witness and partial already, as `Form` places them.
+    """
     if axis.size == 1:
         return partial, witness
     dtype = wide(partial.out.dtype)
@@ -167,9 +193,13 @@ def merged_across(
     with merging():
         if how == "direct" and output == "heads":
             return _to_each_its_heads(partial, witness, form, axis)
-        witness, merged = MERGES[how](partial, witness, form, axis, canonical)
+        if how == "allreduce":
+            witness, whole = _allreduce(partial, witness, form, axis)
+        else:
+            message = form.message(witness, partial) if message is None else message
+            witness, whole = MERGES[how](message, form, axis, canonical)
     heads = share_of(form.shape[1], axis) if output == "heads" else slice(None)
-    return Partial(*(x[:, heads] for x in merged)), witness
+    return Partial(*(x[:, heads] for x in whole)), witness
 
 
 def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, canonical: bool = False) -> Tensor:
@@ -183,24 +213,30 @@ def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, 
     return merged_across(nothing, witness, axis, how, output, canonical=canonical)[1]
 
 
+def witness_of_all(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
+    """Of a call on a cache, whose length is on the device, and of the bits of some tensors."""
+    if like.dtype == torch.float32 and serves(like.device):
+        return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
+    witness = witness_of(sum(map(digest, tensors), start=call + state[0]), like)
+    return witness if into is None else into.copy_(witness)
+
+
 def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
     """The number, and less the number: their maxima over all ranks cancel if all say the same."""
     number = torch.as_tensor(number, device=like.device).remainder(DIGEST).to(like.dtype)
     return torch.stack((number, -number))
 
 
-def _tree(partial: Partial, witness: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
+def _tree(message: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
     """Of two messages the bits of the merge do not depend on which is the first."""
-    steps = rounds(axis, canonical, witness.device)[axis.index]
-    board = board_of(axis, witness.device)
-    whole = climb(form.message(witness, partial), steps, axis, form.join, board)
+    steps = rounds(axis, canonical, message.device)[axis.index]
+    whole = climb(message, steps, axis, form.join, board_of(axis, message.device))
     witnesses, merged = form.read(whole[None])
     return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
 
 
-def _direct(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
-    messages = [form.message(witness, partial)] * axis.size
-    return form.joined(meet(messages, axis, board_of(axis, witness.device)))
+def _direct(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+    return form.joined(meet([message] * axis.size, axis, board_of(axis, message.device)))
 
 
 def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
@@ -213,15 +249,14 @@ def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis
     return merged, witness
 
 
-def _gather(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
-    message = form.message(witness, partial)
+def _gather(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
     rows = list(message.new_empty(axis.size, len(message)))
     dist.all_gather(rows, message, group=axis.group)
     count_messages(axis.size - 1, len(message))
     return form.joined(torch.stack(rows))
 
 
-def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Tensor, Partial]:
     """Algorithm 3 of Tree Attention as it stands: softmax is not left to `merge`, and it takes three collectives."""
     peaks = torch.cat([witness, partial.lse.flatten()])
     dist.all_reduce(peaks, dist.ReduceOp.MAX, group=axis.group)
@@ -238,17 +273,17 @@ def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis, _: boo
     return peaks[:2], Partial(out, peak + denominator.log())
 
 
-MERGES: dict[str, Callable[[Partial, Tensor, Form, Axis, bool], tuple[Tensor, Partial]]] = {
+MERGES: dict[str, Callable[[Tensor, Form, Axis, bool], tuple[Tensor, Partial]]] = {
     "tree": _tree,
     "direct": _direct,
     "gather": _gather,
-    "allreduce": _allreduce,
 }
+"""Those that send messages."""
 
 COLLECTIVE = ("gather", "allreduce")
 """Merges whose ranks cannot even hear of a message that is not the one expected."""
 
-HOW = ("auto", *MERGES)
+HOW = ("auto", *MERGES, "allreduce")
 
 OUTPUTS = ("replicated", "heads")
 

@@ -15,17 +15,15 @@ from attnmesh import errors
 from attnmesh.errors import InputError, MeshError
 from attnmesh.exchange import share
 from attnmesh.mesh import Mesh
+from attnmesh.partial import bits
 
 SEPARATOR = "\x1f"
-
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest(x: Tensor) -> Tensor:
     """A number that tells a tensor's bits from others: each weighed by an odd number of its own, modulo 2^64."""
-    bits = x.contiguous().reshape(-1)
-    bits = bits.to(torch.int8) if x.dtype == torch.bool else bits.view(BITS[x.element_size()])
-    return (bits * torch.arange(1, 2 * len(bits) + 1, 2, device=x.device)).sum()
+    numbers = bits(x)
+    return (numbers * torch.arange(1, 2 * len(numbers) + 1, 2, device=x.device)).sum()
 
 
 def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:

@@ -16,13 +16,13 @@ from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
 from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
-from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient, with_sinks
+from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
 from attnmesh.mesh import Mesh, Shape, remembered
-from attnmesh.partial import wide
+from attnmesh.partial import wide, with_sinks
 from attnmesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.swap import swap_op
 from attnmesh.workload import Workload

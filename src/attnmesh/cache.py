@@ -23,6 +23,7 @@ from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.saved import Header, Share, fill, opened, save
 from attnmesh.sizes import Sizes
+from attnmesh.slots import Slots
 from attnmesh.store import Stored
 
 T = TypeVar("T")
@@ -109,6 +110,18 @@ class KVCache:
     def used(self) -> int:
         """Tokens that this rank holds."""
         return int(self.state.tolist()[1])
+
+    @property
+    def held(self) -> Slots:
+        """What this rank holds, as tensors of its device."""
+        return Slots(self.keys, self.values, self.columns, self.state, self.padding)
+
+    def holds(self, tokens: int) -> bool:
+        """Whether there are so many, and none beyond the capacity: a GPU is asked if the host does not know it."""
+        known = self._most if self.device.type == "cuda" else self.length
+        if not tokens <= known <= self.sizes.capacity:
+            known = self.length
+        return tokens <= known <= self.sizes.capacity
 
     @property
     def lengths(self) -> Tensor:

@@ -14,20 +14,20 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.across import COLLECTIVE, absent, check_merge, merged_across, share_of, witness_of
-from attnmesh.agree import agree, digest
+from attnmesh.across import COLLECTIVE, Form, absent, check_merge, merged_across, share_of, witness_of_all
+from attnmesh.agree import agree
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import meet, swap
 from attnmesh.hosts import board_of
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
-from attnmesh.kernel.attend import with_sinks
 from attnmesh.kernel.choose import check_kernel
-from attnmesh.local import Held, attend_held
+from attnmesh.local import attend_held, on_device
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
 from attnmesh.padding import Padding
-from attnmesh.partial import wide
+from attnmesh.partial import Partial, wide, with_sinks
+from attnmesh.slots import Slots
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,20 @@ def decode(
 
 
 def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options") -> Tensor:
-    """The output, if all ranks were asked the same; else the error that all raise."""
-    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.length, cache.stamp)
+    """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
+    held, step = cache.held, _step(cache, options, check_scale("decode", options.scale, q))
+    silent = on_device(q, held, options.kernel) and options.merge not in COLLECTIVE
+    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
     if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(cache.mesh, cache.device, call.text())
-    held = Held(cache.keys, cache.values, cache.columns, cache.state, cache.padding)
-    step = _step(cache, options, check_scale("decode", options.scale, q))
-    out, witness = _decoded(q, held, sinks, step, _number(call._replace(length=0)) + call.length)
+        agree(cache.mesh, cache.device, call.text(cache.length))
+    out, witness = _decoded(q, held, sinks, step, _number(call))
+    if witness is None:
+        return out
+    if silent:  # the merge has seen to it along the tokens' axis
+        return out if step.heads.size == 1 else torch.where(witness.sum() == 0, out, torch.nan)
     if float(witness.sum()) == 0:
         return out
-    agree(cache.mesh, cache.device, call.text())  # raises on all ranks alike, unless only numbers differ
+    agree(cache.mesh, cache.device, call.text(cache.length))  # raises on all ranks alike, unless only numbers differ
     fix = "broadcast each sampled token from one rank"
     raise MeshError("decode q", "the same query and sinks on every rank", "numbers that differ", fix)
 
@@ -116,15 +120,14 @@ class _Call(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     sinks: torch.dtype | None
-    length: int
     stamp: int
 
-    def text(self) -> str:
+    def text(self, length: int) -> str:
         """The call in words."""
         named = {"sinks": self.sinks, **self.options._asdict()}
         given = ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
         return (
-            f"decode of {self.dtype} {list(self.shape)} with {given} and a cache of {self.length} tokens, its padding "
+            f"decode of {self.dtype} {list(self.shape)} with {given} and a cache of {length} tokens, its padding "
             f"and order stamped {self.stamp}"
         )
 
@@ -149,19 +152,36 @@ def _step(cache: KVCache, options: _Options, scale: float) -> Step:
     return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
 
 
-def _decoded(q: Tensor, held: Held, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor]:
-    """This rank's output, and a witness of what all ranks were asked."""
+def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor | None]:
+    """This rank's output, and if there are others a witness of what all ranks were asked."""
     heads = share_of(q.shape[1], step.heads)
-    block = step.block if step.reproducible else None
-    mine = attend_held(q[:, heads], held, step.mask, scale=step.scale, kernel=step.kernel, block=block)
-    witness = witness_of(sum((digest(x) for x in (q, sinks) if x is not None), start=torch.tensor(call)), mine.lse)
-    how = "tree" if step.reproducible else step.merge
-    merged, witness = merged_across(mine, witness, step.tokens, how, step.output, canonical=step.reproducible)
-    if sinks is not None:
+    own = q[:, heads]
+    silent, alone = on_device(q, held, step.kernel), step.tokens.size == 1
+    form = Form((*own.shape[:-1], held.values.shape[-1]), wide(q.dtype), wide(q.dtype))
+    message, witness, place = None, None, None
+    if silent and not alone:  # what is made is made where it is sent from
+        message = form.blank(q.device)
+        witness, place = form.places(message)
+    elif silent:
+        place = Partial(q.new_empty(form.shape), q.new_empty(form.shape[:-1], dtype=form.lse))
+    # A sink is the first rank's to add; to have the same bits on any number of ranks, it comes last of all.
+    first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
+    block, how = (step.block, "tree") if step.reproducible else (None, step.merge)
+    mine = attend_held(
+        own, held, step.mask, scale=step.scale, kernel=step.kernel, capacity=step.capacity,
+        sinks=first, block=block, into=place,
+    )  # fmt: skip
+    if not alone or step.heads.size > 1:
+        witness = witness_of_all([x for x in (q, sinks) if x is not None], call, held.state, mine.lse, witness)
+        mine, witness = merged_across(
+            mine, witness, step.tokens, how, step.output, canonical=step.reproducible, message=message
+        )
+    if sinks is not None and step.reproducible:
         sinks = sinks[heads]
-        merged = with_sinks(merged, sinks[share_of(len(sinks), step.tokens)] if step.output == "heads" else sinks)
-    out = merged.out + 0.0 if step.reproducible else merged.out  # merges with nothing, of which 8 ranks have more
-    return _all_heads(out.to(q.dtype).contiguous(), witness, step)  # than one, may turn a -0.0 into 0.0
+        mine = with_sinks(mine, sinks[share_of(len(sinks), step.tokens)] if step.output == "heads" else sinks)
+    out = mine.out + 0.0 if step.reproducible else mine.out  # merges with nothing, of which 8 ranks have more
+    out = out.to(q.dtype).contiguous()  # than one, may turn a -0.0 into 0.0
+    return (out, None) if witness is None else _all_heads(out, witness, step)
 
 
 def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -221,11 +241,12 @@ def decode_op(
     step = _named(numbers, names, scale)
     padding = None if real is None or places is None or lengths is None else Padding(real, places, lengths)
     call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
-    out, witness = _decoded(q, Held(keys, values, columns, state, padding), sinks, step, call)
+    out, witness = _decoded(q, Slots(keys, values, columns, state, padding), sinks, step, call)
     shape = _shape(q, values, step)
     if out.shape != shape:  # ranks found out before they had all heads
         return q.new_full(shape, torch.nan)
-    return torch.where((witness.sum() == 0) & (state[0] <= step.capacity), out, torch.nan)
+    fits = state[0] <= step.capacity
+    return torch.where(fits if witness is None else fits & (witness.sum() == 0), out, torch.nan)
 
 
 @decode_op.register_fake
@@ -279,16 +300,22 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if options.reproducible:
         check_reproducible("decode reproducible", cache.tokens.size, options.merge)
         _check_dealt(cache)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not _captured(q):
         _check_length(q, cache, options)
+
+
+def _captured(q: Tensor) -> bool:
+    """Whether a CUDA graph is being made, in which nothing may be asked of the device."""
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
     """What needs to know the length: a graph does not ask for it."""
-    if not q.shape[2] <= cache.length <= cache.sizes.capacity:
+    if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, "append before decode")
-    options.mask.check_length("decode mask", cache.length)
+    if options.mask.ends:
+        options.mask.check_length("decode mask", cache.length)
 
 
 def check_reproducible(subject: str, ranks: int, merge: str) -> None:

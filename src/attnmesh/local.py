@@ -2,43 +2,60 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import choose
-from attnmesh.kernel.walk import forward, identity
+from attnmesh.kernel.merging import placed, up_the_tree
+from attnmesh.kernel.walk import SlotKernel, forward, identity
 from attnmesh.mask import Mask
 from attnmesh.padding import Padding
-from attnmesh.partial import Partial, join, wide
+from attnmesh.partial import Partial, join, wide, with_sinks
+from attnmesh.slots import Slots
 
 Run = Callable[..., Partial]
 """A kernel at a scale: (q, keys, values, band) -> the partial."""
 
 
-class Held(NamedTuple):
-    """What a cache holds, as tensors."""
+def attend_held(
+    q: Tensor,
+    slots: Slots,
+    mask: Mask,
+    *,
+    scale: float,
+    kernel: str,
+    capacity: int,
+    sinks: Tensor | None = None,
+    block: int | None = None,
+    into: Partial | None = None,
+) -> Partial:
+    """In float32 or wider, or as `into` is, where it is then written.
 
-    keys: Tensor
-    values: Tensor
-    columns: Tensor
-    state: Tensor
-    padding: Padding | None
+    With `block`, made of a partial for each so many keys, merged along the tree of blocks.
+    """
+    chosen = choose(kernel, q, slots.keys, slots.values)
+    if isinstance(chosen, SlotKernel):
+        return chosen.attend_slots(q, slots, mask, scale, capacity, sinks=sinks, block=block, into=into)
+    return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
 
 
-def attend_held(q: Tensor, held: Held, mask: Mask, *, scale: float, kernel: str, block: int | None = None) -> Partial:
-    """In float32 or wider; with `block`, made of a partial for each so many keys, merged along the tree of blocks."""
-    length, used = held.state.tolist()
-    keys, values = (x.narrow(2, 0, used) for x in (held.keys, held.values))
-    run = partial(forward, choose(kernel, q, keys, values), scale=scale)
+def on_device(q: Tensor, slots: Slots, kernel: str) -> bool:
+    """Whether a step asks nothing of the host: its kernel reads on the device how many tokens there are."""
+    return isinstance(choose(kernel, q, slots.keys, slots.values), SlotKernel)
+
+
+def _by_lengths(run: Run, q: Tensor, slots: Slots, mask: Mask, block: int | None) -> Partial:
+    """By a kernel that has to be told how many tokens there are."""
+    length, used = slots.state.tolist()
+    keys, values = (x.narrow(2, 0, used) for x in (slots.keys, slots.values))
     positions = torch.arange(length - q.shape[2], length)
-    if held.padding is not None:
-        return _padded(run, q, keys, values, held.padding, length, mask)
+    if slots.padding is not None:
+        return _padded(run, q, keys, values, slots.padding, length, mask)
     if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
         return _widened(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
-    columns: int | Tensor = used if used == length else held.columns[:used].cpu()
+    columns: int | Tensor = used if used == length else slots.columns[:used].cpu()
     band = Band.of(mask, positions, columns)
     if block is not None:
         return _by_blocks(run, q, keys, values, band, block)
@@ -88,16 +105,7 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return _up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
-
-
-def _up_the_tree(leaves: Partial) -> Partial:
-    """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
-    while (count := len(leaves.lse)) > 1:
-        half = 1 << (count - 1).bit_length() - 1
-        both = join([Partial(*(x[part] for x in leaves)) for part in (slice(count - half), slice(half, count))])
-        leaves = Partial(*(torch.cat((x, y[count - half : half])) for x, y in zip(both, leaves, strict=True)))
-    return Partial(leaves.out[0], leaves.lse[0])
+    return up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
 
 
 def _widened(partial: Partial) -> Partial:

@@ -18,6 +18,7 @@ full, empty or mixed is told by its corners, and an intersection of masks is aga
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -60,7 +61,7 @@ class Mask:
         """The first and the last position that the query at each position sees; neither ever decreases."""
         first, last = (positions - self.left).clamp(min=0), positions + self.right
         if self.ends:
-            edges = torch.tensor((0, *self.ends, FAR), device=positions.device)  # tokens beyond are one more document
+            edges = _edges(self.ends, positions.device)
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
@@ -191,6 +192,12 @@ def _count(subject: str, value: int) -> int:
     if isinstance(value, bool) or count < 0:
         raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
     return min(count, FAR)
+
+
+@lru_cache(maxsize=64)
+def _edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where documents begin, brought to the device once; tokens beyond are one more document."""
+    return torch.tensor((0, *ends, FAR), device=device)
 
 
 def _corners(positions: range) -> tuple[int, int]:

@@ -43,6 +43,13 @@ def merge(*partials: Partial) -> Partial:
     return Partial(joined.out.masked_fill(blind.unsqueeze(-1), 0.0), joined.lse.masked_fill(blind, -torch.inf))
 
 
+def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
+    """A sink, one logit a query head, is one more partial: `(0, sink)`."""
+    if sinks is None:
+        return partial
+    return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
+
+
 def join(partials: Sequence[Partial]) -> Partial:
     """`merge` for schedules, who made the partials themselves and ask for no gradients."""
     weights, lse = _weights(torch.stack([lse for _, lse in partials]))
@@ -71,6 +78,15 @@ def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype that results of this dtype are summed in: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def bits(x: Tensor) -> Tensor:
+    """A tensor's bits, in a row, as whole numbers."""
+    flat = x.contiguous().reshape(-1)
+    return flat.to(torch.int8) if x.dtype == torch.bool else flat.view(_INTEGERS[x.element_size()])
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sum(terms: list[Tensor]) -> Tensor:

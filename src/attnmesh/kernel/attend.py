@@ -15,7 +15,7 @@ from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer, backward, forward
 from attnmesh.mask import FAR, Full, Mask, check_mask
-from attnmesh.partial import Partial, merge, wide
+from attnmesh.partial import Partial, wide, with_sinks
 
 
 def attend(
@@ -136,13 +136,6 @@ def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple
     pull = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # of size 1: a loss scale would overflow half precision
     dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
     return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
-
-
-def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
-    """A sink, one logit a query head, is one more partial: `(0, sink)`."""
-    if sinks is None:
-        return partial
-    return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
 
 
 def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

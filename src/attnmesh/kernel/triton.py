@@ -1,26 +1,25 @@
-"""Triton: one launch for any mask and layout, decoding split over the keys until the chip is full.
+"""Triton: one launch for any mask and layout, decoding split over the keys until the chip is full."""
 
-PyTorch alone imports this; Triton itself is imported when the kernel is first asked for.
-"""
-
-import os
-import warnings
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
+from attnmesh.kernel.launch import interpreted, parts, programs
+from attnmesh.kernel.merging import merged, placed, said_once, unable, up_the_tree
 from attnmesh.kernel.walk import Answer, Gradients
-from attnmesh.partial import Partial
+from attnmesh.mask import FAR, Mask
+from attnmesh.partial import Partial, with_sinks
+from attnmesh.slots import Slots
 
 WIDEST = 576
 """Of a head: latent attention keeps 512 columns and 64 that are rotated."""
+
+REACH = 1 << 40
+"""As far as a mask can reach, and far from where adding to it overflows."""
 
 SPAN = 4
 """Tiles of keys that are at least worth a program of their own."""
@@ -43,10 +42,8 @@ class Triton:
 
     def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """It serves single and half precision on GPUs with tensor cores for both halves."""
-        if not installed():
-            return "Triton is not installed"
-        if q.device.type != "cuda" and not interpreted():
-            return f"it runs on CUDA, the tensors are on {q.device.type}"
+        if (reason := unable(q.device)) is not None:
+            return reason
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it knows no {q.dtype}"
         if max(q.shape[-1], v.shape[-1]) > WIDEST:
@@ -71,8 +68,51 @@ class Triton:
         spans = -(-call["keys"] // span)
         shape = spans, *q.shape[:-1]
         partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
-        programs().attend_program[tiles, spans, lines](**call, out=partials.out, lse=partials.lse, span=span)
+        programs("attend").attend_program[tiles, spans, lines](**call, out=partials.out, lse=partials.lse, span=span)
         return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
+
+    def attend_slots(
+        self,
+        q: Tensor,
+        slots: Slots,
+        mask: Mask,
+        scale: float,
+        capacity: int,
+        *,
+        sinks: Tensor | None = None,
+        block: int | None = None,
+        into: Partial | None = None,
+    ) -> Partial:
+        """The partial of the last queries, over so many parts of the slots as fill the chip, or a part a block."""
+        lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
+        tile, room = _tile(q, slots.values, rows), slots.keys.shape[2] - 1
+        tiles = -(-rows // tile.rows)
+        count = -(-room // (block or _span(room, lines * tiles, SPAN * tile.keys, q.device)))
+        partials = Partial(_blank(q, count, *q.shape[:-1], slots.values.shape[-1]), _blank(q, count, *q.shape[:-1]))
+        places, bounded = slots.places(), slots.padding is not None or bool(mask.ends)
+        first, last = slots.bounds(q.shape[2], mask) if bounded else (places, places)  # these are not read
+        programs("decode").held_program[tiles, count, lines](
+            **_tensors(q, slots.keys, slots.values, tile),
+            places=places,
+            columns=slots.columns,
+            state=slots.state,
+            firsts=first,
+            lasts=last,
+            out=partials.out,
+            lse=partials.lse,
+            places_batch=_step(places),
+            bounds_batch=_step(first),
+            block=block or 0,
+            capacity=capacity,
+            left=min(mask.left, REACH),
+            right=min(mask.right, REACH),
+            scale=scale,
+            BOUNDED=bounded,
+            NEAR=mask.left < FAR or bool(mask.ends),
+        )
+        if block is not None:
+            return placed(with_sinks(up_the_tree(partials), sinks), into)
+        return merged(partials, into, sinks=sinks)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
@@ -82,53 +122,42 @@ class Triton:
         call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
         lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
         dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
-        programs().queries_backward_program[-(-call["rows"] // tile.rows), lines](**call, dq=dq)
+        programs("attend").queries_backward_program[-(-call["rows"] // tile.rows), lines](**call, dq=dq)
         edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
         seen = {
             "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
             "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
         }
-        programs().keys_backward_program[tiles, lines](**call, **seen, dk=dk, dv=dv)
+        programs("attend").keys_backward_program[tiles, lines](**call, **seen, dk=dk, dv=dv)
         return Gradients(dq, dk, dv)
-
-
-def merged(partials: Partial) -> Partial:
-    """Partials stacked along a first dim as one, in one launch."""
-    splits, values = len(partials.lse), partials.out.shape[-1]
-    out, lse = (x.new_empty(x.shape[1:]) for x in partials)
-    rows, tile = lse.numel(), 16
-    first, second = _parts(values)
-    programs().merge_program[(-(-rows // tile),)](
-        *(x.contiguous() for x in partials), out, lse, splits, rows, values, ROWS=tile, V_0=first, V_1=second
-    )
-    return Partial(out, lse)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
     """What all programs are given."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    group, keys = q.shape[1] // k.shape[1], k.shape[2]
+    keys = k.shape[2]
     if block.band is None and not block.causal:  # made where it is needed: nothing is sent there
         low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
     else:
         bounds = block.bounds()
         low, high = (x.clamp(0, keys).to(q.device, torch.int32) for x in (bounds.low, bounds.high))
+    return {**_tensors(q, k, v, tile), "low": low, "high": high, "keys": keys, "scale": scale}
+
+
+def _tensors(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
+    """The three of them, their shapes, and what of these is compiled in."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(DIMS)}
-    q_parts, v_parts = _parts(q.shape[-1]), _parts(v.shape[-1])
+    group, q_parts, v_parts = q.shape[1] // k.shape[1], parts(q.shape[-1]), parts(v.shape[-1])
     return {
         "q": q,
         "k": k,
         "v": v,
-        "low": low,
-        "high": high,
         **strides,
         "rows": q.shape[2] * group,
-        "keys": keys,
         "group": group,
         "kv_heads": k.shape[1],
         "width": q.shape[-1],
         "values": v.shape[-1],
-        "scale": scale,
         "ROWS": tile.rows,
         "KEYS": tile.keys,
         "num_warps": tile.warps,
@@ -142,17 +171,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Til
 
 
 DIMS = "batch", "head", "row"
-
-
-def _parts(width: int) -> tuple[int, int]:
-    """A width as two powers of two of 16 or more, the second 0 if the first is enough.
-
-    >>> [_parts(width) for width in (8, 64, 80, 192, 576)]
-    [(16, 0), (64, 0), (64, 16), (128, 64), (512, 64)]
-    """
-    first = max(16, 1 << (width.bit_length() - 1))
-    rest = width - first
-    return first, max(16, 1 << (rest - 1).bit_length()) if rest > 0 else 0
 
 
 BACKWARD = 128
@@ -173,40 +191,24 @@ def _span(keys: int, programs: int, least: int, device: torch.device) -> int:
     return max(least, -(-keys // wanted))
 
 
+def _step(x: Tensor) -> int:
+    """From one sequence to the next; none if all have the same."""
+    return x.stride(0) if len(x) > 1 else 0
+
+
 def _blank(q: Tensor, *shape: int) -> Tensor:
     return q.new_empty(shape, dtype=torch.float32)
 
 
 @cache
-def programs() -> ModuleType:
-    """The programs, imported when they are first needed."""
-    return import_module("attnmesh.kernel.programs")
-
-
-@cache
-def installed() -> bool:
-    """Whether Triton is here."""
-    return find_spec("triton") is not None
-
-
-@cache
 def _compiles(device: torch.device) -> str | None:
-    """Why a device cannot run the programs, or None; what keeps a GPU that should from it is said once."""
-    if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} multiplies no bfloat16"
+    """Why a device cannot run attention, or None."""
     few = torch.zeros(1, 1, 16, 16, dtype=torch.bfloat16, device=device)
     try:
         Triton().attend(few, few, few, Block(slice(0, 16), slice(0, 16)), 1.0)
+        return None
     except Exception as error:  # whatever a compiler comes upon
-        reason = f"Triton does not compile here: {type(error).__name__}: {error}".splitlines()[0]
-        warnings.warn(f"attnmesh goes by PyTorch's own kernels, as {reason}", stacklevel=2)
-        return reason
-    return None
-
-
-def interpreted() -> bool:
-    """Whether Triton's programs are to run on the CPU, in its interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+        return said_once(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 @cache

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
+from attnmesh.mask import Mask
 from attnmesh.partial import Partial, join, wide
+from attnmesh.slots import Slots
 
 
 class Gradients(NamedTuple):
@@ -60,6 +62,29 @@ class Kernel(Protocol):
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, given the answer over all keys: `p = e^(logit - lse)`."""
+        ...
+
+
+@runtime_checkable
+class SlotKernel(Protocol):
+    """A kernel that also attends to a cache where it lies, whose lengths are on the device: the host asks nothing."""
+
+    def attend_slots(
+        self,
+        q: Tensor,
+        slots: Slots,
+        mask: Mask,
+        scale: float,
+        capacity: int,
+        *,
+        sinks: Tensor | None = None,
+        block: int | None = None,
+        into: Partial | None = None,
+    ) -> Partial:
+        """The partial of the last queries; NaN if the cache holds more than its capacity, or fewer than the queries.
+
+        With `block` it is made of a partial for each so many slots, merged along the tree of blocks.
+        """
         ...
 
 

@@ -1,0 +1,1 @@
+"""Programs of Triton, which PyTorch alone does not import."""

@@ -1,0 +1,36 @@
+"""What a rank's cache holds, as tensors of its device: the last queries attend to this, and nobody asks the host."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.mask import Mask
+from attnmesh.padding import Padding
+
+
+class Slots(NamedTuple):
+    """Room for tokens, the first of it used: keys and values, (batch, heads, slots, dim), and which token is in each.
+
+    Tokens are in order: of two slots the later one has the later token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    columns: Tensor  # (slots,), the token in each
+    state: Tensor  # (2,), tokens of all ranks, and of them those that are here
+    padding: Padding | None
+
+    def places(self) -> Tensor:
+        """Each slot's position in its sequence, (1 or batch, slots), -1 for padding."""
+        return self.columns[None] if self.padding is None else self.padding.places
+
+    def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
+        """The first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
+        tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
+        if self.padding is None:
+            return mask.bounds(tokens[None])
+        real = self.padding.real.index_select(1, tokens)
+        after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
+        first, last = mask.bounds((self.padding.lengths[:, None] - after).clamp(min=0))
+        return first, last.masked_fill(~real, -1)
