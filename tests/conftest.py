@@ -1,19 +1,11 @@
-import importlib
-import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import hypothesis
 import pytest
 import torch
 
+import tests.interpreted  # noqa: F401 (first of all)
 from tests.pool import Pool
-
-if find_spec("triton") and not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton asks once, when it is imported: PyTorch's compiler may come first
-    for name in ("attend", "decode"):
-        importlib.import_module(f"attnmesh.kernel.programs.{name}")
-    del os.environ["TRITON_INTERPRET"]
 
 collect_ignore = ["simulated.py"]  # a script for another Python, the system's, which has SimGrid
 

@@ -12,6 +12,7 @@ import attnmesh as am
 from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape
 from tests.dense import truth
+from tests.interpreted import interpreting
 from tests.mesh_problems import named_mesh
 from tests.pool import SIZES, Pool
 from tests.problems import DTYPES
@@ -81,7 +82,13 @@ class History:
         return torch.randn(self.heads[0], generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
 
 
-def draw(seed: int) -> History:
+def draw(
+    seed: int,
+    sizes: tuple[int, ...] = SIZES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    kernel: str = "auto",
+    most: int = 40,
+) -> History:
     """The history of that seed."""
     random = Random(seed)
     kv_heads = random.choice((1, 2, 2, 4, 6))
@@ -90,7 +97,7 @@ def draw(seed: int) -> History:
     batch = random.choice((1, 2, 3))
     length, rows, phases = 0, batch, []
     for _ in range(random.choice((1, 1, 2, 3))):
-        ranks = random.choice(SIZES)
+        ranks = random.choice(sizes)
         shape = random.choice(
             [
                 s
@@ -102,7 +109,7 @@ def draw(seed: int) -> History:
         )
         events = []
         for _ in range(random.randint(3, 8)):
-            event = _event(random, length, rows, padded)
+            event = _event(random, length, rows, padded, kernel, most)
             length = {"append": length + event.number, "shard": length + event.number, "truncate": event.number}.get(
                 event.kind, length
             )
@@ -114,7 +121,7 @@ def draw(seed: int) -> History:
         batch=batch,
         heads=(kv_heads * random.choice((1, 2, 4)), kv_heads),
         widths=(width, random.choice((width, width, 4, 16))),
-        dtype=random.choice(DTYPES),
+        dtype=random.choice(dtypes),
         block=random.choice((1, 4, 16)),
         sinks=random.random() < 0.2,
         grows=random.random() < 0.3,
@@ -122,7 +129,7 @@ def draw(seed: int) -> History:
     )
 
 
-def _event(random: Random, length: int, batch: int, padded: bool) -> Event:
+def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, most: int) -> Event:
     room, seed = History.CAPACITY - length, random.getrandbits(40)
     kinds = ["append"] * (room > 0) + ["shard"] * (room > 0) + (["truncate", "reorder"] + ["decode"] * 4) * (length > 0)
     match random.choice(kinds):
@@ -142,10 +149,11 @@ def _event(random: Random, length: int, batch: int, padded: bool) -> Event:
         "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
         "output": random.choice(("replicated", "replicated", "heads")),
         "scale": random.choice((None, None, 0.3, -0.5)),
+        "kernel": kernel,
     }
     return Event(
         "decode",
-        random.randint(1, min(length, random.choice((1, 1, 4, 40)))),
+        random.randint(1, min(length, random.choice((1, 1, 4, most)))),
         seed,
         batch,
         False,
@@ -185,11 +193,11 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
             case "reorder":
                 cache.reorder(history.order(event))
             case "decode":
-                outs.append(
-                    am.decode(
-                        history.queries(event), cache, mask=event.mask, sinks=history.sink(), **dict(event.options)
+                options = dict(event.options)
+                with interpreting(options["kernel"]):
+                    outs.append(
+                        am.decode(history.queries(event), cache, mask=event.mask, sinks=history.sink(), **options)
                     )
-                )
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
         or not cache.dealt

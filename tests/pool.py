@@ -45,7 +45,8 @@ class World:
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "tests.mesh_problems"])  # once, or each rank would
+        once = ["tests.interpreted", "torch._dynamo", "tests.mesh_problems"]  # or each rank would import them
+        context.set_forkserver_preload(once)
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
         self.ranks = [self._start(context, rank, size) for rank in range(size)]
 

@@ -4,18 +4,32 @@ import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
+from attnmesh import across
+from attnmesh.agree import digest
 from attnmesh.errors import KernelError
+from attnmesh.kernel import launch, merging
 from attnmesh.kernel import triton as kernel
 from attnmesh.kernel.blocks import Block
-from attnmesh.partial import Partial, collapse
+from attnmesh.mask import Mask
+from attnmesh.mesh import AXES, Axis, Shape
+from attnmesh.partial import Partial, collapse, with_sinks
+from tests import histories
 from tests.dense import truth
+from tests.interpreted import interpreting
+from tests.mesh_problems import named_mesh
+from tests.pool import Pool
 from tests.problems import draw
+
+decode_room = sys.modules["attnmesh.decode"]
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,7 +38,7 @@ SERVED = (torch.float32, torch.bfloat16, torch.float16)
 def interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in request.keywords:
         return
-    if not kernel.installed():
+    if not launch.installed():
         assert not os.environ.get("CI"), "install Triton: make sets it up"
         pytest.skip("Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -38,7 +52,71 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
 WIDTHS = ((8, 8), (64, 64), (64, 40), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """200 steps that read lengths, positions and padding on the device, on one rank or a few."""
+    histories.check(histories.draw(seed, (1, 1, 2, 3), SERVED, "triton", most=7), pool, tmp_path)
+
+
+def reproduced(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with interpreting("triton"):
+        cache = am.KVCache(
+            named_mesh(Shape(*shape), AXES), batch=2, kv_heads=2, head_dim=8, capacity=200, dtype=dtype, block=16
+        )
+        cache.append(*torch.randn(2, 2, 2, 150, 8, generator=torch.Generator().manual_seed(0)).to(dtype).unbind())
+        q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        return am.decode(q, cache, sinks=torch.ones(4), reproducible=True, kernel="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype) -> None:
+    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype)
+    for shape in ((1, 1, 2), (2, 1, 2)):
+        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype):
+            assert torch.equal(out, alone)
+
+
+class Asked(TorchDispatchMode):
+    """Fails where the host asks the device for a number, which a CUDA graph cannot do."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60])])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_step_asks_the_device_nothing(mask: Mask, padded: bool, reproducible: bool) -> None:
+    if padded and (mask.ends or reproducible):
+        return
+    cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=8, capacity=150, dtype=torch.float32)
+    real = torch.rand(2, 100) < 0.7 if padded else None
+    cache.append(*torch.randn(2, 2, 2, 100, 8).unbind(), real=real)
+    q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
+    options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
+    expected = am.decode(q, cache, **options)
+    held, where = cache.held, (Axis(), Axis(), 16, 150)
+    step = decode_room.Step(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
+    with Asked():
+        given, _ = decode_room._decoded(q, held, sinks, step, 0)
+    assert torch.equal(given, expected)
+
+
 @pytest.mark.parametrize("seed", range(100))
+def test_random_calls_have_the_witness_that_pytorch_finds(seed: int) -> None:
+    random = Random(seed)
+    torch.manual_seed(seed)
+    tensors = [
+        torch.randn(random.randint(1, 3000), dtype=random.choice((*SERVED, torch.float64)))
+        for _ in range(random.choice((1, 2)))
+    ]
+    call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
+    expected = across.witness_of(sum(map(digest, tensors), start=call + state[0]), into)
+    assert torch.equal(merging.compared(tensors, call, state, across.DIGEST, into), expected)
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_random_decode_steps_agree_with_float64(seed: int) -> None:
     """Few rows, many keys: split over the keys, the splits merged in a launch of their own."""
     random = Random(seed)
@@ -68,15 +146,34 @@ def test_a_step_over_many_keys_is_split() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_partials_merge_as_the_law_says(seed: int) -> None:
+    """In tensors of their own or packed in messages that are longer than they are, with sinks and witnesses or not."""
     random = Random(seed)
     torch.manual_seed(seed)
     shape = random.choice((1, 2, 3, 8, 17)), random.choice((1, 3)), random.choice((1, 4)), random.choice((1, 5, 33))
     partials = Partial(torch.randn(*shape, random.choice((8, 64, 80))), 30 * torch.randn(shape))
     blind = torch.rand(shape) < 0.3
     partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
-    given, expected = kernel.merged(partials), collapse(Partial(*(x.double() for x in partials)))
-    assert torch.allclose(given.out.double(), expected.out, atol=1e-6)
-    assert torch.allclose(given.lse.double(), expected.lse, rtol=1e-6)
+    sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
+    exact = with_sinks(collapse(Partial(*(x.double() for x in partials))), sinks)
+    if random.random() < 0.5:
+        form = across.Form(tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16)))
+        agreed = random.random() < 0.7
+        numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
+        rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
+        for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
+            row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
+        witness, whole = form.places(form.join(rows[:, : form.size]))
+        assert witness.tolist() == [max(numbers), -min(numbers)]
+        if min(numbers) < max(numbers):
+            assert whole.out.isnan().all()
+            return
+        given, sinks, exact = whole, None, collapse(Partial(*(x.double() for x in partials)))
+        rounding = 2**-8 if form.out == torch.bfloat16 else 1e-6
+    else:
+        given, rounding = merging.merged(partials, sinks=sinks), 1e-6
+    largest = partials.out.abs().max().item()
+    assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
+    assert torch.allclose(given.lse.double(), exact.lse, rtol=1e-6)
 
 
 def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are() -> None:
@@ -99,7 +196,7 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(monkeypatch: pytest.M
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(KernelError, match=r"it runs on CUDA, the tensors are on cpu"):
         am.attend(x, x, x, kernel="triton")
-    monkeypatch.setattr(kernel, "installed", lambda: False)
+    monkeypatch.setattr(merging, "installed", lambda: False)
     with pytest.raises(KernelError, match="Triton is not installed"):
         am.attend(x, x, x, kernel="triton")
 
@@ -108,20 +205,31 @@ COMPILED = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnmesh.kernel import programs
+from attnmesh.kernel.programs import attend, decode
 
-NUMBERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "scale": "fp32"}
-NUMBERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
-parts = dict(zip(("Q_0", "Q_1", "V_0", "V_1"), (128, 64, 128, 0)))
+POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
+POINTERS |= dict.fromkeys(("places", "columns", "state", "firsts", "lasts"), "*i64")
+POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
+POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
+POINTERS |= dict.fromkeys(("witness", "witnesses", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
+TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
+DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213}
+FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "SUNK", "WITNESSED"))
 capability = int(sys.argv[1])
-for name in ("attend", "queries_backward", "keys_backward", "merge"):
-    program = getattr(programs, f"{name}_program")
-    given = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", **parts}
+
+def compiled(room, name, flag):
+    program, given = getattr(room, name + "_program"), TILE | (DECODE if room is decode else {})
+    given = given | dict.fromkeys(FLAGS, flag)
     constants = {name: given[name] for name in program.arg_names if name in given}
-    types = NUMBERS | dict.fromkeys(("q", "k", "v", "dout"), "*bf16") | dict.fromkeys(constants, "constexpr")
+    types = POINTERS | dict.fromkeys(constants, "constexpr")
     source = ASTSource(program, {name: types.get(name, "i32") for name in program.arg_names}, constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     print(name, made.metadata.shared, len(made.asm["cubin"]))
+
+for name in ("attend", "queries_backward", "keys_backward"):
+    compiled(attend, name, False)
+for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("witness", False)):
+    compiled(decode, name, flag)
 """
 
 
@@ -133,7 +241,7 @@ def test_the_programs_compile_for_gpus_that_are_not_here(capability: int) -> Non
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 8
     for _, shared, size in lines:
         assert int(shared) <= 99 << 10
         assert int(size) > 1000
@@ -150,7 +258,7 @@ def test_each_program_is_given_what_it_takes() -> None:
         "keys_backward_program": {"dk", "dv", "begin", "finish", *backward},
     }
     for name, more in own.items():
-        taken = inspect.signature(getattr(kernel.programs(), name).fn).parameters
+        taken = inspect.signature(getattr(launch.programs("attend"), name).fn).parameters
         assert {*taken} == {*call, *more} - {"num_warps", "num_stages"}
 
 

@@ -223,7 +223,11 @@ def witness_of_all(tensors: Sequence[Tensor], call: int, state: Tensor, like: Te
 
 def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
     """The number, and less the number: their maxima over all ranks cancel if all say the same."""
-    number = torch.as_tensor(number, device=like.device).remainder(DIGEST).to(like.dtype)
+    if isinstance(number, int):  # without a copy from the host, which a CUDA graph cannot have
+        witness = like.new_full((2,), number % DIGEST)
+        witness[1].neg_()
+        return witness
+    number = number.remainder(DIGEST).to(like.dtype)
     return torch.stack((number, -number))
 
 

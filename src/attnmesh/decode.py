@@ -162,7 +162,7 @@ def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int
     if silent and not alone:  # what is made is made where it is sent from
         message = form.blank(q.device)
         witness, place = form.places(message)
-    elif silent:
+    elif silent and not step.reproducible:
         place = Partial(q.new_empty(form.shape), q.new_empty(form.shape[:-1], dtype=form.lse))
     # A sink is the first rank's to add; to have the same bits on any number of ranks, it comes last of all.
     first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
