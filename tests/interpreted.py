@@ -10,7 +10,7 @@ import torch
 
 if find_spec("triton") and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    for name in ("attend", "decode"):
+    for name in ("attend", "decode", "peers"):
         importlib.import_module(f"attnmesh.kernel.programs.{name}")
     del os.environ["TRITON_INTERPRET"]
 

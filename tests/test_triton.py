@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
-from attnmesh import across
+from attnmesh import across, peers
 from attnmesh.agree import digest
 from attnmesh.errors import KernelError
 from attnmesh.kernel import launch, merging
@@ -101,6 +101,52 @@ def test_a_step_asks_the_device_nothing(mask: Mask, padded: bool, reproducible: 
     with Asked():
         given, _ = decode_room._decoded(q, held, sinks, step, 0)
     assert torch.equal(given, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of what an earlier step left in a box
+@pytest.mark.parametrize("seed", range(100))
+def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that take turns: each puts its message into the memory of all, then each takes what it was sent."""
+    monkeypatch.setattr(peers, "FLAGS", 3)
+    monkeypatch.setattr(peers, "ROOM", 1 << 12)
+    monkeypatch.setattr(peers, "PATIENCE", 3)
+    random = Random(seed)
+    torch.manual_seed(seed)
+    ranks = random.choice((2, 2, 3, 5))
+    memories = [torch.zeros(peers.numbers_of(ranks)) for _ in range(ranks)]
+    addresses = torch.tensor([x.data_ptr() for x in memories])
+    everyone = [peers.Peers(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
+    for _ in range(random.choice((1, 2, 3))):
+        shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
+        partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))
+        blind = torch.rand(partials.lse.shape) < 0.3
+        partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
+        fault = random.choice(("none", "none", "none", "another call", "nothing to say", "nothing said"))
+        form = across.Form(shape, torch.float32, torch.float32)
+        for rank, (out, lse) in enumerate(zip(*partials, strict=True)):
+            last = rank == ranks - 1
+            number = 18.0 if last and fault == "another call" else 17.0
+            if last and fault == "nothing to say":
+                none = across.Form((1, 0, 0, 1), torch.float32, torch.float32)
+                inf = torch.full((2,), torch.inf)
+                message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
+                everyone[rank].merge(message, none.shape, take=False)
+            elif last and fault == "nothing said":
+                everyone[rank].steps.add_(1)
+            else:
+                witness = torch.tensor([number, -number])
+                everyone[rank].merge(form.message(witness, Partial(out, lse)), shape, take=False)
+        exact = collapse(Partial(*(x.double() for x in partials)))
+        for rank in range(ranks):
+            if rank == ranks - 1 and fault.startswith("nothing"):
+                continue
+            witness, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
+            if fault != "none":
+                assert out.isnan().all()
+                continue
+            assert witness.tolist() == [17.0, -17.0]
+            assert torch.allclose(out.double(), exact.out, atol=2e-6)
+            assert torch.allclose(lse.double(), exact.lse, rtol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -205,7 +251,7 @@ COMPILED = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnmesh.kernel.programs import attend, decode
+from attnmesh.kernel.programs import attend, decode, peers
 
 POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
 POINTERS |= dict.fromkeys(("places", "columns", "state", "firsts", "lasts"), "*i64")
@@ -213,12 +259,13 @@ POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
 POINTERS |= dict.fromkeys(("witness", "witnesses", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
 TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
-DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213}
+POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
+DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "PUT": True, "TAKE": True}
 FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "SUNK", "WITNESSED"))
 capability = int(sys.argv[1])
 
 def compiled(room, name, flag):
-    program, given = getattr(room, name + "_program"), TILE | (DECODE if room is decode else {})
+    program, given = getattr(room, name + "_program"), TILE | ({} if room is attend else DECODE)
     given = given | dict.fromkeys(FLAGS, flag)
     constants = {name: given[name] for name in program.arg_names if name in given}
     types = POINTERS | dict.fromkeys(constants, "constexpr")
@@ -230,6 +277,7 @@ for name in ("attend", "queries_backward", "keys_backward"):
     compiled(attend, name, False)
 for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("witness", False)):
     compiled(decode, name, flag)
+compiled(peers, "one_shot", True)
 """
 
 
@@ -241,7 +289,7 @@ def test_the_programs_compile_for_gpus_that_are_not_here(capability: int) -> Non
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 8
+    assert len(lines) == 9
     for _, shared, size in lines:
         assert int(shared) <= 99 << 10
         assert int(size) > 1000

@@ -1,7 +1,7 @@
 """Merge partials across ranks: one packed message a step, of a size that the context does not change.
 
         "tree"         halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
-        "direct"       every rank sends to every other, one exchange, one merge
+        "direct"       every rank sends to every other, one exchange, one merge; on GPUs of one host in one launch
         "gather"       the same by a collective
         "allreduce"    maximum, numerator and denominator, each by a collective: the paper's Algorithm 3, a baseline
 
@@ -30,6 +30,7 @@ from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.kernel.merging import compared, merged, serves
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, wide
+from attnmesh.peers import peers_of
 
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
@@ -158,7 +159,8 @@ def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dty
     call = tuple(partial.out.shape), partial.out.dtype, how, output, wire
     witness = witness_of(crc32(repr(call).encode()), partial.lse)
     (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
-    if not torch.compiler.is_compiling() and float(witness.sum()) != 0:
+    silent = torch.compiler.is_compiling() or serves(lse.device)  # ranks that disagree have NaN, and ask nothing
+    if not silent and float(witness.sum()) != 0:
         given, fix = f"another elsewhere than {call} here", "pass partials of the same queries, with the same options"
         raise MeshError("merge_across", "the same call on every rank", given, fix)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
@@ -191,9 +193,14 @@ def merged_across(
         if float(told.sum()) != 0:
             return partial, told
     with merging():
-        if how == "direct" and output == "heads":
+        peers = peers_of(axis, witness.device) if how == "direct" and form.lse == torch.float32 else None
+        if peers is not None and form.size <= peers.longest:
+            form = replace(form, out=torch.float32)
+            message = form.message(witness, partial) if message is None else message
+            witness, whole = peers.merge(message, form.shape)
+        elif how == "direct" and output == "heads":
             return _to_each_its_heads(partial, witness, form, axis)
-        if how == "allreduce":
+        elif how == "allreduce":
             witness, whole = _allreduce(partial, witness, form, axis)
         else:
             message = form.message(witness, partial) if message is None else message
@@ -207,7 +214,9 @@ def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, 
 
     Also what goes before messages that are too long for a box that expects others.
     """
-    witness = torch.full((2,), torch.inf) if witness is None else witness
+    if witness is None:
+        nccl = axis.group is not None and dist.get_backend(axis.group) == "nccl"
+        witness = torch.full((2,), torch.inf, device="cuda" if nccl else "cpu")
     nothing = Partial(witness.new_zeros(1, 0, 0, 1), witness.new_zeros(1, 0, 0))
     how, output = (given if given in known else "auto" for given, known in ((how, HOW), (output, OUTPUTS)))
     return merged_across(nothing, witness, axis, how, output, canonical=canonical)[1]

@@ -21,7 +21,7 @@ from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, Ma
 from attnmesh.exchange import meet, swap
 from attnmesh.hosts import board_of
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
-from attnmesh.kernel.choose import check_kernel
+from attnmesh.kernel.choose import NAMES, check_kernel
 from attnmesh.local import attend_held, on_device
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
@@ -89,6 +89,8 @@ def decode(
     if error is not None:
         if options.merge not in COLLECTIVE:
             _absent(cache, options)
+            if _silent(cache, options):  # the others ask nothing, and have NaN
+                raise error
         agree(cache.mesh, cache.device, error)
     with torch.no_grad():
         return _agreed(q, cache, sinks, options)
@@ -97,7 +99,7 @@ def decode(
 def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options") -> Tensor:
     """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
     held, step = cache.held, _step(cache, options, check_scale("decode", options.scale, q))
-    silent = on_device(q, held, options.kernel) and options.merge not in COLLECTIVE
+    silent = _silent(cache, options)
     call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
     if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
         agree(cache.mesh, cache.device, call.text(cache.length))
@@ -111,6 +113,12 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
     agree(cache.mesh, cache.device, call.text(cache.length))  # raises on all ranks alike, unless only numbers differ
     fix = "broadcast each sampled token from one rank"
     raise MeshError("decode q", "the same query and sinks on every rank", "numbers that differ", fix)
+
+
+def _silent(cache: KVCache, options: "_Options") -> bool:
+    """Whether ranks ask nothing of each other, and of the device, beyond the merge itself."""
+    kernel = options.kernel if options.kernel in NAMES else "auto"
+    return on_device(cache.keys, cache.held, kernel) and options.merge not in COLLECTIVE
 
 
 class _Call(NamedTuple):

@@ -12,6 +12,9 @@ from attnmesh.kernel.walk import Kernel
 KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
 """Best first; the last serves everything."""
 
+NAMES = ("auto", *(kernel.name for kernel in KERNELS))
+"""What `kernel=` may say."""
+
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """The kernel of that name, or for "auto" the first that serves tensors like these.
@@ -31,6 +34,5 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
 
 def check_kernel(name: str) -> None:
     """Raise unless there is a kernel of that name."""
-    names = ("auto", *(kernel.name for kernel in KERNELS))
-    if not isinstance(name, str) or name not in names:
-        raise KernelError("kernel", f"one of {', '.join(names)}", repr(name), 'leave it at "auto"')
+    if not isinstance(name, str) or name not in NAMES:
+        raise KernelError("kernel", f"one of {', '.join(NAMES)}", repr(name), 'leave it at "auto"')
