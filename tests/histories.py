@@ -13,7 +13,7 @@ from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape
 from tests.dense import truth
 from tests.interpreted import interpreting
-from tests.mesh_problems import named_mesh
+from tests.mesh_problems import device, named_mesh
 from tests.pool import SIZES, Pool
 from tests.problems import DTYPES
 
@@ -185,7 +185,7 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
         match event.kind:
             case "append":
                 k, v, real = history.tokens(event)
-                cache.append(k, v, real=real)
+                cache.append(k.to(device()), v.to(device()), real=real)
             case "shard":
                 _append_shard(history, cache, event)
             case "truncate":
@@ -195,9 +195,9 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
             case "decode":
                 options = dict(event.options)
                 with interpreting(options["kernel"]):
-                    outs.append(
-                        am.decode(history.queries(event), cache, mask=event.mask, sinks=history.sink(), **options)
-                    )
+                    sinks = None if history.sink() is None else history.sink().to(device())
+                    q = history.queries(event).to(device())
+                    outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
         or not cache.dealt
@@ -212,7 +212,7 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     layout = dict(event.options)["layout"]
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
-    cache.append_shard(k[:, :, mine], v[:, :, mine], mine + cache.length, real=real)
+    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, real=real)
 
 
 def check(history: History, pool: Pool, folder: Path) -> None:

@@ -82,7 +82,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
 def run(problem: MeshProblem) -> list[Tensor]:
     """On one rank: its out and the gradients of its shard."""
     mesh = named_mesh(problem.shape, problem.axes)
-    q, k, v, dout, *sinks = problem.whole()
+    q, k, v, dout, *sinks = (x.to(device()) for x in problem.whole())
     mine = shard_positions(problem, mesh)
     inputs = [x[:, :, p].requires_grad_() for x, p in zip((q, k, v), (mine[0], mine[1], mine[1]), strict=True)]
     inputs += [x.requires_grad_() for x in sinks]
@@ -95,7 +95,12 @@ def run(problem: MeshProblem) -> list[Tensor]:
     }
     sink = inputs[3] if sinks else None
     out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
-    return [out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]])]
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]]))]
+
+
+def device() -> str:
+    """Where this world of ranks computes."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
 
 
 _meshes: dict[tuple[Shape, tuple[str, ...]], DeviceMesh] = {}
@@ -105,7 +110,7 @@ def named_mesh(shape: Shape, axes: tuple[str, ...]) -> DeviceMesh:
     """A mesh of that shape, its axes in any order: made once, since each has process groups of its own."""
     if (shape, axes) not in _meshes:
         sizes = tuple(shape[AXES.index(name)] for name in axes)
-        _meshes[shape, axes] = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+        _meshes[shape, axes] = init_device_mesh(device(), sizes, mesh_dim_names=axes)
     return _meshes[shape, axes]
 
 

@@ -43,17 +43,17 @@ class Rank:
 class World:
     """A process group of `size` ranks, waiting for functions."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str) -> None:
         context = mp.get_context("forkserver")
         once = ["tests.interpreted", "torch._dynamo", "tests.mesh_problems"]  # or each rank would import them
         context.set_forkserver_preload(once)
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
-        self.ranks = [self._start(context, rank, size) for rank in range(size)]
+        self.ranks = [self._start(context, rank, size, backend) for rank in range(size)]
 
-    def _start(self, context: Any, rank: int, size: int) -> Rank:
+    def _start(self, context: Any, rank: int, size: int, backend: str) -> Rank:
         ours, theirs = context.Pipe()
         stack = Path(self.folder.name) / f"stack-{rank}"
-        arguments = (rank, size, theirs, stack, Path(self.folder.name) / "store")
+        arguments = (rank, size, backend, theirs, stack, Path(self.folder.name) / "store")
         process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -99,9 +99,10 @@ class World:
 
 
 class Pool:
-    """The worlds of one test run."""
+    """The worlds of one test run: of gloo, or of NCCL where each rank has a GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
         self._worlds: dict[int, World] = {}
 
     def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> list[Any]:
@@ -115,7 +116,7 @@ class Pool:
     def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> list[Any]:
         """Every rank's result or error, as a list."""
         if size not in self._worlds:
-            self._worlds[size] = World(size)
+            self._worlds[size] = World(size, self.backend)
         try:
             return self._worlds[size].ask(function, arguments, deadline)
         except BaseException:  # also the test's own time-out: nobody knows any more what the ranks are at
@@ -141,15 +142,17 @@ def _stack(rank: Rank) -> str:
     return "(no answer to the signal)"
 
 
-def _serve(rank: int, size: int, connection: Connection, stack: Path, store: Path) -> None:
+def _serve(rank: int, size: int, backend: str, connection: Connection, stack: Path, store: Path) -> None:
     """A rank's life: join the group, then answer until the connection ends."""
     import torch
 
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         torch.set_num_threads(1)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
         patience = timedelta(minutes=10)  # the deadline is the pool's affair
-        torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=patience)
+        torch.distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
         while True:
             try:
                 function, arguments = connection.recv()

@@ -57,10 +57,12 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
     sound = law < proof.LAW and all(result.holds for result in results)
     if as_json:
         records = [{**asdict(result), "holds": result.holds} for result in results]
-        print_json({"machine": machine(), "energy_law_error": law, "proofs": records, "sound": sound})
+        taken = [asdict(choice) for choice in proof.choices()]
+        print_json({"machine": machine(), "energy_law_error": law, "proofs": records, "choices": taken, "sound": sound})
     else:
         console.print(pairs("this installation", machine()))
         console.print(_proof_table(results))
+        console.print(_choice_table())
         for absence in _absences(results):
             console.print(absence)
         console.print(
@@ -91,6 +93,13 @@ def _proof_table(results: list[proof.Proof]) -> Table:
         if r.absent is None:
             errors = [f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed) if x is not None]
             table.add_row(r.kernel, r.device, r.dtype, *errors, "exact" if r.holds else "[bold red]WRONG")
+    return table
+
+
+def _choice_table() -> Table:
+    table = titled('what kernel="auto" takes', "device", "dtype", "plain blocks", "masked blocks", "decoding")
+    for choice in proof.choices():
+        table.add_row(*asdict(choice).values())
     return table
 
 

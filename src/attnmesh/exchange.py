@@ -105,6 +105,8 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
 
 def share(numbers: Sequence[int], axes: Sequence[Axis], device: torch.device) -> list[list[int]]:
     """Every rank's numbers, by number of shard: `axes` from the outermost to the innermost."""
+    if any(axis.group is not None and dist.get_backend(axis.group) == "gloo" for axis in axes):
+        device = torch.device("cpu")  # also where ranks of gloo compute on a GPU
     table = torch.tensor([numbers], dtype=torch.int64, device=device)
     for axis in reversed(axes):
         if axis.group is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band
-from attnmesh.kernel.choose import choose
+from attnmesh.kernel.choose import choose_held
 from attnmesh.kernel.merging import placed, up_the_tree
 from attnmesh.kernel.walk import SlotKernel, forward, identity
 from attnmesh.mask import Mask
@@ -35,7 +35,7 @@ def attend_held(
 
     With `block`, made of a partial for each so many keys, merged along the tree of blocks.
     """
-    chosen = choose(kernel, q, slots.keys, slots.values)
+    chosen = choose_held(kernel, q, slots.keys, slots.values)
     if isinstance(chosen, SlotKernel):
         return chosen.attend_slots(q, slots, mask, scale, capacity, sinks=sinks, block=block, into=into)
     return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
@@ -43,7 +43,7 @@ def attend_held(
 
 def on_device(q: Tensor, slots: Slots, kernel: str) -> bool:
     """Whether a step asks nothing of the host: its kernel reads on the device how many tokens there are."""
-    return isinstance(choose(kernel, q, slots.keys, slots.values), SlotKernel)
+    return isinstance(choose_held(kernel, q, slots.keys, slots.values), SlotKernel)
 
 
 def _by_lengths(run: Run, q: Tensor, slots: Slots, mask: Mask, block: int | None) -> Partial:

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from attnmesh.energy import energy
 from attnmesh.kernel.attend import attend
-from attnmesh.kernel.choose import KERNELS
+from attnmesh.kernel.blocks import Band
+from attnmesh.kernel.choose import KERNELS, choose, choose_held
+from attnmesh.kernel.cuda import CUDA, name_of
 from attnmesh.kernel.walk import Kernel
 from attnmesh.mask import Causal, Documents, Full, Mask, Window
 
@@ -59,6 +61,36 @@ def proofs() -> Iterator[Proof]:
 @torch.no_grad()
 def _error(given: Tensor, expected: Tensor) -> float:
     return float((given.double() - expected).abs().max() / expected.abs().max())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What kernel="auto" comes to on a device, in a dtype: for plain blocks, masked ones, and a step of decoding."""
+
+    device: str
+    dtype: str
+    plain: str
+    masked: str
+    decoding: str
+
+
+def choices() -> Iterator[Choice]:
+    """The kernels that serve heads of 128, four query heads on a key head."""
+    for device in devices():
+        for dtype in DTYPES:
+            q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
+            plain, masked = (_taken(q, k, mask) for mask in (Causal(), Window(40)))
+            name = str(dtype).removeprefix("torch.")
+            yield Choice(device.type, name, plain, masked, choose_held("auto", q, k, k).name)
+
+
+def _taken(q: Tensor, k: Tensor, mask: Mask) -> str:
+    """The kernel, or of PyTorch's for CUDA the operator."""
+    kernel = choose("auto", q, k, k)
+    if not isinstance(kernel, CUDA):
+        return kernel.name
+    (block, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
+    return name_of(q[:, :, block.queries], k[:, :, block.keys], k[:, :, block.keys], block)
 
 
 def law_error() -> float:

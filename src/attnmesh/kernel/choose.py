@@ -7,7 +7,7 @@ from attnmesh.kernel.cpu import FlashCPU
 from attnmesh.kernel.cuda import CUDA
 from attnmesh.kernel.reference import Reference
 from attnmesh.kernel.triton import Triton
-from attnmesh.kernel.walk import Kernel
+from attnmesh.kernel.walk import Kernel, SlotKernel
 
 KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
 """Best first; the last serves everything."""
@@ -30,6 +30,15 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     if (reason := kernel.refuses(q, k, v)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it serves", f"others: {reason}", 'leave it at "auto"')
     return kernel
+
+
+def choose_held(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    """The kernel of a decode step: on a GPU "auto" prefers one that reads lengths there, if it serves."""
+    if name == "auto" and q.device.type != "cpu":
+        for kernel in KERNELS:
+            if isinstance(kernel, SlotKernel) and kernel.refuses(q, k, v) is None:
+                return kernel
+    return choose(name, q, k, v)
 
 
 def check_kernel(name: str) -> None:

@@ -39,7 +39,7 @@ class FlashCPU:
             return "this PyTorch has no flash attention for CPUs"
         return None
 
-    def cut(self, band: Band) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """The fewest blocks: it has a causal form of its own."""
         return cut(band)
 

@@ -1,23 +1,37 @@
-"""PyTorch's attention operators for CUDA: flash for plain blocks, memory-efficient for masked ones and for float32.
+"""PyTorch's attention operators for CUDA for plain blocks, and Triton's programs for masked ones.
 
-Which of them takes a block is asked of PyTorch for the very tensors at hand, never told from a version number.
+Which operator takes a block is asked of PyTorch for the very tensors at hand, never told from a version number, and one
+that is seldom met is first held against the reference on the device. A package of FlashAttention 3 or 4 serves where
+`torch.nn.attention.activate_flash_attention_impl` has put it in the place of PyTorch's flash.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn.functional import pad
 
 from attnmesh.kernel.blocks import Band, Block, cut
+from attnmesh.kernel.reference import Reference
+from attnmesh.kernel.triton import Triton
 from attnmesh.kernel.walk import Answer, Gradients
 from attnmesh.partial import Partial
 
 ALIGNED = 8
 """Widths and biases are padded to multiples of this, as the operators want them."""
+
+FEW = 16
+"""Plain blocks up to which a call for each is worth it; beyond, one launch does them all."""
 
 
 class Operator(Protocol):
@@ -34,6 +48,34 @@ class Operator(Protocol):
     def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's gradients."""
         ...
+
+
+class Cudnn:
+    """`aten::_scaled_dot_product_cudnn_attention`: on Hopper and later the fastest that PyTorch has, forward.
+
+    Its backward operator cannot be called from Python; flash does with any operator's out and lse.
+    """
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+        """Ask PyTorch, and once the device itself."""
+        if block.band is not None or q.device.type != "cuda" or not Flash().takes(q, k, v, block):
+            return False
+        if torch.cuda.get_device_capability(q.device) < (9, 0) or other_flash() is not None:
+            return False
+        grouped = q.shape[1] != k.shape[1]
+        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
+            return False
+        return _proved(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+        """The block's partial."""
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=scale)[:2]
+        return Partial(out, lse.reshape(q.shape[:-1]))
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+        """The block's gradients, by flash."""
+        return Flash().backward(q, k, v, answer, block, scale)
 
 
 class Flash:
@@ -91,12 +133,12 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-OPERATORS: tuple[Operator, ...] = (Flash(), Efficient())
+OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), Efficient())
 
 
 @dataclass(frozen=True)
 class CUDA:
-    """The first of PyTorch's operators that takes the block."""
+    """The first of PyTorch's operators that takes a plain block; Triton in one launch for masked or many blocks."""
 
     name: str = "cuda"
 
@@ -108,26 +150,75 @@ class CUDA:
             return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
         return None
 
-    def cut(self, band: Band) -> list[Block]:
-        """The fewest blocks: both operators have a causal form."""
-        return cut(band)
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """The fewest blocks: all operators have a causal form."""
+        blocks = cut(band)
+        plain = len(blocks) <= FEW and all(block.band is None for block in blocks)
+        return blocks if plain or Triton().refuses(q, k, v) is not None else Triton().cut(band, q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
+        if _by_triton(q, k, v, block):
+            return Triton().attend(q, k, v, block, scale)
         rows, keys, values = _widened((q, k, v), _width(q, v))
-        out, lse = _operator(rows, keys, values, block).forward(rows, keys, values, block, scale)
+        out, lse = operator_of(rows, keys, values, block).forward(rows, keys, values, block, scale)
         return Partial(out[..., : v.shape[-1]], lse)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
+        if _by_triton(q, k, v, block):
+            return Triton().differentiate(q, k, v, answer, block, scale)
         rows, keys, values, out, dout = _widened((q, k, v, answer.out, answer.dout), _width(q, v))
-        operator = _operator(rows, keys, values, block)
+        operator = operator_of(rows, keys, values, block)
         gradients = operator.backward(rows, keys, values, Answer(out, answer.lse, dout), block, scale)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 
-def _operator(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
+def name_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
+    """What takes a block of such tensors, in a word."""
+    if _by_triton(q, k, v, block):
+        return "triton"
+    rows, keys, values = _widened((q, k, v), _width(q, v))
+    operator = operator_of(rows, keys, values, block)
+    return f"PyTorch's {(isinstance(operator, Flash) and other_flash()) or type(operator).__name__.lower()}"
+
+
+def operator_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Operator:
+    """The operator that takes a block of such tensors."""
     return next(operator for operator in OPERATORS if operator.takes(q, k, v, block))
+
+
+def other_flash() -> str | None:
+    """What was put in the place of PyTorch's own flash attention, "FA3" or "FA4"; PyTorch before 2.11 knows none."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
+def _by_triton(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+    return block.band is not None and Triton().refuses(q, k, v) is None
+
+
+@cache
+def _proved(
+    operator: Operator, device: torch.device, dtype: torch.dtype, width: int, grouped: bool, causal: bool
+) -> bool:
+    """Whether an operator agrees with the reference on this device; that it does not is said once."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 96, width, device=device, generator=generator).to(dtype)
+        for heads in (4, 2 if grouped else 4, 2 if grouped else 4)
+    )
+    block, name = Block(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
+    out, lse = Reference().attend(q.float(), k.float(), v.float(), block, 0.125)
+    try:
+        given = operator.forward(q, k, v, block, 0.125)
+        off = (given.out.float() - out).abs().amax() / out.abs().amax(), (given.lse - lse).abs().amax()
+        reason = None if float(off[0]) < 4 * torch.finfo(dtype).eps and float(off[1]) < 1e-3 else f"off by {off}"
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    if reason is not None:
+        warnings.warn(f"attnmesh does without PyTorch's {name} operator for {dtype}: {reason}", stacklevel=2)
+    return reason is None
 
 
 def _width(q: Tensor, v: Tensor) -> int:

@@ -20,7 +20,7 @@ class Reference:
         """It serves everything."""
         return None
 
-    def cut(self, band: Band) -> list[Block]:
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Tiles: a plain matrix product has no causal form to profit from."""
         return tiles(band)
 

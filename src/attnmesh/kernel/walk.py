@@ -52,8 +52,8 @@ class Kernel(Protocol):
         """Why it cannot serve tensors like these, or None when it can."""
         ...
 
-    def cut(self, band: Band) -> list[Block]:
-        """The blocks it wants a problem cut into."""
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """The blocks it wants such a problem cut into."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
@@ -94,7 +94,7 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, 
     Without a band every row sees every key: for a few rows that is one block, and need not be found out.
     """
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
-    blocks = ([whole] if band is None else kernel.cut(band)) if q.shape[0] else []
+    blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
     with _as_given(q):
@@ -105,7 +105,7 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, 
 
 def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
     """The gradients over the band, in the inputs' dtype or wider."""
-    blocks = kernel.cut(band) if q.shape[0] else []
+    blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
     with _as_given(q):

@@ -1,0 +1,125 @@
+"""On a GPU: all that needs one, a world of one NCCL rank, graphs that go on as a cache grows, and ranks that share it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import across
+from attnmesh.mesh import Axis
+from attnmesh.partial import Partial, collapse
+from attnmesh.peers import Peers, peers_of
+from attnmesh.ranks import run_on_ranks
+from tests import histories, mesh_problems
+from tests.pool import Pool
+
+pytestmark = pytest.mark.gpu
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[Pool]:
+    """A world of one rank."""
+    pool = Pool("nccl")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_problems_on_a_mesh(nccl: Pool, seed: int) -> None:
+    problem = mesh_problems.draw(seed, 1)
+    mesh_problems.check(problem, nccl.run(1, mesh_problems.run, problem))
+
+
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("kernel", ["auto", "triton"])
+def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, kernel: str, seed: int) -> None:
+    dtypes = (torch.float32, *HALF) if kernel == "triton" else histories.DTYPES
+    histories.check(histories.draw(seed, (1,), dtypes, kernel), nccl, tmp_path)
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_captured_step_serves_a_cache_that_grows(mask: am.mask.Mask, reproducible: bool) -> None:
+    """Append and decode once in a graph, which is then run again and again with other tokens."""
+    eager, captured, warm = (cache_of(100) for _ in range(3))
+    new = torch.randn(2, 2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
+
+    def step(cache: am.KVCache) -> Tensor:
+        cache.append(*new)
+        return am.decode(q, cache, mask=mask, reproducible=reproducible, kernel="triton")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(warm)  # compiled before it is captured
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for _ in range(250):
+        new.copy_(torch.randn_like(new))
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert torch.equal(out, step(eager))
+    assert captured.length == eager.length == 350
+
+
+def cache_of(tokens: int) -> am.KVCache:
+    """Always the same."""
+    sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "capacity": 400, "dtype": torch.bfloat16, "device": "cuda"}
+    cache = am.KVCache(None, **sizes)
+    generator = torch.Generator("cuda").manual_seed(0)
+    past = torch.randn(2, 2, 2, tokens, 64, device="cuda", generator=generator).bfloat16()
+    cache.append(*past)
+    return cache
+
+
+def test_a_step_waits_for_nothing() -> None:
+    cache = cache_of(100)
+    new = torch.randn(2, 2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
+    q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
+    am.decode(q, cache)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.append(*new)
+        am.decode(q, cache)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- ranks that share a GPU ---
+
+
+def shared(ranks: int, steps: int) -> list[float]:
+    """On one rank: the largest error of each step, and whether all that was merged came by the shared memory."""
+    torch.cuda.set_device(0)
+    axis = Axis(ranks, dist.get_rank(), dist.group.WORLD)
+    peers = peers_of(axis, torch.device("cuda", 0))
+    assert isinstance(peers, Peers), "no symmetric memory"
+    errors = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        shape = (1 + step % 3, 8, 1 + step % 2, 128)
+        everyone = Partial(
+            torch.randn(ranks, *shape, generator=generator), 30 * torch.randn(ranks, *shape[:-1], generator=generator)
+        )
+        mine = Partial(*(x[axis.index].cuda() for x in everyone))
+        merged = across.merge_across(mine, dist.group.WORLD, how="direct")
+        expected = collapse(Partial(*(x.double() for x in everyone)))
+        errors.append(float((merged.out.cpu().double() - expected.out).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_of_one_gpu_merge_in_one_launch(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    for errors in run_on_ranks(ranks, shared, ranks, 50, seconds=240.0):
+        assert max(errors) < 1e-5
