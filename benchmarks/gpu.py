@@ -1,39 +1,61 @@
 """`make gpu`: on one GPU, every kernel proved and then measured, into one dated file; without one, what it would do."""
 
+import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from attnmesh.shown import machine
 
 HERE = Path(sys.executable).parent
 RESULTS = Path(__file__).parent / "results"
 
 
-def steps(results: Path) -> dict[str, list[str]]:
-    """What is run, one after the other, and why."""
+def steps() -> dict[str, tuple[str, list[str]]]:
+    """What is run, one after the other, by the name it has in the file, and why."""
+    command = str(HERE / "attnmesh")
     return {
-        "every kernel in every dtype against attention in float64": [str(HERE / "attnmesh"), "check"],
-        "the tests that need a GPU": [sys.executable, "-m", "pytest", "-q", "-m", "gpu"],
-        "kernels beside PyTorch's and the rate of memory": [
-            str(HERE / "attnmesh"),
-            *("bench", "kernel", "--out", str(results)),
-        ],
+        "check": (
+            "every kernel in every dtype against attention in float64, and which one serves what",
+            [command, "check", "--json"],
+        ),
+        "tests": (
+            "the tests that need a GPU: random problems, a world of one NCCL rank, graphs, ranks that share the GPU",
+            [sys.executable, "-m", "pytest", "-q", "-m", "gpu"],
+        ),
+        "bench": (
+            "decoding, prefill and a step's overhead beside PyTorch's, FlexAttention, and the rate of memory",
+            [command, "bench", "kernel", "--json"],
+        ),
     }
 
 
 def main() -> int:
-    """Run the steps, the first that fails being the last."""
+    """Run the steps; what was measured is written also if one failed."""
     found = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if found else "name-of-the-gpu"
-    results = RESULTS / f"kernel_{name.lower().replace(' ', '-')}_{time.strftime('%Y-%m-%d')}.json"
+    date = time.strftime("%Y-%m-%d")
+    results = RESULTS / f"gpu_{name.lower().replace(' ', '-')}_{date}.json"
     print(f"on {name}, torch {torch.__version__}:" if found else "PyTorch sees no GPU here. On one, this would run:")
-    for why, command in steps(results).items():
+    report: dict[str, Any] = {"command": "make gpu", "date": date, "machine": machine()}
+    failed = []
+    for step, (why, command) in steps().items():
         print(f"- {why}: {' '.join(map(str, command))}", flush=True)
-        if found and (code := subprocess.run(command, check=False).returncode):
-            return code
-    return 0
+        if not found:
+            continue
+        start = time.monotonic()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        failed += [step] if done.returncode else []
+        said = json.loads(done.stdout) if "--json" in command and done.stdout else done.stdout.splitlines()[-20:]
+        report[step] = {"seconds": round(time.monotonic() - start, 1), "code": done.returncode, "said": said}
+        results.write_text(json.dumps(report, indent=2) + "\n")
+        print(f"  {'failed' if done.returncode else 'done'} in {report[step]['seconds']} s", flush=True)
+    print(f"and all of it would be written to {results}" if not found else f"written to {results}; failed: {failed}")
+    return len(failed)
 
 
 if __name__ == "__main__":

@@ -90,8 +90,9 @@ def draw(
     kernels: tuple[str, ...] = ("cpu", "reference"),
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     longest: int = max(LENGTHS),
+    kinds: tuple[tuple[torch.dtype, int, int], ...] = (),
 ) -> Problem:
-    """The problem of that seed."""
+    """The problem of that seed; `kinds` are dtypes with widths of keys and values, where each has to be compiled."""
     random = Random(seed)
     sinks = random.random() < 0.2
     total = random.choice([length for length in LENGTHS if length <= longest])
@@ -99,13 +100,14 @@ def draw(
     lengths = tuple(total if p is None else len(p) for p in (q_positions, k_positions))
     kv_heads = random.randint(1, 3)
     width = random.choice(WIDTHS)
+    dtype, *widths = random.choice(kinds or ((random.choice(dtypes), width, random.choice((width, width, *WIDTHS))),))
     return Problem(
         seed=seed,
-        dtype=random.choice(dtypes),
+        dtype=dtype,
         kernel=random.choice(kernels),
         mask=mask(random, total),
         heads=(kv_heads * random.choice((1, 1, 2, 3, 4)), kv_heads),
-        widths=(width, random.choice((width, width, *WIDTHS))),
+        widths=(widths[0], widths[1]),
         batch=random.choice((0, 1, 1, 2, 3)),
         q_positions=q_positions,
         k_positions=k_positions,

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh.bench import decode, prefill
+from attnmesh.bench import decode, gpu, prefill
 from attnmesh.bench.timing import Timing
 from tests.pool import Pool
 from tests.test_cli import run
@@ -66,6 +66,15 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def merges_of_a_step() -> list[str]:
     case = decode.Case("step", (4, 2), 64, repeat=1, rounds=5)
     return [row.contender for row in decode._step(case) if row.timing is not None]
+
+
+def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
+    """All of it but the graphs and the kernels: a mistake should not cost an hour of somebody's GPU."""
+    small = gpu.Sizes(decoding=((1, 64), (2, 100)), prefill=(64,), heads=(4, 2), seconds=0.01)
+    rows = list(gpu.rows(torch.device("cpu"), small))
+    assert {row.case.split(" ")[0] for row in rows} == {"decode", "causal", "shard"}
+    assert len(rows) == 13
+    assert all(row.ours.median > 0 and row.theirs.median > 0 for row in rows)
 
 
 def test_the_contenders_of_a_step_run(pool: Pool) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU: all that needs one, a world of one NCCL rank, graphs that go on as a cache grows, and ranks that share it."""
+"""On a GPU: a world of one NCCL rank, graphs that go on as a cache grows, and ranks that share its memory."""
 
 import os
 from collections.abc import Iterator
@@ -20,8 +20,6 @@ from tests.pool import Pool
 
 pytestmark = pytest.mark.gpu
 
-HALF = (torch.bfloat16, torch.float16)
-
 
 @pytest.fixture(scope="module")
 def nccl() -> Iterator[Pool]:
@@ -31,17 +29,16 @@ def nccl() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_random_problems_on_a_mesh(nccl: Pool, seed: int) -> None:
     problem = mesh_problems.draw(seed, 1)
     mesh_problems.check(problem, nccl.run(1, mesh_problems.run, problem))
 
 
-@pytest.mark.parametrize("seed", range(200))
-@pytest.mark.parametrize("kernel", ["auto", "triton"])
-def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, kernel: str, seed: int) -> None:
-    dtypes = (torch.float32, *HALF) if kernel == "triton" else histories.DTYPES
-    histories.check(histories.draw(seed, (1,), dtypes, kernel), nccl, tmp_path)
+@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int) -> None:
+    histories.check(histories.draw(seed, (1,), (dtype,)), nccl, tmp_path)
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])

@@ -2,6 +2,8 @@
 
 import json
 import platform
+import shutil
+import subprocess
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,7 +55,13 @@ def machine() -> dict[str, Any]:
     gpu = {}
     if torch.cuda.is_available():
         triton = version("triton") if find_spec("triton") else None
-        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "triton": triton}
+        names = {"gpu": torch.cuda.get_device_name(), "driver": _driver()}
+        gpu = {
+            **names,
+            "cuda": torch.version.cuda,
+            "triton": triton,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
     return {
         "attnmesh": attnmesh.__version__,
         "torch": torch.__version__,
@@ -61,6 +69,16 @@ def machine() -> dict[str, Any]:
         "cpu": f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
         **gpu,
     }
+
+
+def _driver() -> str | None:
+    """As NVIDIA's own tool tells."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    return lines[0] if lines else None
 
 
 def _processor() -> str:

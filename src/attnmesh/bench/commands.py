@@ -14,6 +14,7 @@ from attnmesh.bench import decode as decode_bench
 from attnmesh.bench import kernel as kernel_bench
 from attnmesh.bench import plan as plan_bench
 from attnmesh.bench import prefill as prefill_bench
+from attnmesh.bench.rows import Row
 from attnmesh.shaped import as_asked, ranks_of, world_of
 from attnmesh.shown import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published, titled
 
@@ -271,7 +272,7 @@ rounded to bfloat16: no attention, but what PyTorch's products leave of the read
 resident size during a call beyond that before it."""
 
 
-def _bench_table(rows: Iterable[kernel_bench.Row]) -> Table:
+def _bench_table(rows: Iterable[Row]) -> Table:
     table = titled("kernel bench, milliseconds: median [quartiles]", "case", "rival")
     for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of read rate"):
         table.add_column(name, justify="right")

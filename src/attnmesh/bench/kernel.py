@@ -1,15 +1,16 @@
 """`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA, and beside the rate at which memory is read."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.bench.timing import Call, Timing, peak_memory, race, read_rate
+from attnmesh.bench import gpu
+from attnmesh.bench.rows import Row
+from attnmesh.bench.timing import Call, peak_memory, race, read_rate
 from attnmesh.mask import Mask
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -18,33 +19,6 @@ MASKS = {
     "window of 256": am.Window(256),
     "16 documents": am.Causal() & am.Documents([1024] * 16),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One comparison: ours beside a rival, and the ratio that is asked of it, if any."""
-
-    case: str
-    rival: str
-    theirs: Timing
-    ours: Timing
-    goal: float | None
-    gigabytes_a_second: float | None = None
-    share_of_read_rate: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """How many times faster ours is."""
-        return self.theirs.median / self.ours.median
-
-    def record(self) -> dict[str, Any]:
-        """The row as JSON."""
-        return {**asdict(self), "ratio": round(self.ratio, 3), "met": self.met}
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the goal is reached, if one is set."""
-        return None if self.goal is None else self.ratio >= self.goal
 
 
 @dataclass(frozen=True)
@@ -58,6 +32,9 @@ class Memory:
 
 def rows(device: torch.device) -> Iterator[Row]:
     """Every comparison, measured when it is asked for."""
+    if device.type == "cuda":
+        yield from gpu.rows(device)
+        return
     rate = read_rate(device)
     for dtype, goal in ((torch.float32, 2.5), (torch.bfloat16, 2.0)):
         yield from _decode(device, dtype, goal, rate)

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,29 @@ def race(
 
 
 def _timed(call: Call, device: torch.device) -> float:
-    synchronize(device)
+    if device.type == "cuda":
+        return _timed_there(call, device)
     start = time.perf_counter()
     call()
-    synchronize(device)
     return time.perf_counter() - start
+
+
+def _timed_there(call: Call, device: torch.device) -> float:
+    """As the GPU tells, what it kept from the last call forgotten, its queue so full that no launch is waited for."""
+    _forgotten(device).zero_()
+    torch.cuda._sleep(200_000)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    call()
+    after.record()
+    synchronize(device)
+    return float(before.elapsed_time(after)) / 1e3
+
+
+@cache
+def _forgotten(device: torch.device) -> torch.Tensor:
+    """More than a GPU's own cache holds."""
+    return torch.empty(1 << 28, dtype=torch.int8, device=device)
 
 
 def synchronize(device: torch.device) -> None:

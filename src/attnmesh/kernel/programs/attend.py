@@ -8,7 +8,18 @@ a tile goes from its first row's low to its last row's high, and compares positi
 import triton
 import triton.language as tl
 
-from attnmesh.kernel.programs.tiles import LOG2E, absorbed, across, add, concluded, logits_of, read, write, zeros
+from attnmesh.kernel.programs.tiles import (
+    LOG2E,
+    absorbed,
+    across,
+    add,
+    concluded,
+    logits_of,
+    program,
+    read,
+    write,
+    zeros,
+)
 
 # --- rows ---
 
@@ -33,7 +44,7 @@ def _run(first, stop, keys):
 # --- forward ---
 
 
-@triton.jit
+@program()
 def attend_program(
     q, k, v, low, high, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -90,7 +101,7 @@ def _pulls(
     return weights, weights * (across(dout_0, dout_1, v_0, v_1, V_1, PRECISION) - delta[:, None])
 
 
-@triton.jit
+@program()
 def queries_backward_program(
     q, k, v, dout, lse, delta, low, high, dq,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
@@ -126,7 +137,7 @@ def queries_backward_program(
     write(dq, own * width, there, width, dq_0 * scale, dq_1 * scale, Q_0, Q_1)
 
 
-@triton.jit
+@program()
 def keys_backward_program(
     q, k, v, dout, lse, delta, low, high, begin, finish, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,

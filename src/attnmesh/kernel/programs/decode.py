@@ -7,7 +7,7 @@ it, and the grid is as large as the cache's room: one captured graph serves a ca
 import triton
 import triton.language as tl
 
-from attnmesh.kernel.programs.tiles import LOG2E, absorbed, concluded, logits_of, read, write, zeros
+from attnmesh.kernel.programs.tiles import LOG2E, absorbed, concluded, logits_of, program, read, write, zeros
 
 # --- a rank's own part of a step ---
 
@@ -26,7 +26,7 @@ def _below(numbers, count, target, WIDE: tl.constexpr):
     return low
 
 
-@triton.jit
+@program()
 def held_program(
     q, k, v, places, columns, state, firsts, lasts, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, places_batch, bounds_batch,
@@ -89,7 +89,7 @@ def held_program(
 # --- merges ---
 
 
-@triton.jit
+@program()
 def merge_program(
     outs, lses, witnesses, sinks, out, lse, witness,
     splits, outs_split, lses_split, witnesses_split, rows, queries, heads, values,
@@ -148,7 +148,7 @@ def _digest(bits, count, WIDE: tl.constexpr):
     return tl.sum(total)
 
 
-@triton.jit
+@program()
 def witness_program(bits, count, more, more_count, state, number, witness, MODULUS: tl.constexpr, WIDE: tl.constexpr):
     """A call's number, the cache's length and the bits of two tensors as one number, and less that number."""
     rest = (_digest(bits, count, WIDE) + _digest(more, more_count, WIDE) + number + tl.load(state)) % MODULUS

@@ -13,7 +13,7 @@ read the last.
 import triton
 import triton.language as tl
 
-from attnmesh.kernel.programs.tiles import read, write, zeros
+from attnmesh.kernel.programs.tiles import program, read, write, zeros
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def _box(memory, flags, parity, ranks, room, rank):
     return memory + flags * ranks + (parity * ranks + rank) * room
 
 
-@triton.jit
+@program()
 def one_shot_program(
     message, memories, counter, out, lse, witness,
     rank, ranks, flags, room, rows, values, patience,

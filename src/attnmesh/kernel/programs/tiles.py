@@ -4,11 +4,22 @@ Each part is a power of two, the second possibly none: 192 is 128 + 64, and 576 
 are these parts of one tile.
 """
 
+from functools import partial
+
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+program = partial(
+    triton.jit,
+    do_not_specialize=(
+        "rows", "keys", "group", "kv_heads", "span", "splits", "queries", "heads", "block", "capacity", "left", "right",
+        "count", "more_count", "number", "rank", "ranks", "flags", "room", "patience",
+    ),
+)  # fmt: skip
+"""A program that is not compiled anew for numbers that tell nothing of how memory lies."""
 
 
 @triton.jit
