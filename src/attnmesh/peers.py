@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnmesh.exchange import count_messages, share
 from attnmesh.hosts import hosts
-from attnmesh.kernel.launch import parts, programs
+from attnmesh.kernel.launch import launch, parts
 from attnmesh.kernel.merging import serves
 from attnmesh.mesh import Axis, remembered
 from attnmesh.partial import Partial
@@ -52,11 +52,30 @@ class Peers:
         first, second = parts(shape[-1])
         if put:
             self.steps.add_(1)
-        programs("peers").one_shot_program[(-(-rows // ROWS) or FLAGS,)](
-            numbers, self.addresses, self.steps, out, lse, witness,
-            self.rank, ranks, FLAGS, ROOM, rows, shape[-1], PATIENCE,
-            ROWS=ROWS, V_0=first, V_1=second, PUT=put, TAKE=take and rows > 0,
-        )  # fmt: skip
+        launch(
+            "peers",
+            "one_shot",
+            (-(-rows // ROWS) or FLAGS,),
+            message.device,
+            message=numbers,
+            memories=self.addresses,
+            counter=self.steps,
+            out=out,
+            lse=lse,
+            witness=witness,
+            rank=self.rank,
+            ranks=ranks,
+            flags=FLAGS,
+            room=ROOM,
+            rows=rows,
+            values=shape[-1],
+            patience=PATIENCE,
+            ROWS=ROWS,
+            V_0=first,
+            V_1=second,
+            PUT=put,
+            TAKE=take and rows > 0,
+        )
         count_messages(ranks - 1, len(message))
         return witness, Partial(out, lse)
 

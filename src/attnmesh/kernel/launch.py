@@ -4,16 +4,27 @@ PyTorch alone imports this; Triton itself is imported when a program is first as
 """
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def launch(file: str, name: str, grid: tuple[int, ...], device: torch.device, /, **arguments: Any) -> None:
+    """A program, by its file and its name, on the device that its tensors are on, which need not be the current one."""
+    program = getattr(programs(file), f"{name}_program")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        program[grid](**arguments)
 
 
 @cache
-def programs(name: str) -> ModuleType:
+def programs(file: str) -> ModuleType:
     """A file of programs, imported when they are first needed."""
-    return import_module(f"attnmesh.kernel.programs.{name}")
+    return import_module(f"attnmesh.kernel.programs.{file}")
 
 
 @cache

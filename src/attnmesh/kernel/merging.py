@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attnmesh.kernel.launch import installed, interpreted, parts, programs
+from attnmesh.kernel.launch import installed, interpreted, launch, parts
 from attnmesh.partial import Partial, bits, collapse, wide, with_sinks
 
 ROWS = 16
@@ -45,8 +45,20 @@ def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int
     """A number for what a rank was told, and less that number: of one or two tensors, and the tokens in a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
-    programs("decode").witness_program[(1,)](
-        patterns[0], counts[0], patterns[-1], sum(counts[1:]), state, number, witness, MODULUS=modulus, WIDE=1024
+    launch(
+        "decode",
+        "witness",
+        (1,),
+        witness.device,
+        bits=patterns[0],
+        count=counts[0],
+        more=patterns[-1],
+        more_count=sum(counts[1:]),
+        state=state,
+        number=number,
+        witness=witness,
+        MODULUS=modulus,
+        WIDE=1024,
     )
     return witness
 
@@ -110,7 +122,11 @@ def _launch(
     rows, (first, second) = lses[0].numel(), parts(values)
     if not rows:
         return
-    programs("decode").merge_program[(-(-rows // ROWS),)](
+    launch(
+        "decode",
+        "merge",
+        (-(-rows // ROWS),),
+        outs.device,
         outs=outs,
         lses=lses,
         witnesses=lses if witnesses is None else witnesses,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
-from attnmesh.kernel.launch import interpreted, parts, programs
+from attnmesh.kernel.launch import interpreted, launch, parts
 from attnmesh.kernel.merging import merged, placed, said_once, unable, up_the_tree
 from attnmesh.kernel.walk import Answer, Gradients
 from attnmesh.mask import FAR, Mask
@@ -69,7 +69,9 @@ class Triton:
         spans = -(-call["keys"] // span)
         shape = spans, *q.shape[:-1]
         partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
-        programs("attend").attend_program[tiles, spans, lines](**call, out=partials.out, lse=partials.lse, span=span)
+        launch(
+            "attend", "attend", (tiles, spans, lines), q.device, **call, out=partials.out, lse=partials.lse, span=span
+        )
         return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
 
     def attend_slots(
@@ -92,7 +94,11 @@ class Triton:
         partials = Partial(_blank(q, count, *q.shape[:-1], slots.values.shape[-1]), _blank(q, count, *q.shape[:-1]))
         places, bounded = slots.places(), slots.padding is not None or bool(mask.ends)
         first, last = slots.bounds(q.shape[2], mask) if bounded else (places, places)  # these are not read
-        programs("decode").held_program[tiles, count, lines](
+        launch(
+            "decode",
+            "held",
+            (tiles, count, lines),
+            q.device,
             **_tensors(q, slots.keys, slots.values, tile),
             places=places,
             columns=slots.columns,
@@ -123,13 +129,13 @@ class Triton:
         call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
         lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
         dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
-        programs("attend").queries_backward_program[-(-call["rows"] // tile.rows), lines](**call, dq=dq)
+        launch("attend", "queries_backward", (-(-call["rows"] // tile.rows), lines), q.device, **call, dq=dq)
         edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
         seen = {
             "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
             "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
         }
-        programs("attend").keys_backward_program[tiles, lines](**call, **seen, dk=dk, dv=dv)
+        launch("attend", "keys_backward", (tiles, lines), q.device, **call, **seen, dk=dk, dv=dv)
         return Gradients(dq, dk, dv)
 
 
