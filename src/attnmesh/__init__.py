@@ -6,6 +6,7 @@ from attnmesh.cache import KVCache as KVCache
 from attnmesh.cluster import Cluster as Cluster
 from attnmesh.decode import decode as decode
 from attnmesh.energy import energy as energy
+from attnmesh.faults import set_deadline as set_deadline
 from attnmesh.kernel.attend import attend as attend
 from attnmesh.layout import Contiguous as Contiguous
 from attnmesh.layout import Striped as Striped

@@ -24,6 +24,7 @@ from attnmesh.agree import digest
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
+from attnmesh.faults import collective
 from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
@@ -264,7 +265,7 @@ def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis
 
 def _gather(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
     rows = list(message.new_empty(axis.size, len(message)))
-    dist.all_gather(rows, message, group=axis.group)
+    collective(axis, "merging", dist.all_gather, rows, message)
     count_messages(axis.size - 1, len(message))
     return form.joined(torch.stack(rows))
 
@@ -272,14 +273,14 @@ def _gather(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, P
 def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Tensor, Partial]:
     """Algorithm 3 of Tree Attention as it stands: softmax is not left to `merge`, and it takes three collectives."""
     peaks = torch.cat([witness, partial.lse.flatten()])
-    dist.all_reduce(peaks, dist.ReduceOp.MAX, group=axis.group)
+    collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
     peak = peaks[2:].view(partial.lse.shape)
     weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
     # Collectives add memory to memory: all ranks' tensors have to lie alike.
     numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
     denominator = weight.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(numerator, group=axis.group)
-    dist.all_reduce(denominator, group=axis.group)
+    collective(axis, "merging", dist.all_reduce, numerator)
+    collective(axis, "merging", dist.all_reduce, denominator)
     sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
     count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a good all-reduce; which one it is, it does not say
     out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)

@@ -21,7 +21,7 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from attnmesh.errors import RankFailure
+from attnmesh.faults import deadline, hung_up_with
 
 SLOT = 1 << 18
 """Bytes of the longest message, and of those that ranks can hear although they expect others."""
@@ -70,6 +70,7 @@ class Board:
         self.put, self.taken = (dict.fromkeys(members, 0) for _ in range(2))
         self.processes, self.patience = dict(zip(members, processes, strict=True)), patience
         self.cold = cold
+        hung_up_with(self)
 
     def serves(self, peer: int, size: int) -> bool:
         """Whether messages of that size go to and from a rank by this board."""
@@ -114,9 +115,17 @@ class Board:
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
         if process and not alive(process):
-            raise RankFailure(f"rank {peer} is gone: its process {process} has ended")
-        if monotonic() - since > self.patience:
-            raise RankFailure(f"rank {peer} has sent nothing for {self.patience:.0f} seconds")
+            raise RuntimeError(f"its process {process} has ended")
+        there = self.members[peer]
+        if self.words[self._box(there, there) // 8]:
+            raise RuntimeError("it has lost a rank itself, and left")
+        patience = deadline() or self.patience
+        if monotonic() - since > patience:
+            raise RuntimeError(f"timed out: it has sent nothing for {patience:.0f} seconds")
+
+    def hang_up(self) -> None:
+        """Tell all who wait for this rank that nothing will come: in its box to itself, which is of no other use."""
+        self.words[self._box(self.mine, self.mine) // 8] = 1
 
 
 def alive(process: int) -> bool:

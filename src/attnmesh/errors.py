@@ -4,6 +4,8 @@ Every message says what was expected, what was given and how to fix it. All but 
 picklable, so that one rank can tell another what went wrong.
 """
 
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """Something given to attnmesh contradicts itself or the rest.
@@ -66,4 +68,34 @@ class ClusterError(InputError):
 
 
 class RankFailure(RuntimeError):
-    """A rank that others wait for is gone."""
+    """Ranks that others wait for are dead, stopped or cut off; every survivor raises it, and can only start anew.
+
+    >>> raise RankFailure([3], "gathering keys", "queries", "Connection closed by peer")
+    Traceback (most recent call last):
+    attnmesh.errors.RankFailure: rank 3 is lost along the queries axis, gathering keys: Connection closed by peer
+    """
+
+    def __init__(self, ranks: Sequence[int], step: str, axis: str, why: str) -> None:
+        super().__init__(tuple(ranks), step, axis, why)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that are missing, as the world numbers them; none where nobody can tell."""
+        ranks: tuple[int, ...] = self.args[0]
+        return ranks
+
+    @property
+    def step(self) -> str:
+        """What was being done."""
+        return str(self.args[1])
+
+    @property
+    def axis(self) -> str:
+        """The axis of the mesh along which it was done."""
+        return str(self.args[2])
+
+    def __str__(self) -> str:
+        ranks, step, axis, why = self.args
+        who = {0: "some rank is", 1: f"rank {ranks[0] if ranks else ''} is"}.get(len(ranks))
+        who = who or f"ranks {', '.join(map(str, ranks))} are"
+        return f"{who} lost along the {axis} axis, {step}: {why}"

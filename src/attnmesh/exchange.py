@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.board import SLOT, Board
+from attnmesh.faults import collective, finished, watched
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
@@ -65,7 +66,9 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """The tokens that a step brings, beside those that it keeps, in order of position: (batch, heads, tokens, ...)."""
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
     wanted = {peer: tuple(blank(x, count) for x in tensors) for peer, count in step.receive}
-    finish = trade({peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device)
+    finish = trade(
+        {peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device, "gathering"
+    )
     staying = [tensors] if len(step.keep) or not wanted else []  # or what was sent would live until others have come
 
     def finished() -> Tensors:
@@ -85,7 +88,7 @@ def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tup
     if mine is not None and shares:  # a copy: a view would keep all that was made for others
         mine = tuple(x.clone() for x in mine)
     wanted = {peer: tuple(blank(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
-    finish = trade(shares, wanted, axis, tensors[0].device)
+    finish = trade(shares, wanted, axis, tensors[0].device, "giving back")
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish() | ({} if mine is None else {axis.index: mine})
@@ -98,7 +101,7 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
     """All to all: `parts[p]` goes to rank p, and what comes from p is shaped like `wanted[p]`."""
     others = [peer for peer in range(axis.size) if peer != axis.index]
     device = parts[axis.index][0].device
-    finish = trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device)
+    finish = trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device, "swapping")
     arrived = {axis.index: parts[axis.index]} | finish()
     return [arrived[peer] for peer in range(axis.size)]
 
@@ -111,7 +114,7 @@ def share(numbers: Sequence[int], axes: Sequence[Axis], device: torch.device) ->
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            dist.all_gather(tables, table, group=axis.group)
+            collective(axis, "agreeing", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
@@ -125,7 +128,7 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trade(
-    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device
+    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, what: str = "trading"
 ) -> Callable[[], dict[int, Tensors]]:
     """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
 
@@ -136,16 +139,16 @@ def trade(
     letters = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
     boxes = {peer: torch.empty(_bytes(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
     posts = [(post, *each) for post, pile in ((dist.irecv, boxes), (dist.isend, letters)) for each in pile.items()]
-    works = _posted(posts, axis)
+    works = _posted(posts, axis, what)
     _count(wanted)
 
-    def finished() -> dict[int, Tensors]:
+    def traded() -> dict[int, Tensors]:
         while works:
             works.pop().wait()
         letters.clear()  # they had to live until they were sent
         return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
 
-    return finished
+    return traded
 
 
 def climb(
@@ -171,19 +174,21 @@ def climb(
     receipts = [
         [] if near(step.hear) else [(dist.irecv, step.hear, box[1])] for step, box in zip(rounds, boxes, strict=True)
     ]
-    coming = [_posted(receipt, axis) if early else [] for receipt in receipts]
+    coming = [_posted(receipt, axis, "merging") if early else [] for receipt in receipts]
     going = []
     for step, box, receipt, works in zip(rounds, boxes, receipts, coming, strict=True):
         box[0, :size] = message
         posted = _posted(
-            [(dist.isend, p, message) for p in step.send if not near(p)] + ([] if early else receipt), axis
+            [(dist.isend, p, message) for p in step.send if not near(p)] + ([] if early else receipt), axis, "merging"
         )
         going += [(message, work) for work in posted]  # messages have to live until they are sent
         if board is not None:
             for peer in filter(near, step.send):
-                board.post(peer, message)
+                with watched(axis, "merging", peer):
+                    board.post(peer, message)
             if near(step.hear):
-                board.take(step.hear, box[1])
+                with watched(axis, "merging", step.hear):
+                    board.take(step.hear, box[1])
         for work in works if early else posted:
             work.wait()
         message = join(box[:, :size])
@@ -200,23 +205,41 @@ def meet(messages: Sequence[Tensor], axis: Axis, board: Board | None = None) -> 
     near = [p for p in others if board is not None and board.serves(p, max(len(mine), len(messages[p])))]
     far = [p for p in others if p not in near]
     rows = mine.new_empty(axis.size, max(len(mine), SLOT if far and mine.device.type == "cpu" else 0))
-    works = _posted([(dist.irecv, p, rows[p]) for p in far] + [(dist.isend, p, messages[p]) for p in far], axis)
+    posts = [(dist.irecv, p, rows[p]) for p in far] + [(dist.isend, p, messages[p]) for p in far]
+    works = _posted(posts, axis, "merging")
     count_messages(len(others), len(mine))
     rows[axis.index, : len(mine)] = mine
     if board is not None:
         for peer in near:
-            board.post(peer, messages[peer])
+            with watched(axis, "merging", peer):
+                board.post(peer, messages[peer])
         for peer in near:
-            board.take(peer, rows[peer, : len(mine)])
+            with watched(axis, "merging", peer):
+                board.take(peer, rows[peer, : len(mine)])
     for work in works:
         work.wait()
     return rows[:, : len(mine)]
 
 
-def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis) -> list[Any]:
+class _Post:
+    """A message under way; waiting for it has a deadline."""
+
+    def __init__(self, work: Any, axis: Axis, what: str, peer: int | None) -> None:
+        self.work, self.axis, self.what, self.peer = work, axis, what, peer
+
+    def wait(self) -> None:
+        """Until it has come or gone."""
+        finished(self.work, self.axis, self.what, self.peer)
+
+
+def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis, what: str) -> list[_Post]:
     """Post all at once; each is what to do, with whom, and with which tensor."""
-    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in posts if x.numel()]
-    return dist.batch_isend_irecv(operations) if operations else []
+    real = [(post, peer, x) for post, peer, x in posts if x.numel()]
+    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in real]
+    with watched(axis, what, real[0][1] if real else None):
+        works = dist.batch_isend_irecv(operations) if operations else []
+    together = len(works) < len(real)  # NCCL's are one
+    return [_Post(work, axis, what, None if together else peer) for work, (_, peer, _) in zip(works, real)]  # noqa: B905
 
 
 def _pack(tensors: Tensors) -> Tensor:

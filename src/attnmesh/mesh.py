@@ -11,7 +11,7 @@ them queries are gathered. Its column are the R ranks that share c: among them k
 import atexit
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
@@ -117,11 +117,12 @@ def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> De
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks in line with this one along an axis: how many, which of them this one is, and their group."""
+    """The ranks in line with this one along an axis: how many, which of them this one is, their group, and its name."""
 
     size: int = 1
     index: int = 0
     group: ProcessGroup | None = None
+    name: str = field(default="only", compare=False)
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,9 @@ class Mesh:
     def named(shape: Shape, indices: Sequence[int], group_names: str) -> "Mesh":
         """The mesh again, from what an operator's schema can carry."""
         names = group_names.split(",")
-        axes = (Axis(n, i, group_named(name)) for n, i, name in zip(shape, indices, names, strict=True))
+        axes = (
+            Axis(n, i, group_named(name), axis) for n, i, name, axis in zip(shape, indices, names, AXES, strict=True)
+        )
         return Mesh(*axes)
 
     @property
@@ -181,7 +184,7 @@ class Mesh:
 
 def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
     size = device_mesh.size((device_mesh.mesh_dim_names or ()).index(name))
-    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name)) if size > 1 else Axis()
+    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name) if size > 1 else Axis()
 
 
 def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
@@ -193,7 +196,7 @@ def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
     if len(long) < 2:
         return _axis(device_mesh, long[0]) if long else Axis()
     flat = device_mesh[long]._flatten()
-    return Axis(flat.size(), flat.get_local_rank(), flat.get_group())
+    return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 
 
 def group_named(name: str) -> ProcessGroup | None:
