@@ -1,14 +1,18 @@
 """Ranks at work, one of which comes to harm at a random moment; and what the others say of it, how soon."""
 
+import argparse
+import json
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
@@ -167,3 +171,52 @@ def _decoding(mesh: Any) -> Callable[[], tuple[Tensor, ...]]:
 
 
 WORKS = {"prefill": _prefill, "training": _training, "decoding": _decoding}
+
+
+def verdict(trouble: Trouble, said: dict[int, Said]) -> str:
+    """Whether all survivors said the right thing in time."""
+    if len(said) < trouble.shape.ranks - 1:
+        return "hang"
+    if any(what.kind == "wrong" for what in said.values()):
+        return "wrong answer"
+    if any(what.kind != "RankFailure" for what in said.values()):
+        return "another error"
+    if any(what.ranks != (trouble.victim,) for what in said.values()):
+        return "another rank named"
+    if any(what.seconds > trouble.deadline + 5 for what in said.values()):
+        return "late"
+    return "named in time"
+
+
+def main() -> None:
+    """Many troubles, and a table of what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--out", type=Path, help="also write a JSON with every run")
+    asked = parser.parse_args()
+    records = []
+    for seed in range(asked.first, asked.first + asked.runs):
+        trouble = draw(seed)
+        said = suffer(trouble)
+        slowest = max((what.seconds for what in said.values()), default=0.0)
+        records.append({**vars(trouble), "verdict": verdict(trouble, said), "slowest": round(slowest, 2)})
+        if records[-1]["verdict"] != "named in time":
+            print(f"\n{trouble}: {records[-1]['verdict']}: {said}")
+        print(f"\r{len(records)} of {asked.runs}", end="", file=sys.stderr, flush=True)
+    print(f"\n{'work':10} {'harm':8} {'runs':>5} {'named in time':>14} {'slowest, s':>11}")
+    for work, harm in product(WORKS, HARMS):
+        some = [record for record in records if (record["work"], record["harm"]) == (work, harm)]
+        if some:
+            named = sum(record["verdict"] == "named in time" for record in some)
+            slowest = max(record["slowest"] for record in some)
+            print(f"{work:10} {harm:8} {len(some):5} {named:14} {slowest:11}")
+    if asked.out:
+        command = f"python -m tests.chaos --runs {asked.runs} --first {asked.first}"
+        report = {"command": command, "torch": torch.__version__, "runs": records}
+        asked.out.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(any(record["verdict"] != "named in time" for record in records))
+
+
+if __name__ == "__main__":
+    main()
