@@ -56,21 +56,22 @@ def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, 
     histories.check(histories.draw(seed, (1, 1, 2, 3), SERVED, "triton", most=7), pool, tmp_path)
 
 
-def reproduced(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
     with interpreting("triton"):
         cache = am.KVCache(
             named_mesh(Shape(*shape), AXES), batch=2, kv_heads=2, head_dim=8, capacity=200, dtype=dtype, block=16
         )
         cache.append(*torch.randn(2, 2, 2, 150, 8, generator=torch.Generator().manual_seed(0)).to(dtype).unbind())
         q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-        return am.decode(q, cache, sinks=torch.ones(4), reproducible=True, kernel="triton")
+        return am.decode(q, cache, mask=mask, sinks=torch.ones(4), reproducible=True, kernel="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype) -> None:
-    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype)
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(40), am.Window(77)])
+def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
+    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
     for shape in ((1, 1, 2), (2, 1, 2)):
-        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype):
+        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):
             assert torch.equal(out, alone)
 
 
@@ -229,6 +230,34 @@ def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are
         one = kernel.Triton().attend(q, *(x[number : number + 1] for x in blocks), block, 0.25)
         assert torch.equal(one.out[0], five.out[number])
         assert torch.equal(one.lse[0], five.lse[number])
+
+
+def test_sinks_may_lie_in_memory_as_they_like() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=20, dtype=torch.float32)
+    cache.append(*torch.randn(2, 1, 2, 20, 8).unbind())
+    q = torch.randn(1, 4, 1, 8)
+    for sinks in (torch.randn(4, 2)[:, 0], torch.ones(1).expand(4), torch.randn(4).bfloat16()):
+        ours, theirs = (am.decode(q, cache, sinks=sinks, kernel=name) for name in ("triton", "cpu"))
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_programs_that_do_not_fit_a_device_are_given_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):
+        pass
+
+    x, tried = torch.zeros(1, 1, 40, 8), []
+
+    def act(tile: kernel.Tile) -> kernel.Tile:
+        tried.append(tile)
+        if tile.rows * tile.keys > 32 * 16:
+            raise OutOfResources
+        return tile
+
+    monkeypatch.setattr(kernel, "_FITTING", {})
+    monkeypatch.setattr(kernel, "_tile", lambda q, v, rows: kernel.Tile(64, 64))
+    for _ in range(2):
+        assert kernel._fitted("attend", x, x, 40, act)[:2] == (32, 16)
+    assert [tile[:2] for tile in tried] == [(64, 64), (64, 32), (64, 16), (32, 16), (32, 16)]
 
 
 def test_what_it_does_not_serve_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

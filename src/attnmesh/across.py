@@ -36,6 +36,9 @@ from attnmesh.peers import peers_of
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
 
+FEW = 1 << 16
+"""Numbers up to which one program tells them apart sooner than PyTorch, who uses all of the chip."""
+
 BASES = {"e": 1.0, "2": math.log(2.0)}
 """By which an `lse` in this base is multiplied to be natural."""
 
@@ -160,8 +163,10 @@ def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dty
     call = tuple(partial.out.shape), partial.out.dtype, how, output, wire
     witness = witness_of(crc32(repr(call).encode()), partial.lse)
     (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
-    silent = torch.compiler.is_compiling() or serves(lse.device)  # ranks that disagree have NaN, and ask nothing
-    if not silent and float(witness.sum()) != 0:
+    silent = serves(lse.device) and how != "allreduce" and partial.lse.dtype == torch.float32
+    if silent or torch.compiler.is_compiling():  # nothing is asked: ranks that disagree have NaN
+        out = torch.where(witness.sum() == 0, out, torch.nan)
+    elif float(witness.sum()) != 0:
         given, fix = f"another elsewhere than {call} here", "pass partials of the same queries, with the same options"
         raise MeshError("merge_across", "the same call on every rank", given, fix)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
@@ -195,8 +200,8 @@ def merged_across(
             return partial, told
     with merging():
         peers = peers_of(axis, witness.device) if how == "direct" and form.lse == torch.float32 else None
-        if peers is not None and form.size <= peers.longest:
-            form = replace(form, out=torch.float32)
+        if peers is not None and (whole_form := replace(form, out=form.lse)).size <= peers.longest:
+            form = whole_form
             message = form.message(witness, partial) if message is None else message
             witness, whole = peers.merge(message, form.shape)
         elif how == "direct" and output == "heads":
@@ -225,7 +230,7 @@ def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, 
 
 def witness_of_all(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Of a call on a cache, whose length is on the device, and of the bits of some tensors."""
-    if like.dtype == torch.float32 and serves(like.device):
+    if like.dtype == torch.float32 and serves(like.device) and sum(x.numel() for x in tensors) <= FEW:
         return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
     witness = witness_of(sum(map(digest, tensors), start=call + state[0]), like)
     return witness if into is None else into.copy_(witness)

@@ -5,6 +5,7 @@ stay on the rank that made them: a slot knows its token, so nothing is moved. Al
 lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, digest
 from attnmesh.deal import Deal, cover
-from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError
+from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError, StoreError
 from attnmesh.exchange import blank, swap
 from attnmesh.hosts import board_of, rounds
-from attnmesh.mesh import AXES, Mesh, flat_axis
+from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
-from attnmesh.saved import Header, Share, fill, opened, save
+from attnmesh.saved import Header, Saving, Share, fill, next_saving, opened, publish, real_tokens, save
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
-from attnmesh.store import Stored
 
 T = TypeVar("T")
 
@@ -77,6 +77,7 @@ class KVCache:
         self.padding: Padding | None = None
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
         self._shards = 0, [0] * self.tokens.size  # up to which token each rank holds how many, before dealing goes on
+        self._saving: Saving | None = None
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
@@ -91,7 +92,7 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same tokens in tensors of its own, on the same mesh."""
         twin = object.__new__(type(self))
-        twin.__dict__ = dict(self.__dict__)
+        twin.__dict__ = {**self.__dict__, "_saving": None}
         with torch.inference_mode(False):
             for name in ("keys", "values", "columns", "state"):
                 setattr(twin, name, getattr(self, name).clone())
@@ -186,6 +187,7 @@ class KVCache:
     @torch.no_grad()
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected speculation."""
+        self._finish_saving()
         before, held = self.length, 0
         call: str | InputError = f"truncate to {length}"
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
@@ -233,6 +235,7 @@ class KVCache:
         if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
             given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
             raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+        self._finish_saving()
         index, batch, used = batch_index.to(self.device), self.sizes.batch, self.used
         if index.ndim != 1 or not len(index) or not bool(((index >= 0) & (index < batch)).all()):
             expected, given = f"a number of a sequence below {batch} for each", f"{batch_index.tolist()}"
@@ -249,9 +252,34 @@ class KVCache:
             self.padding = self.padding.reordered(index)
         self.stamp = _stamp(self.stamp, index)
 
-    def save(self, path: str | Path) -> None:
-        """Write the cache to a folder, each rank its own tokens; every rank calls it."""
-        save(path, self._share(), self.used, self.length, self.padding, flat_axis(self.device_mesh, AXES))
+    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
+        """Write the cache to a folder, each rank its own tokens; every rank calls it.
+
+        What the folder held before stays until all is written. Without `wait`, it is written while decoding goes on;
+        then every rank has to call `wait()` on what is returned.
+        """
+        self._finish_saving()
+        folder = Path(path)
+        number = _agreed(self.mesh, self.device, lambda: next_saving(folder))
+        agree(self.mesh, self.device, f"save {number}")
+        header = Header(
+            self.sizes, self.padding is not None, self.length, self.mesh.heads.size, self.tokens.size, number
+        )
+        share, used, padding = self._share(), self.used, self.padding
+
+        def conclude(error: StoreError | None) -> None:
+            agree(self.mesh, self.device, error or "save")
+            _agreed(self.mesh, self.device, lambda: publish(folder, header) if share.first else None)
+
+        self._saving = Saving(lambda: save(folder, number, share, used, padding, header.length), conclude)
+        if wait:
+            self._saving.wait()
+        return self._saving
+
+    def _finish_saving(self) -> None:
+        """What is being written is not to change."""
+        if self._saving is not None:
+            self._saving.finish_writing()
 
     @classmethod
     def load(
@@ -263,19 +291,21 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        stored, header = _agreed(Mesh.of(mesh), _device(mesh, device), lambda: opened(path))
+        folder, place = Path(path), (Mesh.of(mesh), _device(mesh, device))
+        header = _agreed(*place, lambda: opened(folder))
         sizes = header.sizes if capacity is None else replace(header.sizes, capacity=capacity)
+        _agreed(*place, lambda: _check_fits(sizes, *place))
         cache = cls(mesh, **vars(sizes), device=device)
         cache._check_room("load", header.length)
         with torch.no_grad():
-            _agreed(cache.mesh, cache.device, lambda: cache._fill(stored, header))
+            _agreed(cache.mesh, cache.device, lambda: cache._fill(folder, header))
         return cache
 
-    def _fill(self, stored: Stored, header: Header) -> None:
-        held = fill(self._share(), stored, header)
+    def _fill(self, folder: Path, header: Header) -> None:
+        held = fill(self._share(), folder, header)
         self.state.copy_(torch.tensor([header.length, held]))
         if header.padded:
-            (real,) = stored.read(["real"])
+            real = real_tokens(folder, header)
             self.padding, none = self._unpadded(torch.zeros_like(self.state[0])), torch.zeros_like(self.state[0])
             self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
 
@@ -371,6 +401,19 @@ def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
     except RuntimeError:
         pass
     return torch.device(mesh.device_type if mesh is not None else "cpu")
+
+
+def _check_fits(sizes: Sizes, mesh: Mesh, device: torch.device) -> None:
+    """A file may say anything: nothing is reserved that the device could not hold."""
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
+    columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+    if (needed := tokens * (columns * sizes.dtype.itemsize + 8)) > room:
+        given = f"{needed / 1e9:,.1f} GB for a capacity of {sizes.capacity:,}"
+        raise StoreError("load", f"at most this device's {room / 1e9:,.1f} GB", given, "say a smaller capacity=")
 
 
 def _device_fault(found: torch.device, device: object) -> DeviceError | None:

@@ -209,7 +209,8 @@ def _absent(cache: KVCache, options: "_Options") -> None:
     ranks = cache.tokens.size
     canonical = bool(options.reproducible) and not ranks & (ranks - 1)
     witness = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
-    absent(cache.tokens, options.merge, options.output, witness, canonical=canonical)
+    merge = "tree" if options.reproducible else options.merge
+    absent(cache.tokens, merge, options.output, witness, canonical=canonical)
     if cache.mesh.heads.size > 1:
         _told(witness, cache.mesh.heads)
 

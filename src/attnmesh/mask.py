@@ -61,7 +61,8 @@ class Mask:
         """The first and the last position that the query at each position sees; neither ever decreases."""
         first, last = (positions - self.left).clamp(min=0), positions + self.right
         if self.ends:
-            edges = _edges(self.ends, positions.device)
+            real = type(positions) is Tensor and positions.device.type == "cuda"
+            edges = (_edges if real else _fresh_edges)(self.ends, positions.device)
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
@@ -194,10 +195,13 @@ def _count(subject: str, value: int) -> int:
     return min(count, FAR)
 
 
-@lru_cache(maxsize=64)
-def _edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where documents begin, brought to the device once; tokens beyond are one more document."""
+def _fresh_edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where documents begin; tokens beyond are one more document."""
     return torch.tensor((0, *ends, FAR), device=device)
+
+
+_edges = lru_cache(maxsize=64)(_fresh_edges)
+"""The same, brought to a GPU once."""
 
 
 def _corners(positions: range) -> tuple[int, int]:

@@ -74,7 +74,8 @@ class Peers:
             V_0=first,
             V_1=second,
             PUT=put,
-            TAKE=take and rows > 0,
+            TAKE=take,
+            enable_fp_fusion=False,
         )
         count_messages(ranks - 1, len(message))
         return witness, Partial(out, lse)

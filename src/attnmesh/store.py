@@ -1,73 +1,128 @@
-"""Tensors of several ranks in one folder, through `torch.distributed.checkpoint`, each with a sum that tells damage."""
+"""Tensors in a file of the safetensors format, each with a sum that tells damage; nothing that is read is ever run.
 
-import warnings
-from collections.abc import Iterable
+        8 bytes     the length of the header
+        header      JSON: for each tensor its dtype, its shape, and from which byte to which it lies behind the header
+        the rest    the tensors, one behind the other
+
+What a file says of itself is checked against its own size before any memory is reserved.
+"""
+
+import ctypes
+import json
+import math
+import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnmesh.agree import digest
 from attnmesh.errors import StoreError
-from attnmesh.mesh import Axis
 
-SUM = " sum"
-"""What the name of a tensor's sum ends with."""
+DTYPES = {
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+"""Those that a cache has, by their names in the format."""
+
+LONGEST = 1 << 24
+"""Bytes of the longest header that is read."""
 
 FIX = "restore the folder from a copy, or save again"
 
 
-def write(path: str | Path, tensors: dict[str, Tensor], ranks: Axis) -> None:
-    """Write this rank's tensors, whose names no other rank uses; every rank calls it."""
-    # Slow to import, and seldom used.
-    from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
+class Entry(NamedTuple):
+    """A tensor in a file: what it is, where it lies, and its sum."""
 
-    sums = {name + SUM: digest(x).cpu() for name, x in tensors.items()}
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled|Detected an existing", UserWarning)
-            writer = FileSystemWriter(path, overwrite=True)
-            save(tensors | sums, storage_writer=writer, process_group=ranks.group, no_dist=ranks.size == 1)
-    except (Exception, CheckpointException) as error:
-        expected, given = "a folder that can be written to", f"{path!r} ({type(error).__name__})"
-        raise StoreError("save", expected, given, "check the path and the room on the disk") from error
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    sum: int
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """All of them, and not done before the disk has them."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {name: str(int(digest(x))) for name, x in tensors.items()}}
+    place = 0
+    for name, x in tensors.items():
+        size = x.numel() * x.element_size()
+        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [place, place + size]}
+        place += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for x in tensors.values():
+            flat = x.detach().contiguous().cpu()
+            size = flat.numel() * flat.element_size()
+            file.write((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class Stored:
-    """A folder that `write` wrote, read by each rank for itself."""
+    """A file that `write` wrote, or that says so."""
 
-    def __init__(self, path: str | Path) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            entries = FileSystemReader(path).read_metadata().state_dict_metadata
-        except Exception as error:
-            expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 2 <= length <= min(LONGEST, size - 8):
+                    raise ValueError("a header of no such length")
+                header = json.loads(file.read(length))
+            self.start = 8 + length
+            self.entries = _entries(header, size - self.start)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+            expected, given = "a file that KVCache.save wrote", f"{path} ({type(error).__name__}: {error})"
             raise StoreError("load", expected, given, "check the path, or save again") from error
-        self.entries = {name: x for name, x in entries.items() if isinstance(x, TensorStorageMetadata)}
 
-    def read(self, names: Iterable[str]) -> list[Tensor]:
-        """The tensors of these names, or an error if any is not there or not what was written."""
-        from torch.distributed.checkpoint.api import CheckpointException  # no Exception, but a BaseException
-        from torch.distributed.checkpoint.state_dict_loader import load
-
-        wanted = list(names)
-        if missing := [name for name in (*wanted, *(name + SUM for name in wanted)) if name not in self.entries]:
-            raise StoreError("load", "a cache that KVCache.save wrote", f"no {missing[0]!r} in {self.path}", FIX)
-        shapes = ((name, self.entries[name]) for each in wanted for name in (each, each + SUM))
-        tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in shapes}
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name, or an error if it is not there or not what was written."""
+        if name not in self.entries:
+            raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        size = entry.stop - entry.start
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                load(tensors, checkpoint_id=self.path, no_dist=True)
-        except (Exception, CheckpointException) as error:
-            given = f"{wanted[0]!r} in {self.path} ({type(error).__name__})"
+            with self.path.open("rb") as file:
+                file.seek(self.start + entry.start)
+                got = file.readinto((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
+        except OSError as error:
+            given = f"{name!r} in {self.path} ({error.strerror})"
             raise StoreError("load", "files as they were written", given, FIX) from error
-        for name in wanted:
-            if not torch.equal(digest(tensors[name]), tensors[name + SUM]):
-                raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
-        return [tensors[name] for name in wanted]
+        if got != size or int(digest(tensor)) != entry.sum:
+            raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
+        return tensor
+
+
+def _entries(header: Any, room: int) -> dict[str, Entry]:
+    """What a header says, if that can be: whole numbers, and tensors that fill the room without a gap."""
+    sums = dict(header.pop("__metadata__"))
+    entries, places = {}, []
+    for name, said in header.items():
+        start, stop = (_whole(x) for x in said["data_offsets"])
+        shape, dtype = tuple(_whole(n) for n in said["shape"]), DTYPES[said["dtype"]]
+        if start > stop or stop > room or math.prod(shape) * dtype.itemsize != stop - start:
+            raise ValueError(f"{name!r} does not lie where it should")
+        entries[name] = Entry(dtype, shape, start, stop, int(str(sums[name])))
+        places.append((start, stop))
+    places.sort()
+    if [start for start, _ in places] + [room] != [0] + [stop for _, stop in places]:
+        raise ValueError("tensors that overlap, or gaps between them")
+    return entries
+
+
+def _whole(x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 1 << 48:
+        raise ValueError(f"{str(x)[:20]!r} where a size should be")
+    return x

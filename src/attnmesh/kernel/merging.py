@@ -117,10 +117,13 @@ def serves(device: torch.device) -> bool:
 def _launch(
     stacked: Partial, into: Partial, sinks: Tensor | None, witnesses: Tensor | None, witness: Tensor | None
 ) -> None:
+    """What is absent is stood for by something that is there, and is not read."""
     outs, lses = (x if x[0].is_contiguous() else x.contiguous() for x in stacked)
     splits, *shape, values = outs.shape
     rows, (first, second) = lses[0].numel(), parts(values)
     if not rows:
+        if witnesses is not None and witness is not None:
+            witness.copy_(witnesses.amax(0))
         return
     launch(
         "decode",
@@ -130,7 +133,7 @@ def _launch(
         outs=outs,
         lses=lses,
         witnesses=lses if witnesses is None else witnesses,
-        sinks=lses if sinks is None else sinks,
+        sinks=lses if sinks is None else sinks.contiguous(),
         out=into.out,
         lse=into.lse,
         witness=into.lse if witness is None else witness,
@@ -147,4 +150,5 @@ def _launch(
         V_1=second,
         SUNK=sinks is not None,
         WITNESSED=witnesses is not None and witness is not None,
+        enable_fp_fusion=False,  # or the bits would depend on which partial is the first
     )

@@ -1,9 +1,10 @@
 """Triton: one launch for any mask and layout, decoding split over the keys until the chip is full."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from attnmesh.kernel.walk import Answer, Gradients
 from attnmesh.mask import FAR, Mask
 from attnmesh.partial import Partial, with_sinks
 from attnmesh.slots import Slots
+
+Found = TypeVar("Found")
 
 WIDEST = 576
 """Of a head: latent attention keeps 512 columns and 64 that are rotated."""
@@ -62,17 +65,7 @@ class Triton:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial, in float32."""
-        tile = _tile(q, v, q.shape[2] * q.shape[1] // k.shape[1])
-        call = _call(q, k, v, block, scale, tile)
-        lines, tiles = k.shape[0] * k.shape[1], -(-call["rows"] // tile.rows)
-        span = _span(call["keys"], lines * tiles, SPAN * tile.keys, q.device)
-        spans = -(-call["keys"] // span)
-        shape = spans, *q.shape[:-1]
-        partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
-        launch(
-            "attend", "attend", (tiles, spans, lines), q.device, **call, out=partials.out, lse=partials.lse, span=span
-        )
-        return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
+        return _fitted("attend", q, v, q.shape[2] * q.shape[1] // k.shape[1], partial(_attended, q, k, v, block, scale))
 
     def attend_slots(
         self,
@@ -87,56 +80,79 @@ class Triton:
         into: Partial | None = None,
     ) -> Partial:
         """The partial of the last queries, over so many parts of the slots as fill the chip, or a part a block."""
-        lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
-        tile, room = _tile(q, slots.values, rows), slots.keys.shape[2] - 1
-        tiles = -(-rows // tile.rows)
-        count = -(-room // (block or _span(room, lines * tiles, SPAN * tile.keys, q.device)))
-        partials = Partial(_blank(q, count, *q.shape[:-1], slots.values.shape[-1]), _blank(q, count, *q.shape[:-1]))
-        places, bounded = slots.places(), slots.padding is not None or bool(mask.ends)
-        first, last = slots.bounds(q.shape[2], mask) if bounded else (places, places)  # these are not read
-        launch(
-            "decode",
-            "held",
-            (tiles, count, lines),
-            q.device,
-            **_tensors(q, slots.keys, slots.values, tile),
-            places=places,
-            columns=slots.columns,
-            state=slots.state,
-            firsts=first,
-            lasts=last,
-            out=partials.out,
-            lse=partials.lse,
-            places_batch=_step(places),
-            bounds_batch=_step(first),
-            block=block or 0,
-            capacity=capacity,
-            left=min(mask.left, REACH),
-            right=min(mask.right, REACH),
-            scale=scale,
-            BOUNDED=bounded,
-            NEAR=mask.left < FAR or bool(mask.ends),
-        )
+        rows = q.shape[2] * q.shape[1] // slots.keys.shape[1]
+        parts = _fitted("held", q, slots.values, rows, partial(_held, q, slots, mask, scale, capacity, block))
         if block is not None:
-            return placed(with_sinks(up_the_tree(partials), sinks), into)
-        return merged(partials, into, sinks=sinks)
+            return placed(with_sinks(up_the_tree(parts), sinks), into)
+        return merged(parts, into, sinks=sinks)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
-        tile = _tile(q, v, BACKWARD)
-        dout = answer.dout.to(q.dtype).contiguous()
-        delta = (answer.out.float() * answer.dout.float()).sum(-1)
-        call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
-        lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
-        dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
-        launch("attend", "queries_backward", (-(-call["rows"] // tile.rows), lines), q.device, **call, dq=dq)
-        edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
-        seen = {
-            "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
-            "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
-        }
-        launch("attend", "keys_backward", (tiles, lines), q.device, **call, **seen, dk=dk, dv=dv)
-        return Gradients(dq, dk, dv)
+        return _fitted("differentiate", q, v, BACKWARD, partial(_differentiated, q, k, v, answer, block, scale))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> Partial:
+    call = _call(q, k, v, block, scale, tile)
+    lines, tiles = k.shape[0] * k.shape[1], -(-call["rows"] // tile.rows)
+    span = _span(call["keys"], lines * tiles, SPAN * tile.keys, q.device)
+    spans = -(-call["keys"] // span)
+    shape = spans, *q.shape[:-1]
+    partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
+    launch("attend", "attend", (tiles, spans, lines), q.device, **call, out=partials.out, lse=partials.lse, span=span)
+    return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
+
+
+def _held(q: Tensor, slots: Slots, mask: Mask, scale: float, capacity: int, block: int | None, tile: Tile) -> Partial:
+    """A partial of each part of the slots."""
+    lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
+    room = slots.keys.shape[2] - 1
+    tiles = -(-rows // tile.rows)
+    count = -(-room // (block or _span(room, lines * tiles, SPAN * tile.keys, q.device)))
+    partials = Partial(_blank(q, count, *q.shape[:-1], slots.values.shape[-1]), _blank(q, count, *q.shape[:-1]))
+    places, bounded = slots.places(), slots.padding is not None or bool(mask.ends)
+    first, last = slots.bounds(q.shape[2], mask) if bounded else (places, places)  # these are not read
+    launch(
+        "decode",
+        "held",
+        (count, tiles, lines),
+        q.device,
+        **_tensors(q, slots.keys, slots.values, tile),
+        places=places,
+        columns=slots.columns,
+        state=slots.state,
+        firsts=first,
+        lasts=last,
+        out=partials.out,
+        lse=partials.lse,
+        places_batch=_step(places),
+        bounds_batch=_step(first),
+        block=block or 0,
+        capacity=capacity,
+        left=min(mask.left, REACH),
+        right=min(mask.right, REACH),
+        scale=scale,
+        BOUNDED=bounded,
+        NEAR=mask.left < FAR or bool(mask.ends),
+    )
+    return partials
+
+
+def _differentiated(
+    q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float, tile: Tile
+) -> Gradients:
+    dout = answer.dout.to(q.dtype).contiguous()
+    delta = (answer.out.float() * answer.dout.float()).sum(-1)
+    call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
+    lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
+    dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
+    launch("attend", "queries_backward", (-(-call["rows"] // tile.rows), lines), q.device, **call, dq=dq)
+    edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
+    seen = {
+        "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
+        "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
+    }
+    launch("attend", "keys_backward", (tiles, lines), q.device, **call, **seen, dk=dk, dv=dv)
+    return Gradients(dq, dk, dv)
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
@@ -182,6 +198,30 @@ DIMS = "batch", "head", "row"
 
 BACKWARD = 128
 """Rows from which on a tile is as large as the registers allow."""
+
+
+def _fitted(name: str, q: Tensor, v: Tensor, rows: int, act: Callable[[Tile], Found]) -> Found:
+    """Act with tiles as large as is good, or as the memory that a program's tiles share on this device allows."""
+    wanted = _tile(q, v, rows)
+    key = name, q.device, q.dtype, q.shape[-1], v.shape[-1], wanted
+    tile = _FITTING.get(key, wanted)
+    while True:
+        try:
+            found = act(tile)
+        except Exception as error:
+            if type(error).__name__ != "OutOfResources" or max(tile.rows, tile.keys) == LEAST:
+                raise
+            less = {"keys": tile.keys // 2} if tile.keys > LEAST else {"rows": tile.rows // 2}
+            tile = tile._replace(**less)
+            continue
+        _FITTING[key] = tile
+        return found
+
+
+_FITTING: dict[tuple[Any, ...], Tile] = {}
+
+LEAST = 16
+"""Rows or keys of a tile: fewer cannot be multiplied."""
 
 
 def _tile(q: Tensor, v: Tensor, rows: int) -> Tile:

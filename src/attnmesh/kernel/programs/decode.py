@@ -7,7 +7,18 @@ it, and the grid is as large as the cache's room: one captured graph serves a ca
 import triton
 import triton.language as tl
 
-from attnmesh.kernel.programs.tiles import LOG2E, absorbed, concluded, logits_of, program, read, write, zeros
+from attnmesh.kernel.programs.tiles import (
+    LOG2E,
+    absorbed,
+    concluded,
+    highest_of,
+    joined,
+    logits_of,
+    program,
+    read,
+    settled,
+    zeros,
+)
 
 # --- a rank's own part of a step ---
 
@@ -41,7 +52,7 @@ def held_program(
     its first to its last: read where they are BOUNDED, else told by the mask's reach. NEAR masks leave old slots out.
     A cache that holds more than its capacity, or fewer tokens than there are queries, answers with NaN.
     """
-    tile, part, line = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, tile, line = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = line // kv_heads, line % kv_heads
     length, used = tl.load(state), tl.load(state + 1).to(tl.int32)
     row = tile * ROWS + tl.arange(0, ROWS)
@@ -56,11 +67,12 @@ def held_program(
     start = 0
     if NEAR:  # padding only ever moves a token's place forward from its column
         start = _below(columns, used, tl.min(tl.where(there & (last >= 0), first, length)), 256)
-    share = block
+    begin, share = part * block, block
     if block == 0:
-        share = tl.cdiv(tl.cdiv(used - start, tl.num_programs(1)), KEYS) * KEYS
-    start += part * share
-    end = tl.minimum(start + share, used)
+        share = tl.cdiv(tl.cdiv(used - start, tl.num_programs(0)), KEYS) * KEYS
+        begin = start + part * share
+    end = tl.minimum(begin + share, used)
+    begin += tl.maximum(start - begin, 0) // KEYS * KEYS
 
     q += batch * q_batch + head * group * q_head
     k += batch * k_batch + head * k_head
@@ -70,7 +82,7 @@ def held_program(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sum_0, sum_1 = zeros(ROWS, V_0, V_1)
-    for step in range(start, end, KEYS):
+    for step in range(begin, end, KEYS):
         slot = step + tl.arange(0, KEYS).to(tl.int64)
         known = slot < end
         place = tl.load(places + slot, mask=known, other=-1)
@@ -103,36 +115,18 @@ def merge_program(
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < rows
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    sink = tl.full([ROWS], -float("inf"), tl.float32)
     if SUNK:
-        peak = tl.load(sinks + row // queries % heads, mask=there, other=-float("inf")).to(tl.float32)
-    sink = peak
-    for split in range(splits):
-        peak = tl.maximum(peak, tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")))
-    origin = tl.where(peak == -float("inf"), 0.0, peak)
-    total = tl.zeros([ROWS], tl.float32)
-    if SUNK:
-        total = tl.exp(sink - origin)
-    sum_0, sum_1 = zeros(ROWS, V_0, V_1)
-    for split in range(splits):
-        weight = tl.exp(tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")) - origin)
-        total += weight
-        out_0, out_1 = read(outs + split * outs_split, row * values, there, values, V_0, V_1)
-        sum_0 += weight[:, None] * out_0.to(tl.float32)
-        if V_1 > 0:
-            sum_1 += weight[:, None] * out_1.to(tl.float32)
-    nothing = total == 0.0
-    total = tl.where(nothing, 1.0, total)
+        sink = tl.load(sinks + row // queries % heads, mask=there, other=-float("inf")).to(tl.float32)
+    total, origin, sum_0, sum_1 = joined(
+        outs, lses, splits, outs_split, lses_split, row, there, values, sink, ROWS, V_0, V_1
+    )
     if WITNESSED:
-        number = tl.arange(0, 2)
-        highest = tl.load(witnesses + number)
-        for split in range(1, splits):
-            highest = tl.maximum(highest, tl.load(witnesses + split * witnesses_split + number))
+        highest = highest_of(witnesses, splits, witnesses_split)
         total = tl.where(tl.sum(highest) == 0.0, total, float("nan"))
         if tl.program_id(0) == 0:
-            tl.store(witness + number, highest)
-    write(out, row * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
-    tl.store(lse + row, tl.where(nothing, -float("inf"), origin + tl.log(total)), mask=there)
+            tl.store(witness + tl.arange(0, 2), highest)
+    settled(total, origin, sum_0, sum_1, out, lse, row, there, values, V_0, V_1)
 
 
 # --- what ranks compare ---

@@ -13,7 +13,7 @@ read the last.
 import triton
 import triton.language as tl
 
-from attnmesh.kernel.programs.tiles import program, read, write, zeros
+from attnmesh.kernel.programs.tiles import highest_of, joined, program, read, settled, write
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def one_shot_program(
         its_lse = tl.load(message + 2 + row, mask=there, other=0.0)
         out_0, out_1 = read(message + 2 + rows, row * values, there, values, V_0, V_1)
         for peer in range(ranks):
-            box = _box(tl.load(memories + peer).to(tl.pointer_type(tl.float32)), flags, step % 2, ranks, room, rank)
+            box = _box(tl.load(memories + peer).to(tl.pointer_type(tl.float32)), flags, step & 1, ranks, room, rank)
             tl.store(box + number, its_witness)
             tl.store(box + 2 + row, its_lse, mask=there)
             write(box + 2 + rows, row * values, there, values, out_0, out_1, V_0, V_1)
@@ -54,33 +54,19 @@ def one_shot_program(
             its_flags = tl.load(memories + peer).to(tl.pointer_type(tl.int32))
             tl.atomic_xchg(its_flags + rank * flags + tile, step, sem="release", scope="sys")
     if TAKE:
-        left = patience
+        left = tl.where((rows > 0) | (tile == 0), patience, 0)  # of no rows one tile tells
         for peer in range(ranks):
             flag = own_flags + peer * flags + tile
-            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") < step) & (left > 0):
+            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - step < 0) & (left > 0):
                 left -= 1
         tl.debug_barrier()
-        peak = tl.full([ROWS], -float("inf"), tl.float32)
-        highest = tl.full([2], -float("inf"), tl.float32)
-        for peer in range(ranks):
-            box = _box(own, flags, step % 2, ranks, room, peer)
-            peak = tl.maximum(peak, tl.load(box + 2 + row, mask=there, other=-float("inf")))
-            highest = tl.maximum(highest, tl.load(box + number))
-        origin = tl.where(peak == -float("inf"), 0.0, peak)
-        total = tl.zeros([ROWS], tl.float32)
-        sum_0, sum_1 = zeros(ROWS, V_0, V_1)
-        for peer in range(ranks):
-            box = _box(own, flags, step % 2, ranks, room, peer)
-            weight = tl.exp(tl.load(box + 2 + row, mask=there, other=-float("inf")) - origin)
-            total += weight
-            out_0, out_1 = read(box + 2 + rows, row * values, there, values, V_0, V_1)
-            sum_0 += weight[:, None] * out_0
-            if V_1 > 0:
-                sum_1 += weight[:, None] * out_1
-        nothing = total == 0.0
-        total = tl.where(nothing, 1.0, total)
+        boxes = _box(own, flags, step & 1, ranks, room, 0)
+        sink = tl.full([ROWS], -float("inf"), tl.float32)
+        total, origin, sum_0, sum_1 = joined(
+            boxes + 2 + rows, boxes + 2, ranks, room, room, row, there, values, sink, ROWS, V_0, V_1
+        )
+        highest = highest_of(boxes, ranks, room)
         total = tl.where((tl.sum(highest) == 0.0) & (left > 0), total, float("nan"))
         if tile == 0:
             tl.store(witness + number, highest)
-        write(out, row * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
-        tl.store(lse + row, tl.where(nothing, -float("inf"), origin + tl.log(total)), mask=there)
+        settled(total, origin, sum_0, sum_1, out, lse, row, there, values, V_0, V_1)

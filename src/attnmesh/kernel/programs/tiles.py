@@ -129,3 +129,50 @@ def concluded(
     total = tl.where(nothing, 1.0, total)
     write(out, own * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
     tl.store(lse + own, tl.where(nothing, -float("inf"), (peak + tl.log2(total)) * LN2), mask=there)
+
+
+# --- merges ---
+
+
+@triton.jit
+def joined(
+    outs, lses, splits, outs_split, lses_split, row, there, values, sink,
+    ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """Rows of partials that lie one behind the other, and a sink: weights, from what they are measured, and sums."""
+    peak = sink
+    for split in range(splits):
+        peak = tl.maximum(peak, tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")))
+    origin = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.exp(sink - origin)
+    sum_0, sum_1 = zeros(ROWS, V_0, V_1)
+    for split in range(splits):
+        weight = tl.exp(tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")) - origin)
+        total += weight
+        out_0, out_1 = read(outs + split * outs_split, row * values, there, values, V_0, V_1)
+        sum_0 += weight[:, None] * out_0.to(tl.float32)
+        if V_1 > 0:
+            sum_1 += weight[:, None] * out_1.to(tl.float32)
+    return total, origin, sum_0, sum_1
+
+
+@triton.jit
+def highest_of(witnesses, splits, split_by):
+    """The maximum of what ranks said; of those that said the same it cancels."""
+    number = tl.arange(0, 2)
+    highest = tl.load(witnesses + number)
+    for split in range(1, splits):
+        highest = tl.maximum(highest, tl.load(witnesses + split * split_by + number))
+    return highest
+
+
+@triton.jit
+def settled(
+    total, origin, sum_0, sum_1, out, lse, row, there, values,
+    V_0: tl.constexpr, V_1: tl.constexpr,
+):  # fmt: skip
+    """Write what was joined."""
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    write(out, row * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
+    tl.store(lse + row, tl.where(nothing, -float("inf"), origin + tl.log(total)), mask=there)
