@@ -4,7 +4,7 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo test long check format docs bench fuzz gpu packages clean
+.PHONY: demo test long check format docs bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -52,7 +52,12 @@ SECONDS ?= 60
 fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS on one device, of caches, on each mesh
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS)
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS) --caches
+	$(RUN)/python -m tests.fuzz_store
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
+
+RUNS ?= 200
+chaos: $(VENV)/ready           ## ranks are killed and stopped at random moments, RUNS times (15 minutes), and what the others say
+	$(RUN)/python -m tests.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
 	@$(RUN)/python -m benchmarks.gpu

@@ -107,6 +107,8 @@ class Stored:
 
 def _entries(header: Any, room: int) -> dict[str, Entry]:
     """What a header says, if that can be: whole numbers, and tensors that fill the room without a gap."""
+    if not isinstance(header, dict):
+        raise ValueError("a header that is none")
     sums = dict(header.pop("__metadata__"))
     entries, places = {}, []
     for name, said in header.items():

@@ -1,0 +1,173 @@
+"""Saving: the last stays until the next is whole, decoding goes on meanwhile, and files are not trusted."""
+
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh import saved
+from attnmesh.errors import StoreError
+from attnmesh.mesh import AXES, Shape
+from attnmesh.store import Stored, write
+from tests.fuzz_store import Victim
+from tests.mesh_problems import named_mesh
+from tests.pool import Pool
+
+
+def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
+    mesh = None if ranks == 1 else named_mesh(Shape(1, 1, ranks), AXES)
+    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=width, capacity=tokens + 40, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    cache.append(*torch.randn(2, 1, 2, tokens, width, generator=generator).unbind())
+    return cache
+
+
+def answer(cache: am.KVCache) -> torch.Tensor:
+    width = cache.sizes.head_dim
+    return am.decode(torch.randn(1, 4, 1, width, generator=torch.Generator().manual_seed(1)), cache)
+
+
+def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> None:
+    small, large = cache_of(20), cache_of(20_000)
+    small.save(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(StoreError, match=r"save: expected a folder that can be written to, given .*File too large"):
+            large.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+    large.save(tmp_path)
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(large))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "cache.json"]
+
+
+def one_cannot_write(path: Path) -> list[str]:
+    """The second of two ranks is out of room: both say so, and both still read what was there."""
+    first, second = cache_of(20, 2), cache_of(20_000, 2)
+    first.save(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        second.save(path)
+        said = "fine"
+    except StoreError as error:
+        said = str(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    same = torch.equal(answer(am.KVCache.load(path, first.device_mesh)), answer(first))
+    return [said, str(same)]
+
+
+def test_all_ranks_say_that_one_could_not_save(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, one_cannot_write, tmp_path)
+    assert one == other
+    assert "File too large" in one[0]
+    assert one[1] == "True"
+
+
+def saved_while_decoding(path: Path) -> bool:
+    cache, twin = cache_of(3000, 2), cache_of(3000, 2)
+    saving = cache.save(path, wait=False)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(20):
+        cache.append(*torch.randn(2, 1, 2, 1, 8, generator=generator).unbind())
+        answer(cache)
+    saving.wait()
+    saving.wait()
+    return saving.written and torch.equal(answer(am.KVCache.load(path, cache.device_mesh)), answer(twin))
+
+
+def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, saved_while_decoding, tmp_path) == [True] * 2
+
+
+def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
+    cache, twin = cache_of(3000), cache_of(3000)
+    slow = saved.write
+    monkeypatch.setattr(saved, "write", lambda *told: (torch.randn(4_000_000).sort(), slow(*told)))
+    saving = cache.save(tmp_path, wait=False)
+    cache.truncate(100)
+    assert saving.written
+    cache.append(*torch.zeros(2, 1, 2, 500, 8).unbind())
+    saving.wait()
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(twin))
+
+
+def test_a_saving_that_was_cut_short_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+    small = cache_of(20)
+    small.save(tmp_path)
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "0.0.safetensors").write_bytes(b"half of it")
+    (tmp_path / "cache.json.part").write_text('{"format": "attnm')
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+    small.append(*torch.ones(2, 1, 2, 3, 8).unbind())
+    small.save(tmp_path)
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+
+
+def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
+    """2,000 of the inputs of `python -m tests.fuzz_store`, of which 2,000,000 have been tried."""
+    victim = Victim(tmp_path / "cache")
+    came = [victim.load(seed) if seed % 10 == 0 else victim.read(seed) for seed in range(2000)]
+    assert set(came) == {"read", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"version": 1}, "a cache of version 2, given version 1"),
+        ({"length": 10**9}, "the sizes of a cache"),
+        ({"heads": 3}, "the sizes of a cache"),
+        ({"ranks": 0}, "the sizes of a cache"),
+        ({"sizes": [1, 2, 8, 8, 2**47, 16, 1]}, "at most this device's .* GB, given .* GB for a capacity of"),
+        ({"sizes": [1, 2, 8, 8, 60, 16, 99]}, "the sizes of a cache"),
+        ({"sizes": "many"}, "a folder that KVCache.save wrote"),
+        ({"length": 21}, "every token once, given 20 of this rank's 21 tokens"),
+        ({"length": 19}, "every token once"),
+    ],
+)
+def test_what_a_manifest_says_is_checked(tmp_path: Path, said: dict[str, object], message: str) -> None:
+    cache_of(20).save(tmp_path)
+    manifest = json.loads((tmp_path / "cache.json").read_text())
+    (tmp_path / "cache.json").write_text(json.dumps(manifest | said))
+    with pytest.raises(StoreError, match=message):
+        am.KVCache.load(tmp_path, None)
+
+
+def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "empty": torch.zeros(0, 4),
+        "b": torch.arange(7),
+        "c": torch.ones(2) > 0,
+    }
+    write(tmp_path / "ours", tensors)
+    theirs = safetensors.load_file(tmp_path / "ours")
+    ours = Stored(tmp_path / "ours")
+    for name, x in tensors.items():
+        assert torch.equal(theirs[name], x)
+        assert torch.equal(ours.read(name), x)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    """A file that Python would unpickle, and run, is refused."""
+
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[str, ...]]:
+            return os.system, (f"touch {tmp_path / 'run'}",)
+
+    torch.save(Bomb(), tmp_path / "bomb")
+    cache_of(20).save(tmp_path / "cache")
+    (tmp_path / "cache" / "1" / "0.0.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
+    with pytest.raises(StoreError, match=r"a file that KVCache\.save wrote"):
+        am.KVCache.load(tmp_path / "cache", None)
+    assert not (tmp_path / "run").exists()
