@@ -27,7 +27,7 @@ from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
 from attnmesh.padding import Padding
 from attnmesh.partial import Partial, wide, with_sinks
-from attnmesh.slots import Slots
+from attnmesh.slots import Question, Slots
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,8 @@ def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int
     # A sink is the first rank's to add; to have the same bits on any number of ranks, it comes last of all.
     first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, how = (step.block, "tree") if step.reproducible else (None, step.merge)
-    mine = attend_held(
-        own, held, step.mask, scale=step.scale, kernel=step.kernel, capacity=step.capacity,
-        sinks=first, block=block, into=place,
-    )  # fmt: skip
+    question = Question(own, step.mask, step.scale, step.capacity, first, block, place)
+    mine = attend_held(question, held, step.kernel)
     if not alone or step.heads.size > 1:
         witness = witness_of_all([x for x in (q, sinks) if x is not None], call, held.state, mine.lse, witness)
         mine, witness = merged_across(

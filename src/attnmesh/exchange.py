@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.board import SLOT, Board
-from attnmesh.faults import collective, finished, watched
+from attnmesh.faults import awaited, collective, watched
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
@@ -128,7 +128,7 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def trade(
-    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, what: str = "trading"
+    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, what: str
 ) -> Callable[[], dict[int, Tensors]]:
     """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
 
@@ -221,15 +221,18 @@ def meet(messages: Sequence[Tensor], axis: Axis, board: Board | None = None) -> 
     return rows[:, : len(mine)]
 
 
+@dataclass(frozen=True)
 class _Post:
     """A message under way; waiting for it has a deadline."""
 
-    def __init__(self, work: Any, axis: Axis, what: str, peer: int | None) -> None:
-        self.work, self.axis, self.what, self.peer = work, axis, what, peer
+    work: Any
+    axis: Axis
+    what: str
+    peer: int | None
 
     def wait(self) -> None:
         """Until it has come or gone."""
-        finished(self.work, self.axis, self.what, self.peer)
+        awaited(self.work, self.axis, self.what, self.peer)
 
 
 def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis, what: str) -> list[_Post]:

@@ -57,7 +57,7 @@ def hung_up_with(line: Any) -> None:
     _lines.add(line)
 
 
-def finished(work: Any, axis: Axis, step: str, peer: int | None = None) -> None:
+def awaited(work: Any, axis: Axis, step: str, peer: int | None = None) -> None:
     """Wait for a message of a peer, or for a collective, no longer than the deadline.
 
     On NCCL that is the device's affair, and the process group's own timeout holds: to time it here would stop the host.
@@ -71,7 +71,7 @@ def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
     """One of `torch.distributed`'s along an axis, no longer than the deadline."""
     with watched(axis, step):
         work = call(*arguments, group=axis.group, async_op=True)
-    finished(work, axis, step)
+    awaited(work, axis, step)
 
 
 @contextmanager

@@ -13,31 +13,18 @@ from attnmesh.kernel.walk import SlotKernel, forward, identity
 from attnmesh.mask import Mask
 from attnmesh.padding import Padding
 from attnmesh.partial import Partial, join, wide, with_sinks
-from attnmesh.slots import Slots
+from attnmesh.slots import Question, Slots
 
 Run = Callable[..., Partial]
 """A kernel at a scale: (q, keys, values, band) -> the partial."""
 
 
-def attend_held(
-    q: Tensor,
-    slots: Slots,
-    mask: Mask,
-    *,
-    scale: float,
-    kernel: str,
-    capacity: int,
-    sinks: Tensor | None = None,
-    block: int | None = None,
-    into: Partial | None = None,
-) -> Partial:
-    """In float32 or wider, or as `into` is, where it is then written.
-
-    With `block`, made of a partial for each so many keys, merged along the tree of blocks.
-    """
+def attend_held(question: Question, slots: Slots, kernel: str) -> Partial:
+    """In float32 or wider, or as the place is to which it is to be written."""
+    q, mask, scale, _, sinks, block, into = question
     chosen = choose_held(kernel, q, slots.keys, slots.values)
     if isinstance(chosen, SlotKernel):
-        return chosen.attend_slots(q, slots, mask, scale, capacity, sinks=sinks, block=block, into=into)
+        return chosen.attend_slots(question, slots)
     return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
 
 

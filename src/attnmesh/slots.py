@@ -7,6 +7,19 @@ from torch import Tensor
 
 from attnmesh.mask import Mask
 from attnmesh.padding import Padding
+from attnmesh.partial import Partial
+
+
+class Question(NamedTuple):
+    """What a step asks of the slots: the last queries, and how they are to be attended."""
+
+    q: Tensor
+    mask: Mask
+    scale: float
+    capacity: int
+    sinks: Tensor | None = None
+    block: int | None = None  # tokens of which a partial each is made, to be merged along the tree of blocks
+    into: Partial | None = None  # where the partial is to be written
 
 
 class Slots(NamedTuple):

@@ -19,6 +19,7 @@ from attnmesh.bench.timing import Call, Timing, race
 from attnmesh.kernel.choose import choose_held
 from attnmesh.kernel.walk import SlotKernel
 from attnmesh.layout import Layout
+from attnmesh.slots import Question
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
@@ -109,7 +110,7 @@ def _overhead(device: torch.device, sizes: Sizes) -> Row:
     kernel = choose_held("auto", q, cache.keys, cache.values)
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if isinstance(kernel, SlotKernel):
-        calls["kernel"] = lambda: kernel.attend_slots(q, cache.held, am.Causal(), WIDTH**-0.5, 257)
+        calls["kernel"] = lambda: kernel.attend_slots(Question(q, am.Causal(), WIDTH**-0.5, 257), cache.held)
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)

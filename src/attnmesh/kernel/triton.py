@@ -13,9 +13,9 @@ from attnmesh.kernel.blocks import Band, Block
 from attnmesh.kernel.launch import interpreted, launch, parts
 from attnmesh.kernel.merging import merged, placed, said_once, unable, up_the_tree
 from attnmesh.kernel.walk import Answer, Gradients
-from attnmesh.mask import FAR, Mask
+from attnmesh.mask import FAR
 from attnmesh.partial import Partial, with_sinks
-from attnmesh.slots import Slots
+from attnmesh.slots import Question, Slots
 
 Found = TypeVar("Found")
 
@@ -67,24 +67,14 @@ class Triton:
         """The block's partial, in float32."""
         return _fitted("attend", q, v, q.shape[2] * q.shape[1] // k.shape[1], partial(_attended, q, k, v, block, scale))
 
-    def attend_slots(
-        self,
-        q: Tensor,
-        slots: Slots,
-        mask: Mask,
-        scale: float,
-        capacity: int,
-        *,
-        sinks: Tensor | None = None,
-        block: int | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
+    def attend_slots(self, question: Question, slots: Slots) -> Partial:
         """The partial of the last queries, over so many parts of the slots as fill the chip, or a part a block."""
+        q, sinks, into = question.q, question.sinks, question.into
         rows = q.shape[2] * q.shape[1] // slots.keys.shape[1]
-        parts = _fitted("held", q, slots.values, rows, partial(_held, q, slots, mask, scale, capacity, block))
-        if block is not None:
-            return placed(with_sinks(up_the_tree(parts), sinks), into)
-        return merged(parts, into, sinks=sinks)
+        made = _fitted("held", q, slots.values, rows, partial(_held, question, slots))
+        if question.block is not None:
+            return placed(with_sinks(up_the_tree(made), sinks), into)
+        return merged(made, into, sinks=sinks)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
@@ -102,8 +92,9 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile:
     return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
 
 
-def _held(q: Tensor, slots: Slots, mask: Mask, scale: float, capacity: int, block: int | None, tile: Tile) -> Partial:
+def _held(question: Question, slots: Slots, tile: Tile) -> Partial:
     """A partial of each part of the slots."""
+    q, mask, block = question.q, question.mask, question.block
     lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
     room = slots.keys.shape[2] - 1
     tiles = -(-rows // tile.rows)
@@ -127,10 +118,10 @@ def _held(q: Tensor, slots: Slots, mask: Mask, scale: float, capacity: int, bloc
         places_batch=_step(places),
         bounds_batch=_step(first),
         block=block or 0,
-        capacity=capacity,
+        capacity=question.capacity,
         left=min(mask.left, REACH),
         right=min(mask.right, REACH),
-        scale=scale,
+        scale=question.scale,
         BOUNDED=bounded,
         NEAR=mask.left < FAR or bool(mask.ends),
     )

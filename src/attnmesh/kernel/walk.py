@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.kernel.blocks import Band, Block
-from attnmesh.mask import Mask
 from attnmesh.partial import Partial, join, wide
-from attnmesh.slots import Slots
+from attnmesh.slots import Question, Slots
 
 
 class Gradients(NamedTuple):
@@ -69,22 +68,8 @@ class Kernel(Protocol):
 class SlotKernel(Protocol):
     """A kernel that also attends to a cache where it lies, whose lengths are on the device: the host asks nothing."""
 
-    def attend_slots(
-        self,
-        q: Tensor,
-        slots: Slots,
-        mask: Mask,
-        scale: float,
-        capacity: int,
-        *,
-        sinks: Tensor | None = None,
-        block: int | None = None,
-        into: Partial | None = None,
-    ) -> Partial:
-        """The partial of the last queries; NaN if the cache holds more than its capacity, or fewer than the queries.
-
-        With `block` it is made of a partial for each so many slots, merged along the tree of blocks.
-        """
+    def attend_slots(self, question: Question, slots: Slots) -> Partial:
+        """The partial of the last queries; NaN if the cache holds more than its capacity, or fewer than the queries."""
         ...
 
 
