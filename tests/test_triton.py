@@ -232,6 +232,30 @@ def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are
         assert torch.equal(one.lse[0], five.lse[number])
 
 
+def test_a_device_on_which_programs_fail_or_are_wrong_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once, whatever keeps them from it; an old GPU needs no word."""
+    device, ability = torch.device("cpu"), {"now": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ability["now"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
+    assert merging._fault.__wrapped__(device) is None
+    assert kernel._compiles.__wrapped__(device) is None
+    ability["now"] = (7, 5)
+    assert merging._fault.__wrapped__(device) == "an old GPU multiplies no bfloat16"
+    ability["now"] = (9, 0)
+    monkeypatch.setattr(merging, "launch", lambda *_, **__: None)  # nothing is written
+    with pytest.warns(UserWarning, match=r"goes by PyTorch's own kernels, as Triton .*: a merge comes out wrong"):
+        assert "a merge comes out wrong" in merging._fault.__wrapped__(device)
+
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(merging, "launch", breaks)
+    monkeypatch.setattr(kernel, "launch", breaks)
+    for prove in (merging._fault, kernel._compiles):
+        with pytest.warns(UserWarning, match="RuntimeError: no such instruction$"):
+            assert prove.__wrapped__(device).endswith("RuntimeError: no such instruction")
+
+
 def test_sinks_may_lie_in_memory_as_they_like() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=20, dtype=torch.float32)
     cache.append(*torch.randn(2, 1, 2, 20, 8).unbind())

@@ -93,9 +93,9 @@ def _fault(device: torch.device) -> str | None:
     """What keeps a GPU from it, said once if it is not its age."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} multiplies no bfloat16"
-    few = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
-    one = Partial(torch.zeros_like(few.out[0]), torch.zeros_like(few.lse[0]))
     try:
+        few = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
+        one = Partial(torch.zeros_like(few.out[0]), torch.zeros_like(few.lse[0]))
         _launch(few, one, None, None, None)
     except Exception as error:  # whatever a compiler comes upon
         return said_once(f"{type(error).__name__}: {error}".splitlines()[0])
