@@ -9,7 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -28,6 +29,7 @@ from attnmesh.mesh import AXES, Shape
 from tests.mesh_problems import named_mesh
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
+AT_ONCE = 3
 HARMS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
@@ -173,6 +175,13 @@ def _decoding(mesh: Any) -> Callable[[], tuple[Tensor, ...]]:
 WORKS = {"prefill": _prefill, "training": _training, "decoding": _decoding}
 
 
+def suffered(seeds: Iterable[int]) -> Iterator[tuple[Trouble, dict[int, Said]]]:
+    """The troubles of these seeds, and what came of them: a few at a time, since they wait more than they work."""
+    troubles = [draw(seed) for seed in seeds]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield from zip(troubles, pool.map(suffer, troubles), strict=True)
+
+
 def verdict(trouble: Trouble, said: dict[int, Said]) -> str:
     """Whether all survivors said the right thing in time."""
     if len(said) < trouble.shape.ranks - 1:
@@ -195,10 +204,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, help="also write a JSON with every run")
     asked = parser.parse_args()
-    records = []
-    for seed in range(asked.first, asked.first + asked.runs):
-        trouble = draw(seed)
-        said = suffer(trouble)
+    records: list[dict[str, Any]] = []
+    for trouble, said in suffered(range(asked.first, asked.first + asked.runs)):
         slowest = max((what.seconds for what in said.values()), default=0.0)
         records.append({**vars(trouble), "verdict": verdict(trouble, said), "slowest": round(slowest, 2)})
         if records[-1]["verdict"] != "named in time":

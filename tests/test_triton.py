@@ -50,9 +50,9 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
 WIDTHS = ((8, 8), (64, 64), (64, 40), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
-    """200 steps that read lengths, positions and padding on the device, on one rank or a few."""
+    """170 steps that read lengths, positions and padding on the device, on one rank or a few."""
     histories.check(histories.draw(seed, (1, 1, 2, 3), SERVED, "triton", most=7), pool, tmp_path)
 
 
