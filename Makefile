@@ -56,7 +56,7 @@ fuzz: $(VENV)/ready            ## new random problems against float64, for SECON
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
 RUNS ?= 200
-chaos: $(VENV)/ready           ## ranks are killed and stopped at random moments, RUNS times (15 minutes), and what the others say
+chaos: $(VENV)/ready           ## ranks are killed and stopped at random moments, RUNS times (4 minutes), and what the others say
 	$(RUN)/python -m tests.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
