@@ -28,10 +28,10 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	$(RUN)/attnmesh bench model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 
 test: $(VENV)/ready            ## the whole suite, on the CPU (14 minutes on 2 cores)
-	$(RUN)/pytest -m 'not gpu and not long'
+	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'not gpu and not long'
 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (25 minutes)
-	$(RUN)/pytest -m long
+	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
 
 check: $(VENV)/ready           ## format, lint, types
 	$(RUN)/ruff format --check .

@@ -1,4 +1,7 @@
+import os
 from collections.abc import Iterator
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 
 import hypothesis
 import pytest

@@ -44,9 +44,10 @@ class World:
     """A process group of `size` ranks, waiting for functions."""
 
     def __init__(self, size: int, backend: str) -> None:
-        context = mp.get_context("forkserver")
-        once = ["tests.interpreted", "torch._dynamo", "tests.mesh_problems"]  # or each rank would import them
-        context.set_forkserver_preload(once)
+        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            once = ["tests.interpreted", "torch._dynamo", "tests.mesh_problems"]  # or each rank would import them
+            context.set_forkserver_preload(once)
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
         self.ranks = [self._start(context, rank, size, backend) for rank in range(size)]
 

@@ -338,11 +338,11 @@ class KVCache:
         if real is None and self.padding is None:
             return
         self.padding = self.padding or self._unpadded(self.state[0])
-        if real is None:
-            real = torch.ones(self.sizes.batch, more, dtype=torch.bool)
+        told = torch.ones(self.sizes.batch, more, dtype=torch.bool) if real is None else real
         if not torch.compiler.is_compiling():
-            self.stamp = _stamp(self.stamp, real)
-        self.padding.add(self.state[0], real.to(self.device), tokens - self.state[0], slots)
+            self.stamp = _stamp(self.stamp, told)
+        there = torch.ones_like(told, device=self.device) if real is None else real.to(self.device)  # not brought there
+        self.padding.add(self.state[0], there, tokens - self.state[0], slots)
 
     def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Along the heads axis: this rank's heads of the tokens of all in line."""

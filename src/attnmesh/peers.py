@@ -24,8 +24,8 @@ ROWS = 8
 FLAGS = ROOM // ROWS
 """Programs of the longest message there can be."""
 
-PATIENCE = 1 << 25
-"""Looks at a flag until a rank is given up: of about a microsecond each."""
+PATIENCE = 1 << 26
+"""Looks at a flag until a rank is given up: half a minute, if a look takes half a microsecond."""
 
 
 @dataclass(frozen=True)

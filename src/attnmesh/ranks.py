@@ -53,7 +53,7 @@ def run_on_ranks(
     is freed, so that the resident size tells what is held; that is slow, and not for timing. Whatever happens here, an
     interrupt included, all ranks are ended.
     """
-    context: Any = mp.get_context("spawn" if exact_memory or sys.platform != "linux" else "forkserver")
+    context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([function.__module__])  # imported once, or each rank would
     if exact_memory:

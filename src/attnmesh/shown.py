@@ -4,8 +4,7 @@ import json
 import platform
 import shutil
 import subprocess
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,12 +53,12 @@ def machine() -> dict[str, Any]:
     """What a figure needs beside it to mean something."""
     gpu = {}
     if torch.cuda.is_available():
-        triton = version("triton") if find_spec("triton") else None
+        triton = packages_distributions().get("triton")
         names = {"gpu": torch.cuda.get_device_name(), "driver": _driver()}
         gpu = {
             **names,
             "cuda": torch.version.cuda,
-            "triton": triton,
+            "triton": triton and version(triton[0]),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     return {

@@ -139,7 +139,10 @@ def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Row]:
 
 
 def _shard(device: torch.device, sizes: Sizes, length: int, layout: Layout, gradients: bool, plain: Timing) -> Row:
-    """One rank's queries against all keys; the rival is plain attention's time for as many pairs."""
+    """One rank's queries against all keys; the rival is plain attention's time for as many pairs.
+
+    Striped, with the bounds of each row brought to the GPU meanwhile.
+    """
     positions = layout.positions(length, sizes.shards, 1)
     q, k, v = _heads(device, sizes, length)
     heads = q.detach()[:, :, positions.to(device)].requires_grad_(), k, v
@@ -194,20 +197,32 @@ def _raced(calls: Mapping[str, Call], device: torch.device, sizes: Sizes) -> dic
 
 
 def graphed(call: Call, device: torch.device) -> Call:
-    """The same call as one launch of a graph; itself where it cannot be captured."""
+    """The same call as one launch of a graph; itself where it waits for the device, which no graph can."""
     call()
     if device.type != "cuda":
         return call
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
-        call()
+        waits = _waits(call)
     torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            call()
-    except RuntimeError:
-        torch.cuda.synchronize(device)
+    if waits:
         return call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
     return graph.replay
+
+
+def _waits(call: Call) -> bool:
+    """Whether a call, of which one has been made, waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return False

@@ -55,7 +55,7 @@ def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int
         more=patterns[-1],
         more_count=sum(counts[1:]),
         state=state,
-        number=number,
+        number=number % modulus,
         witness=witness,
         MODULUS=modulus,
         WIDE=1024,
