@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from attnmesh.errors import RankFailure, ShapeError
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh import Axis
 
 GRACE = 2.0
 """Seconds that a rank which was not heard has to leave a note: it may be waiting itself."""
+
+LONGEST = 1e8
+"""Seconds below which a deadline is one: three years."""
 
 MOMENT = timedelta(milliseconds=1)
 """So long a rank waits for a message that nobody sends, to hang up."""
@@ -40,9 +43,10 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or seconds <= 0):
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (number and 0 < seconds < LONGEST):
         fix = "pass seconds, or None for the process groups' own"
-        raise ShapeError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
+        raise MeshError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, _deadline[0] = _deadline[0], seconds
     return before
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.errors import InputError
+from attnmesh.errors import InputError, RankFailure
 
 Say = Callable[[Any], None]
 """How a rank tells something before it is done."""
@@ -166,7 +166,11 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
         dist.destroy_process_group()
     except Exception as error:
         # A foreseen error travels as it is; another may be one that only this process can make.
-        told = error if isinstance(error, InputError) else RankError(f"on a rank:\n{traceback.format_exc()}")
+        told = (
+            error
+            if isinstance(error, (InputError, RankFailure))
+            else RankError(f"on a rank:\n{traceback.format_exc()}")
+        )
         pipe.send(("failed", told))
 
 
