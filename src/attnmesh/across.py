@@ -30,7 +30,7 @@ from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.kernel.merging import compared, merged, serves
 from attnmesh.mesh import Axis, group_named
-from attnmesh.partial import Partial, wide
+from attnmesh.partial import Partial, collapse, wide
 from attnmesh.peers import peers_of
 
 DIGEST = (1 << 24) - 3
@@ -95,6 +95,8 @@ class Form:
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """What several messages come to."""
         witnesses, partials = self.read(rows)
+        if not self.by_triton(rows):
+            return witnesses.amax(0), collapse(partials)
         witness = witnesses.new_empty(2)
         return witness, merged(partials, witnesses=witnesses, witness=witness)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.board import SLOT, Board
-from attnmesh.faults import awaited, collective, watched
+from attnmesh.faults import Watched, awaited, collective
 from attnmesh.mesh import Axis
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
@@ -184,10 +184,10 @@ def climb(
         going += [(message, work) for work in posted]  # messages have to live until they are sent
         if board is not None:
             for peer in filter(near, step.send):
-                with watched(axis, "merging", peer):
+                with Watched(axis, "merging", peer):
                     board.post(peer, message)
             if near(step.hear):
-                with watched(axis, "merging", step.hear):
+                with Watched(axis, "merging", step.hear):
                     board.take(step.hear, box[1])
         for work in works if early else posted:
             work.wait()
@@ -211,10 +211,10 @@ def meet(messages: Sequence[Tensor], axis: Axis, board: Board | None = None) -> 
     rows[axis.index, : len(mine)] = mine
     if board is not None:
         for peer in near:
-            with watched(axis, "merging", peer):
+            with Watched(axis, "merging", peer):
                 board.post(peer, messages[peer])
         for peer in near:
-            with watched(axis, "merging", peer):
+            with Watched(axis, "merging", peer):
                 board.take(peer, rows[peer, : len(mine)])
     for work in works:
         work.wait()
@@ -239,7 +239,7 @@ def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis,
     """Post all at once; each is what to do, with whom, and with which tensor."""
     real = [(post, peer, x) for post, peer, x in posts if x.numel()]
     operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in real]
-    with watched(axis, what, real[0][1] if real else None):
+    with Watched(axis, what, real[0][1] if real else None):
         works = dist.batch_isend_irecv(operations) if operations else []
     together = len(works) < len(real)  # NCCL's are one
     return [_Post(work, axis, what, None if together else peer) for work, (_, peer, _) in zip(works, real)]  # noqa: B905

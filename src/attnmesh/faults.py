@@ -7,8 +7,8 @@ of the first, who fails when a line breaks, or at the deadline.
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -67,26 +67,32 @@ def awaited(work: Any, axis: Axis, step: str, peer: int | None = None) -> None:
     On NCCL that is the device's affair, and the process group's own timeout holds: to time it here would stop the host.
     """
     seconds = deadline() if dist.get_backend(axis.group) == "gloo" else None
-    with watched(axis, step, peer):
+    with Watched(axis, step, peer):
         work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
 
 
 def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
     """One of `torch.distributed`'s along an axis, no longer than the deadline."""
-    with watched(axis, step):
+    with Watched(axis, step):
         work = call(*arguments, group=axis.group, async_op=True)
     awaited(work, axis, step)
 
 
-@contextmanager
-def watched(axis: Axis, step: str, peer: int | None = None) -> Iterator[None]:
+class Watched:
     """What breaks in the block is the loss of a rank: of a peer along the axis, or of any in it."""
-    try:
-        yield
-    except RankFailure:
-        raise
-    except RuntimeError as error:
-        raise _lost(axis, step, peer, error) from error
+
+    __slots__ = "axis", "peer", "step"
+
+    def __init__(self, axis: Axis, step: str, peer: int | None = None) -> None:
+        self.axis, self.step, self.peer = axis, step, peer
+
+    def __enter__(self) -> None:
+        """Nothing: messages are short, and this is entered for each."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tell who is lost, unless nobody is or it has been told."""
+        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure):
+            raise _lost(self.axis, self.step, self.peer, error) from error
 
 
 def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import choose_held
+from attnmesh.kernel.launch import interpreted
 from attnmesh.kernel.merging import placed, up_the_tree
 from attnmesh.kernel.walk import SlotKernel, forward, identity
 from attnmesh.mask import Mask
@@ -30,6 +31,8 @@ def attend_held(question: Question, slots: Slots, kernel: str) -> Partial:
 
 def on_device(q: Tensor, slots: Slots, kernel: str) -> bool:
     """Whether a step asks nothing of the host: its kernel reads on the device how many tokens there are."""
+    if q.device.type == "cpu" and not interpreted():  # as mostly: this is asked at every step
+        return False
     return isinstance(choose_held(kernel, q, slots.keys, slots.values), SlotKernel)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.kernel.blocks import Band, Block
 from attnmesh.kernel.launch import interpreted, launch, parts
 from attnmesh.kernel.merging import merged, placed, said_once, unable, up_the_tree
-from attnmesh.kernel.walk import Answer, Gradients
+from attnmesh.kernel.walk import Answer, Gradients, SlotKernel
 from attnmesh.mask import FAR
 from attnmesh.partial import Partial, with_sinks
 from attnmesh.slots import Question, Slots
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Triton:
+class Triton(SlotKernel):
     """The programs of `programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
     name: str = "triton"

@@ -4,11 +4,12 @@ A kernel attends one block. Here its partials are merged and its gradients summe
 knows of masks, layouts or positions and no mask or layout knows of kernels.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,13 +65,12 @@ class Kernel(Protocol):
         ...
 
 
-@runtime_checkable
-class SlotKernel(Protocol):
+class SlotKernel(ABC):
     """A kernel that also attends to a cache where it lies, whose lengths are on the device: the host asks nothing."""
 
+    @abstractmethod
     def attend_slots(self, question: Question, slots: Slots) -> Partial:
         """The partial of the last queries; NaN if the cache holds more than its capacity, or fewer than the queries."""
-        ...
 
 
 def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, scale: float) -> Partial:
