@@ -9,14 +9,15 @@ import triton
 import triton.language as tl
 
 from attnmesh.kernel.programs.tiles import (
+    LN2,
     LOG2E,
     absorbed,
     across,
     add,
-    concluded,
     logits_of,
     program,
     read,
+    settled,
     write,
     zeros,
 )
@@ -83,7 +84,7 @@ def attend_program(
             peak, total, sum_0, sum_1, logits, v, place, known, v_row, values, V_0, V_1, PRECISION
         )
     own = ((split * tl.num_programs(2) + line) * group + member) * (rows // group) + query
-    concluded(peak, total, sum_0, sum_1, out, lse, own, there, values, V_0, V_1)
+    settled(total, peak * LN2, sum_0, sum_1, out, lse, own, there, values, V_0, V_1)
 
 
 # --- backward: dout, lse, delta and all gradients are (batch, head, token, ...), one after the other ---

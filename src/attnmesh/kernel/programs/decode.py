@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from attnmesh.kernel.programs.tiles import (
+    LN2,
     LOG2E,
     absorbed,
-    concluded,
     highest_of,
     joined,
     logits_of,
@@ -95,7 +95,7 @@ def held_program(
     if (length > capacity) | (length < queries):
         total += float("nan")
     own = ((part * tl.num_programs(2) + line) * group + member) * queries + query
-    concluded(peak, total, sum_0, sum_1, out, lse, own, there, values, V_0, V_1)
+    settled(total, peak * LN2, sum_0, sum_1, out, lse, own, there, values, V_0, V_1)
 
 
 # --- merges ---

@@ -119,18 +119,6 @@ def absorbed(
     return higher, total, sum_0, sum_1
 
 
-@triton.jit
-def concluded(
-    peak, total, sum_0, sum_1, out, lse, own, there, values,
-    V_0: tl.constexpr, V_1: tl.constexpr,
-):  # fmt: skip
-    """Write the partial of each row at its own place: the identity where nothing was seen."""
-    nothing = total == 0.0
-    total = tl.where(nothing, 1.0, total)
-    write(out, own * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
-    tl.store(lse + own, tl.where(nothing, -float("inf"), (peak + tl.log2(total)) * LN2), mask=there)
-
-
 # --- merges ---
 
 
@@ -171,7 +159,7 @@ def settled(
     total, origin, sum_0, sum_1, out, lse, row, there, values,
     V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
-    """Write what was joined."""
+    """Write each row at its own place: the identity where nothing was seen."""
     nothing = total == 0.0
     total = tl.where(nothing, 1.0, total)
     write(out, row * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
