@@ -26,6 +26,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import RankFailure
 from attnmesh.mesh import AXES, Shape
+from attnmesh.ranks import _leave_with_parent
 from tests.mesh_problems import named_mesh
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
@@ -135,13 +136,6 @@ def _live(trouble: Trouble, rank: int, store: Path, pipe: Connection) -> None:
     except BaseException as error:
         pipe.send((type(error).__name__, (), "", "", time.time(), str(error)))
     os._exit(0)
-
-
-def _leave_with_parent() -> None:
-    parent = mp.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _shards(mesh: Any) -> list[Tensor]:

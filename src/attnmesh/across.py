@@ -28,7 +28,7 @@ from attnmesh.faults import collective
 from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
-from attnmesh.kernel.merging import compared, merged, serves
+from attnmesh.kernel.merging import by_triton, compared, merged
 from attnmesh.mesh import Axis, group_named
 from attnmesh.partial import Partial, collapse, wide
 from attnmesh.peers import peers_of
@@ -84,25 +84,21 @@ class Form:
 
     def join(self, rows: Tensor) -> Tensor:
         """Several messages as one."""
-        if not self.by_triton(rows):
-            return self.message(*self.joined(rows))
+        witnesses, partials = self.read(rows)
+        if not by_triton(partials.lse):
+            return self.message(witnesses.amax(0), collapse(partials))
         message = self.blank(rows.device)
         witness, place = self.places(message)
-        witnesses, partials = self.read(rows)
         merged(partials, place, witnesses=witnesses, witness=witness)
         return message
 
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """What several messages come to."""
         witnesses, partials = self.read(rows)
-        if not self.by_triton(rows):
+        if not by_triton(partials.lse):
             return witnesses.amax(0), collapse(partials)
         witness = witnesses.new_empty(2)
         return witness, merged(partials, witnesses=witnesses, witness=witness)
-
-    def by_triton(self, rows: Tensor) -> bool:
-        """Whether one program reads messages, merges them and writes the next."""
-        return self.lse == torch.float32 and serves(rows.device)
 
 
 def merge_across(
@@ -165,7 +161,7 @@ def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dty
     call = tuple(partial.out.shape), partial.out.dtype, how, output, wire
     witness = witness_of(crc32(repr(call).encode()), partial.lse)
     (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
-    silent = serves(lse.device) and how != "allreduce" and partial.lse.dtype == torch.float32
+    silent = by_triton(lse) and how != "allreduce"
     if silent or torch.compiler.is_compiling():  # nothing is asked: ranks that disagree have NaN
         out = torch.where(witness.sum() == 0, out, torch.nan)
     elif float(witness.sum()) != 0:
@@ -232,7 +228,7 @@ def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, 
 
 def witness_of_all(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Of a call on a cache, whose length is on the device, and of the bits of some tensors."""
-    if like.dtype == torch.float32 and serves(like.device) and sum(x.numel() for x in tensors) <= FEW:
+    if by_triton(like) and sum(x.numel() for x in tensors) <= FEW:
         return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
     witness = witness_of(sum(map(digest, tensors), start=call + state[0]), like)
     return witness if into is None else into.copy_(witness)

@@ -21,7 +21,8 @@ from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, Ma
 from attnmesh.exchange import meet, swap
 from attnmesh.hosts import board_of
 from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
-from attnmesh.kernel.choose import NAMES, check_kernel
+from attnmesh.kernel.choose import NAMES, check_kernel, choose_held
+from attnmesh.kernel.walk import SlotKernel
 from attnmesh.local import attend_held, on_device
 from attnmesh.mask import Causal, Mask, check_mask
 from attnmesh.mesh import Axis, group_named
@@ -164,7 +165,8 @@ def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int
     """This rank's output, and if there are others a witness of what all ranks were asked."""
     heads = share_of(q.shape[1], step.heads)
     own = q[:, heads]
-    silent, alone = on_device(q, held, step.kernel), step.tokens.size == 1
+    kernel, alone = choose_held(step.kernel, q, held.keys, held.values), step.tokens.size == 1
+    silent = isinstance(kernel, SlotKernel)
     form = Form((*own.shape[:-1], held.values.shape[-1]), wide(q.dtype), wide(q.dtype))
     message, witness, place = None, None, None
     if silent and not alone:  # what is made is made where it is sent from
@@ -176,7 +178,7 @@ def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int
     first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, how = (step.block, "tree") if step.reproducible else (None, step.merge)
     question = Question(own, step.mask, step.scale, step.capacity, first, block, place)
-    mine = attend_held(question, held, step.kernel)
+    mine = attend_held(question, held, kernel)
     if not alone or step.heads.size > 1:
         witness = witness_of_all([x for x in (q, sinks) if x is not None], call, held.state, mine.lse, witness)
         mine, witness = merged_across(

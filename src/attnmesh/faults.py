@@ -97,16 +97,16 @@ class Watched:
 
 def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
     """Find out who is missing, tell the others, and hang up."""
-    others = [rank for rank in dist.get_process_group_ranks(axis.group) if rank != dist.get_rank()]
-    silent = "timed out" in str(error).lower()
+    ranks = dist.get_process_group_ranks(axis.group)
     _leave([])  # here, and blaming nobody yet
     if peer is None:  # a collective does not say whom it missed: all in it have to find that it is broken
         _hang_up()
-        missing = _missing(others, patient=True)
-    else:
-        missing = _missing([dist.get_process_group_ranks(axis.group)[peer]], patient=silent)
-    _leave(missing)
-    _hang_up()
+        missing = _missing([rank for rank in ranks if rank != dist.get_rank()], patient=True)
+        _leave(missing)
+    else:  # the note first: who finds the line dead reads it
+        missing = _missing([ranks[peer]], patient="timed out" in str(error).lower())
+        _leave(missing)
+        _hang_up()
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RankFailure(missing, step, axis.name, why)
 

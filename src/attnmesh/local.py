@@ -10,7 +10,7 @@ from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import choose_held
 from attnmesh.kernel.launch import interpreted
 from attnmesh.kernel.merging import placed, up_the_tree
-from attnmesh.kernel.walk import SlotKernel, forward, identity
+from attnmesh.kernel.walk import Kernel, SlotKernel, forward, identity
 from attnmesh.mask import Mask
 from attnmesh.padding import Padding
 from attnmesh.partial import Partial, join, wide, with_sinks
@@ -20,10 +20,9 @@ Run = Callable[..., Partial]
 """A kernel at a scale: (q, keys, values, band) -> the partial."""
 
 
-def attend_held(question: Question, slots: Slots, kernel: str) -> Partial:
+def attend_held(question: Question, slots: Slots, chosen: Kernel) -> Partial:
     """In float32 or wider, or as the place is to which it is to be written."""
     q, mask, scale, _, sinks, block, into = question
-    chosen = choose_held(kernel, q, slots.keys, slots.values)
     if isinstance(chosen, SlotKernel):
         return chosen.attend_slots(question, slots)
     return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
@@ -54,8 +53,8 @@ def _by_lengths(run: Run, q: Tensor, slots: Slots, mask: Mask, block: int | None
 
 def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask) -> Partial:
     """Each sequence by itself: its padding cuts its keys into runs, seldom more than one, of positions of its own."""
-    real = padding.real[:, length - q.shape[2] : length]
-    places = (padding.lengths[:, None] - real.flip(1).cumsum(1).flip(1)).clamp(min=0).cpu()
+    real, places = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
+    places = places.cpu()
     parts = []
     for row in range(q.shape[0]):
         only, own = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()

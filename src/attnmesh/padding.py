@@ -29,6 +29,12 @@ class Padding(NamedTuple):
         self.places.index_copy_(1, slots, places.index_select(1, new))
         self.lengths.add_(real.sum(1))
 
+    def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the last tokens, these: which are real, and the place of each in its own sequence."""
+        real = self.real.index_select(1, tokens)
+        after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
+        return real, (self.lengths[:, None] - after).clamp(min=0)
+
     def cut(self, length: int, before: int) -> None:
         """Forget the tokens from `length` on, of those `before`."""
         self.lengths.sub_(self.real[:, length:before].sum(1))

@@ -11,9 +11,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from attnmesh.errors import StoreError
 from attnmesh.mesh import Axis
 from attnmesh.padding import Padding
 from attnmesh.sizes import Sizes
-from attnmesh.store import FIX, Stored, write
+from attnmesh.store import FIX, Stored, whole, write
 
 VERSION = 2
 
@@ -81,12 +82,9 @@ def save(path: Path, saving: int, share: Share, used: int, padding: Padding | No
             tensors[f"{name} {piece}"] = x[:, :, start : min(start + PIECE, used)]
     if share.first and padding is not None:
         tensors["real"] = padding.real[:, :length]
-    try:
+    with _writing(path):
         (path / str(saving)).mkdir(parents=True, exist_ok=True)
         write(_file(path, saving, share.heads.index, share.tokens.index), tensors)
-    except OSError as error:
-        given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the room on the disk"
-        raise StoreError("save", "a folder that can be written to", given, fix) from error
 
 
 def publish(path: Path, header: Header) -> None:
@@ -94,18 +92,24 @@ def publish(path: Path, header: Header) -> None:
     said = {"format": "attnmesh cache", "version": VERSION, "sizes": header.sizes.encode()}
     said |= {name: getattr(header, name) for name in ("padded", "length", "heads", "ranks", "saving")}
     fresh = path / f"{MANIFEST}.part"
-    try:
-        with fresh.open("w") as file:
-            json.dump(said, file)
-            file.flush()
-            os.fsync(file.fileno())
+    with _writing(path), fresh.open("w") as file:
+        json.dump(said, file)
+        file.flush()
+        os.fsync(file.fileno())
         os.replace(fresh, path / MANIFEST)
-    except OSError as error:
-        given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the room on the disk"
-        raise StoreError("save", "a folder that can be written to", given, fix) from error
     for other in path.iterdir():
         if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
             shutil.rmtree(other, ignore_errors=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system refuses is told as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the room on the disk"
+        raise StoreError("save", "a folder that can be written to", given, fix) from error
 
 
 class Saving:
@@ -154,9 +158,9 @@ def opened(path: Path) -> Header:
         with (path / MANIFEST).open() as file:
             said = json.loads(file.read(1 << 16))
         version = said["version"] if said["format"] == "attnmesh cache" else None
-        numbers = [_number(said[name], name) for name in ("length", "heads", "ranks", "saving")]
+        numbers = [whole(said[name]) for name in ("length", "heads", "ranks", "saving")]
         sizes, padded = said["sizes"], said["padded"]
-        code = [_number(x, "sizes") for x in sizes]
+        code = [whole(x) for x in sizes]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
@@ -168,16 +172,10 @@ def opened(path: Path) -> Header:
     except (ValueError, IndexError, TypeError) as error:
         raise StoreError("load", "the sizes of a cache", f"{sizes!r} in {path}", FIX) from error
     fault = header.sizes.fault(1)
-    whole = header.heads > 0 and header.ranks > 0 and header.sizes.kv_heads % header.heads == 0
-    if fault is not None or not whole or header.length > header.sizes.capacity:
+    even = header.heads > 0 and header.ranks > 0 and header.sizes.kv_heads % header.heads == 0
+    if fault is not None or not even or header.length > header.sizes.capacity:
         raise StoreError("load", "the sizes of a cache", f"{header} in {path}", FIX)
     return header
-
-
-def _number(x: Any, name: str) -> int:
-    if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 1 << 48:
-        raise ValueError(f"no {name}")
-    return x
 
 
 def real_tokens(path: Path, header: Header) -> Tensor:

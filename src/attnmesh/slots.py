@@ -43,7 +43,6 @@ class Slots(NamedTuple):
         tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])
-        real = self.padding.real.index_select(1, tokens)
-        after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
-        first, last = mask.bounds((self.padding.lengths[:, None] - after).clamp(min=0))
+        real, places = self.padding.last(tokens)
+        first, last = mask.bounds(places)
         return first, last.masked_fill(~real, -1)

@@ -112,8 +112,8 @@ def _entries(header: Any, room: int) -> dict[str, Entry]:
     sums = dict(header.pop("__metadata__"))
     entries, places = {}, []
     for name, said in header.items():
-        start, stop = (_whole(x) for x in said["data_offsets"])
-        shape, dtype = tuple(_whole(n) for n in said["shape"]), DTYPES[said["dtype"]]
+        start, stop = (whole(x) for x in said["data_offsets"])
+        shape, dtype = tuple(whole(n) for n in said["shape"]), DTYPES[said["dtype"]]
         if start > stop or stop > room or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} does not lie where it should")
         entries[name] = Entry(dtype, shape, start, stop, int(str(sums[name])))
@@ -124,7 +124,8 @@ def _entries(header: Any, room: int) -> dict[str, Entry]:
     return entries
 
 
-def _whole(x: Any) -> int:
+def whole(x: Any) -> int:
+    """A number or a size that a file says, if it can be one."""
     if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 1 << 48:
         raise ValueError(f"{str(x)[:20]!r} where a size should be")
     return x

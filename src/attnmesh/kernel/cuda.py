@@ -133,7 +133,23 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), Efficient())
+class ByTriton:
+    """Our own programs: masked blocks of any size, without a mask in memory."""
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+        """Where Triton serves."""
+        return block.band is not None and Triton().refuses(q, k, v) is None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+        """The block's partial."""
+        return Triton().attend(q, k, v, block, scale)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+        """The block's gradients."""
+        return Triton().differentiate(q, k, v, answer, block, scale)
+
+
+OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), ByTriton(), Efficient())
 
 
 @dataclass(frozen=True)
@@ -158,16 +174,12 @@ class CUDA:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
-        if _by_triton(q, k, v, block):
-            return Triton().attend(q, k, v, block, scale)
         rows, keys, values = _widened((q, k, v), _width(q, v))
         out, lse = operator_of(rows, keys, values, block).forward(rows, keys, values, block, scale)
         return Partial(out[..., : v.shape[-1]], lse)
 
     def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
-        if _by_triton(q, k, v, block):
-            return Triton().differentiate(q, k, v, answer, block, scale)
         rows, keys, values, out, dout = _widened((q, k, v, answer.out, answer.dout), _width(q, v))
         operator = operator_of(rows, keys, values, block)
         gradients = operator.backward(rows, keys, values, Answer(out, answer.lse, dout), block, scale)
@@ -176,10 +188,10 @@ class CUDA:
 
 def name_of(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
     """What takes a block of such tensors, in a word."""
-    if _by_triton(q, k, v, block):
-        return "triton"
     rows, keys, values = _widened((q, k, v), _width(q, v))
     operator = operator_of(rows, keys, values, block)
+    if isinstance(operator, ByTriton):
+        return "triton"
     return f"PyTorch's {(isinstance(operator, Flash) and other_flash()) or type(operator).__name__.lower()}"
 
 
@@ -192,10 +204,6 @@ def other_flash() -> str | None:
     """What was put in the place of PyTorch's own flash attention, "FA3" or "FA4"; PyTorch before 2.11 knows none."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
-
-
-def _by_triton(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-    return block.band is not None and Triton().refuses(q, k, v) is None
 
 
 @cache

@@ -27,11 +27,9 @@ def merged(
 ) -> Partial:
     """Partials stacked along a first dim as one, written to where `into` says, in its dtype.
 
-    The maximum of the `witnesses` is written to `witness`; where Triton serves, witnesses that do not cancel make NaN.
+    Where it is `by_triton`, the maximum of the `witnesses` goes to `witness`, and if they do not cancel all is NaN.
     """
-    if stacked.lse.dtype != torch.float32 or not serves(stacked.lse.device):
-        if witnesses is not None and witness is not None:
-            witness.copy_(witnesses.amax(0))
+    if not by_triton(stacked.lse):
         return placed(with_sinks(collapse(stacked), sinks), into)
     if into is None:
         shape = stacked.out.shape[1:]
@@ -63,7 +61,7 @@ def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int
     return witness
 
 
-def up_the_tree(blocks: Partial, into: Partial | None = None) -> Partial:
+def up_the_tree(blocks: Partial) -> Partial:
     """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
     while (count := len(blocks.lse)) > 1:
         half = 1 << (count - 1).bit_length() - 1
@@ -71,7 +69,7 @@ def up_the_tree(blocks: Partial, into: Partial | None = None) -> Partial:
         pairs = (x.as_strided((2, more, *x.shape[1:]), (half * x.stride(0), *x.stride())) for x in blocks)
         both = merged(Partial(*pairs))
         blocks = Partial(*(torch.cat((x, y[more:half])) for x, y in zip(both, blocks, strict=True)))
-    return placed(Partial(blocks.out[0], blocks.lse[0]), into)
+    return Partial(blocks.out[0], blocks.lse[0])
 
 
 def placed(partial: Partial, into: Partial | None) -> Partial:
@@ -114,6 +112,11 @@ def serves(device: torch.device) -> bool:
     return (device.type == "cuda" or interpreted()) and unable(device) is None
 
 
+def by_triton(lse: Tensor) -> bool:
+    """Whether one program merges partials of such an lse: of any rows, in float32, where Triton serves."""
+    return lse.dtype == torch.float32 and lse.numel() > 0 and serves(lse.device)
+
+
 def _launch(
     stacked: Partial, into: Partial, sinks: Tensor | None, witnesses: Tensor | None, witness: Tensor | None
 ) -> None:
@@ -121,10 +124,6 @@ def _launch(
     outs, lses = (x if x[0].is_contiguous() else x.contiguous() for x in stacked)
     splits, *shape, values = outs.shape
     rows, (first, second) = lses[0].numel(), parts(values)
-    if not rows:
-        if witnesses is not None and witness is not None:
-            witness.copy_(witnesses.amax(0))
-        return
     launch(
         "decode",
         "merge",
