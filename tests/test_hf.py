@@ -302,7 +302,7 @@ SAID = {
     "hidden states": "ArgumentError: generate: expected options that can be served over a mesh, given output_hidden_",
     "right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence, given pa",
     "inferred right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence,",
-    "other options": "MeshError: generate: expected the same call on every rank, given on shard 0 generate from [1,",
+    "other options": "MeshError: generate: expected the same call on every rank, given:\n    shards  max_new_tokens",
     "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
     "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
     "a cache that is not used": "KernelError: attnmesh in transformers: use_cache: expected a cache that is used, gi",

@@ -99,17 +99,21 @@ def fine() -> bool:
 
 
 DISAGREEMENTS = [
-    ([{"dtype": torch.float64}], errors.MeshError, "same call on every rank, given on shard 0 .*float64"),
-    ([{}, {"mask": am.Window(3)}], errors.MeshError, r"shard 0 .*; on shard 1 .*mask=Window\(3\)"),
-    ([{"layout": am.Striped()}], errors.MeshError, r"layout=Striped\(block=1\).*; on shard 1 .*Contiguous"),
-    ([{"exchange": "ring"}], errors.MeshError, "exchange=ring.*; on shard 1 .*exchange=bulk"),
-    ([{"d": 6}], errors.MeshError, r"q \[1, 2, 6\].*; on shard 1 .*q \[1, 2, 4\]"),
+    (
+        [{"dtype": torch.float64}],
+        errors.MeshError,
+        r"same call on .*:\n    shards  dtype\n    0       torch.float64\n",
+    ),
+    ([{}, {"mask": am.Window(3)}], errors.MeshError, r"shards  mask\n    0       .*\n    1       Window\(3\)\nFix: "),
+    ([{"layout": am.Striped()}], errors.MeshError, r"0       Striped\(block=1\).*\n    1       Contiguous"),
+    ([{"exchange": "ring"}], errors.MeshError, "shards  exchange\n    0       ring\n    1       bulk"),
+    ([{"d": 6}], errors.MeshError, r"q .*\n    0       \[1, 2, 6\].*\n    1       \[1, 2, 4\]"),
     ([{}, {"hk": 3}], errors.ShapeError, "query heads a multiple of key heads, given q"),
     ([{"mask": "causal"}, {}], errors.MaskError, "attention mask: expected Full"),
     ([{"n": 3}], errors.ShapeError, r"of length 8: \[4, 4\] tokens, given \[3, 5\], 8 in all. Fix: shard with"),
     ([{"length": 11, "key_length": 10}] * 2, errors.ShapeError, r"length 11: \[6, 5\] tokens, given \[5, 5\]"),
     ([{"mask": am.Documents((3, 4))}] * 2, errors.MaskError, "documents that add up to 10 tokens, given 7 tokens"),
-    ([{"kernel": "cuda"}, {}], errors.MeshError, "kernel=cuda.*; on shard 1 .*kernel=auto"),
+    ([{"kernel": "cuda"}, {}], errors.MeshError, "shards  kernel\n    0       cuda\n    1       auto"),
     ([{"exchange": "tree"}], errors.KernelError, "attention exchange: expected one of auto, bulk"),
     ([{}, {"dropout_p": 0.1}], errors.KernelError, "exact softmax attention .*given dropout_p="),
     ([{"length": "ten"}], errors.ShapeError, "attention length: expected a whole number, given 'ten'"),

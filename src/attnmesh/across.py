@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import digest
+from attnmesh.agree import agree, askable, check_checked, digest, told
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
@@ -29,7 +29,7 @@ from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.kernel.merging import by_triton, compared, merged
-from attnmesh.mesh import Axis, group_named
+from attnmesh.mesh import Axis, Mesh, group_named
 from attnmesh.partial import Partial, collapse, wide
 from attnmesh.peers import peers_of
 
@@ -109,13 +109,15 @@ def merge_across(
     output: str = "replicated",
     wire: torch.dtype | None = None,
     base: str = "e",
+    checked: bool | None = None,
 ) -> Partial:
     """The merge of the partials of all ranks of a group: attention over the keys of all of them, for any engine.
 
     `out` is (batch, heads, length, dim) and `lse` (batch, heads, length), natural or, with `base="2"`, base 2; so is
     the result's. `output="heads"` gives rank i the i-th share of the heads, as `torch.tensor_split` cuts them. `how` is
     "tree", "direct", "gather", "allreduce" or "auto". Partials travel in float32 or wider, or with `out` in the dtype
-    `wire`. All ranks pass the same shapes and options. No gradients. `group` is None for a single rank alone.
+    `wire`. All ranks pass the same shapes and options: where they did not, all raise the same error, unless looking
+    would hold up a GPU, and `checked` is not True: then all have NaN. No gradients. `group` is None for a single rank.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -126,10 +128,14 @@ def merge_across(
     axis = axis_of(group)
     try:
         check_merge("merge_across", how, output)
+        check_checked("merge_across", checked)
         _check(partial, wire, base)
-    except InputError:
-        if not torch.compiler.is_compiling() and how not in COLLECTIVE:
-            absent(axis, how, output)  # or the others would wait for this rank
+    except InputError as error:
+        if not torch.compiler.is_compiling():
+            if how not in COLLECTIVE:
+                absent(axis, how, output)  # or the others would wait for this rank
+            if axis.size > 1 and _asks(partial, axis, how, checked):
+                agree(_line(axis), torch.device("cpu"), error)
         raise
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
@@ -137,7 +143,7 @@ def merge_across(
         name, wired = "" if axis.group is None else axis.group.group_name, str(wire or "").removeprefix("torch.")
         merged = Partial(*merge_op(out, natural, name, [axis.size, axis.index], how, output, wired))
     else:
-        merged = _merged(Partial(out, natural), axis, how, output, wire)
+        merged = _merged(Partial(out, natural), axis, how, output, wire, checked)
     return merged if base == "e" else Partial(merged.out, merged.lse / BASES[base])
 
 
@@ -156,18 +162,36 @@ def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, outp
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
-def _merged(partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None) -> Partial:
+def _merged(
+    partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None, checked: bool | None = None
+) -> Partial:
     """In tensors of its own, and `out` in the dtype in which it came."""
-    call = tuple(partial.out.shape), partial.out.dtype, how, output, wire
-    witness = witness_of(crc32(repr(call).encode()), partial.lse)
+    shape, dtype = list(partial.out.shape), partial.out.dtype
+    call = told("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
+    asks = axis.size > 1 and askable(partial.lse.device) and _asks(partial, axis, how, checked)
+    if asks and how in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
+        agree(_line(axis), partial.lse.device, call)
+    witness = witness_of(crc32(call.encode()), partial.lse)
     (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
-    silent = by_triton(lse) and how != "allreduce"
-    if silent or torch.compiler.is_compiling():  # nothing is asked: ranks that disagree have NaN
+    if not asks:  # ranks that disagree have NaN
         out = torch.where(witness.sum() == 0, out, torch.nan)
     elif float(witness.sum()) != 0:
-        given, fix = f"another elsewhere than {call} here", "pass partials of the same queries, with the same options"
-        raise MeshError("merge_across", "the same call on every rank", given, fix)
+        agree(_line(axis), lse.device, call)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
+
+
+def _asks(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
+    """Whether the host looks what the ranks said: where that holds up no device, unless it is told when."""
+    if checked is None and how != "allreduce":
+        lse = partial[-1] if isinstance(partial, tuple) and partial else None
+        held_up = by_triton(lse) if isinstance(lse, Tensor) else dist.get_backend(axis.group) == "nccl"
+        return not held_up
+    return checked is not False
+
+
+def _line(axis: Axis) -> Mesh:
+    """A mesh of one axis."""
+    return Mesh(Axis(), Axis(), axis)
 
 
 def merged_across(

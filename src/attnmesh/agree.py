@@ -5,19 +5,59 @@ with that, in one small exchange; and if they do not all say the same, all raise
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.errors import InputError, MeshError
+from attnmesh.errors import ArgumentError, InputError, MeshError
 from attnmesh.exchange import share
 from attnmesh.mesh import Mesh
 from attnmesh.partial import bits
 
+T = TypeVar("T")
+
 SEPARATOR = "\x1f"
+
+NUMBERS = 4
+"""That a rank may tell of beside its call: always as many, so that ranks hear each other whatever they call."""
+
+
+def told(name: str, /, **fields: object) -> str:
+    """A call as ranks tell each other of it, a line for each thing that they have to agree on.
+
+    >>> told("decode", tokens=60, mask=None)
+    'decode\\ntokens: 60'
+    """
+    lines = [f"{field}: {value}" for field, value in fields.items() if value is not None]
+    return "\n".join([name, *(" ".join(line.split()) for line in lines)])
+
+
+def askable(device: torch.device) -> bool:
+    """Whether ranks may ask each other anything: not while a graph is made of what they do."""
+    return not (torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
+
+
+def check_checked(subject: str, checked: object) -> None:
+    """Raise unless it says whether ranks are to ask each other if they were called alike."""
+    if checked is not None and not isinstance(checked, bool):
+        given, fix = repr(checked), "leave it out, or say True to have every call checked"
+        raise ArgumentError(f"{subject} checked", "None, True or False", given, fix)
+
+
+def agreed(mesh: Mesh, device: torch.device, name: str, act: Callable[[], T]) -> T:
+    """What acting gives, once all ranks have; or the error that all raise if any did."""
+    said: str | InputError = name
+    try:
+        result = act()
+    except InputError as error:
+        said = error
+    agree(mesh, device, said)
+    return result
 
 
 def digest(x: Tensor) -> Tensor:
@@ -26,15 +66,30 @@ def digest(x: Tensor) -> Tensor:
     return (numbers * torch.arange(1, 2 * len(numbers) + 1, 2, device=x.device)).sum()
 
 
+def stamp(before: int, told: Tensor | None) -> int:
+    """A number for all that ranks were told so far: the same if they were told the same in turn."""
+    return before if told is None else (31 * before + int(digest(told)) + told.numel()) % 2**56
+
+
+def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
+    """Tensors as ranks tell each other of them: by what they are, and a number for all that is in them."""
+    there = {name: x for name, x in tensors.items() if x is not None}
+    return {name: f"{x.dtype} {list(x.shape)} of digest {int(digest(x)) % 2**64:x}" for name, x in there.items()}
+
+
 def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
-    """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise."""
+    """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise.
+
+    A call is what is `told` of it.
+    """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
-    table = share([digest, failed, *numbers], mesh.axes, device)
+    padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
+    table = share([digest, failed, *padded], mesh.axes, device)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
         _raise(_texts(mesh, device, text), [bool(row[1]) for row in table])
-    return [row[2:] for row in table]
+    return [row[2 : 2 + len(numbers)] for row in table]
 
 
 def _texts(mesh: Mesh, device: torch.device, text: str) -> list[str]:
@@ -50,13 +105,31 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
         if is_error:
             name, *parts = text.split(SEPARATOR)
             raise getattr(errors, name)(*parts)
+    subject = texts[0].splitlines()[0]
+    raise MeshError(subject, "the same call on every rank", _table(texts), "call it alike on all ranks of the mesh")
+
+
+def _table(texts: Sequence[str]) -> str:
+    """Who said what: a row for all shards that said the same, and a column for each thing that they differ in.
+
+    >>> print(_table(["decode\\ntokens: 60", "decode\\ntokens: 61", "decode\\ntokens: 60"]))
+        shards  tokens
+        0, 2    60
+        1       61
+    """
     said = defaultdict(list)
     for shard, text in enumerate(texts):
-        said[text].append(shard)
-    given = "; ".join(f"on {_ranks(shards)} {text}" for text, shards in said.items())
-    subject = texts[0].split(" ")[0]  # what is said of a call begins with its name
-    raise MeshError(subject, "the same call on every rank", given, "call it alike on all ranks of the mesh")
-
-
-def _ranks(shards: list[int]) -> str:
-    return f"shard{'s' if len(shards) > 1 else ''} {', '.join(map(str, shards))}"
+        said[text].append(str(shard))
+    fields = []
+    for text in said:
+        name, *lines = text.splitlines()
+        fields.append({"call": name, **dict(line.split(": ", 1) for line in lines)})
+    names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
+    rows = [["shards", *names]]
+    rows += [
+        [", ".join(shards), *(each.get(name, "-") for name in names)]
+        for shards, each in zip(said.values(), fields, strict=True)
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(f"    {line.rstrip()}" for line in lines)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree
+from attnmesh.agree import agree, askable, check_checked, told
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
@@ -43,6 +43,7 @@ def attention(
     length: int | None = None,
     key_layout: Layout | None = None,
     key_length: int | None = None,
+    checked: bool | None = None,
     **more: Never,
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank: shards in, the same shard out.
@@ -55,6 +56,9 @@ def attention(
     "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
     The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
     What is no exact softmax attention, as dropout or soft-capped logits, is refused by name.
+    Before anyone waits for anyone, ranks tell each other what they were called with, and all raise the same error if
+    that differs. `checked` says when: at every call, if True; never, if False; else at every call, but on GPUs, where
+    it holds up the device, at the first of each kind. Without `length` they always do, to count the tokens.
     DTensors whose tokens are sharded along the mesh's axes may come in, with `layout=Contiguous()`, and go out.
 
     >>> import torch
@@ -66,8 +70,8 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
     if isinstance(q, Tensor) and type(q).__name__ == "DTensor":
-        return _of_dtensors(q, k, v, sinks, mesh, options)
-    return _of_shards(q, k, v, sinks, mesh, options)
+        return _of_dtensors(q, k, v, sinks, mesh, options, checked)
+    return _of_shards(q, k, v, sinks, mesh, options, checked)
 
 
 class _Options(NamedTuple):
@@ -85,12 +89,19 @@ class _Options(NamedTuple):
 
 
 def _of_shards(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: DeviceMesh | None, options: _Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mesh: DeviceMesh | None,
+    options: _Options,
+    checked: bool | None,
 ) -> Tensor:
     here = Mesh.of(mesh)
     if here.shape.ranks > 1:
-        problem = _agreed(here, options, q, k, v, sinks)
+        problem = _agreed(here, options, checked, q, k, v, sinks)
         return _on_mesh(q, k, v, sinks, here, problem, options)
+    check_checked("attention", checked)
     _check(here, options, q, k, v, sinks)
     _check_whole(options, q, k)
     scale = check_scale("attention", options.scale, q)
@@ -99,13 +110,19 @@ def _of_shards(
 
 
 def _of_dtensors(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mesh: DeviceMesh | None, options: _Options
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mesh: DeviceMesh | None,
+    options: _Options,
+    checked: bool | None,
 ) -> Tensor:
     from attnmesh.dtensor import unwrap, wrap  # PyTorch's DTensor is slow to import, and seldom used
 
     local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
     options = options._replace(length=local.length, key_length=local.key_length)
-    out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options)
+    out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options, checked)
     return wrap(out, q, v.shape[-1])  # type: ignore[arg-type]
 
 
@@ -222,23 +239,46 @@ def _automatic(
     return best_exchange(cluster, tile, problem.shape, problem.layout, workload)
 
 
-def _agreed(here: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Problem:
+def _agreed(
+    here: Mesh, options: _Options, checked: bool | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+) -> Problem:
     """What all ranks are about to do, or the error that all raise; a rank alone never raises."""
     if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
         _check(here, options, q, k, v, sinks)
         return _checked(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
-    call: str | InputError
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     try:
+        check_checked("attention", checked)
         _check(here, options, q, k, v, sinks)
         call = _described(options, q, k, v, sinks)
     except InputError as error:
-        call = error
-    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    lengths = [q.shape[2], k.shape[2]] if isinstance(call, str) else [0, 0]
+        if checked is not False:
+            agree(here, device, error)
+        raise
+    lengths = q.shape[2], k.shape[2]
+    if checked or options.length is None or (checked is None and asked_each_time(device)):
+        return _asked(here, device, call, lengths, options)
+    if checked is None and askable(device):
+        return _asked_once(here, device, call, lengths, options)
+    keys = options.length if options.key_length is None else options.key_length
+    return _checked(_problem(here, options, options.length, keys), options)
+
+
+def asked_each_time(device: torch.device) -> bool:
+    """Whether ranks of such devices may as well ask each other at every call."""
+    return device.type == "cpu"
+
+
+def _asked(here: Mesh, device: torch.device, call: str, lengths: tuple[int, int], options: _Options) -> Problem:
+    """What all ranks say that they are about to do."""
     table = agree(here, device, call, lengths)
     problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
     _check_shards(problem, table)
     return _checked(problem, options)
+
+
+_asked_once = remembered(1024)(_asked)
+"""The same, asked at the first call of each kind; what came of it holds for the others."""
 
 
 def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
@@ -256,10 +296,9 @@ def _checked(problem: Problem, options: _Options) -> Problem:
 def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
     """The call, as ranks tell each other of it: all but the lengths of their shards."""
     named = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-    shapes = ", ".join(f"{name} {[n for dim, n in enumerate(x.shape) if dim != 2]}" for name, x in named.items())
+    shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
     learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
-    given = ", ".join(f"{name}={value}" for name, value in options._asdict().items() if value is not None)
-    return f"attention of {q.dtype}, {shapes}, {given}, gradients for {learned}"
+    return told("attention", dtype=q.dtype, **shapes, **options._asdict(), gradients=learned)
 
 
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

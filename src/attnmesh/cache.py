@@ -5,28 +5,25 @@ stay on the rank that made them: a slot knows its token, so nothing is moved. Al
 lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, digest
-from attnmesh.deal import Deal, cover
-from attnmesh.errors import DeviceError, DtypeError, InputError, LayoutError, ShapeError, StoreError
+from attnmesh.agree import agree, agreed, askable, check_checked, fingerprints, stamp, told
+from attnmesh.deal import Deal, check_cover, cover
+from attnmesh.errors import DeviceError, InputError, ShapeError, StoreError
 from attnmesh.exchange import blank, swap
 from attnmesh.hosts import board_of, rounds
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
-from attnmesh.saved import Header, Saving, Share, fill, next_saving, opened, publish, real_tokens, save
+from attnmesh.saved import Header, Saving, Share, check_fits, fill, next_saving, opened, publish, real_tokens, save
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
-
-T = TypeVar("T")
 
 SLACK = 2
 """Tokens by which a shard of a prefill may be larger than an even share: a zigzag's two chunks are rounded each."""
@@ -36,8 +33,11 @@ class KVCache:
     """One layer's keys and values, a shard on each rank of a mesh. Every rank makes the same calls.
 
     With a heads axis a rank keeps its share of the key heads; tokens are sharded over the other axes together. Only
-    what every rank was told alike is right: `append`, `truncate` and `reorder` send nothing and so raise on the rank
-    that was told wrong alone; `decode` notices lengths, padding and orders that differ, and `truncate` mends lengths.
+    what every rank was told alike is right. `checked` says when ranks ask each other whether they were, and all raise
+    the same error if not: at every call, if True; never, if False; else at the first `append`, `truncate`, `reorder`
+    and `reserve`, and at each `decode`, where it costs nothing; on GPUs at the first of each kind. A rank that is told
+    wrong when nobody asks raises alone; `decode` notices lengths, padding and orders that differ, and `truncate` mends
+    lengths.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
     >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -58,6 +58,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str | None = None,
         block: int = 16,
+        checked: bool | None = None,
     ) -> None:
         """Reserve room for `capacity` tokens; `block` tokens in a row go to one rank."""
         widths = head_dim, head_dim if value_dim is None else value_dim
@@ -65,7 +66,9 @@ class KVCache:
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
         fault = self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device)
-        agree(self.mesh, self.device, fault or f"KVCache of {self.sizes}")
+        agree(self.mesh, self.device, fault or told("KVCache", **vars(self.sizes)))
+        agreed(self.mesh, self.device, "KVCache", lambda: check_checked("KVCache", checked))
+        self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
         self.deal = Deal(block, self.tokens.size)
         self.slots = self._slots(capacity)
         # One slot more than is used: what is another rank's is written there, so that nobody need ask whose it is.
@@ -136,16 +139,22 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
-        self.sizes.check_new("append", k, v, self.device)
+        self._ask(
+            "append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real})
+        )
         more = k.shape[2]
-        self.sizes.check_real("append", real, more)
-        if not torch.compiler.is_compiling():
-            self._check_room("append", more)
         with torch.no_grad():
             if self._all_elsewhere(more, real):
                 self.state[0] += more
             else:
                 self._append(k, v, more, real)
+
+    def _check_append(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[()]:
+        self.sizes.check_new("append", k, v, self.device)
+        self.sizes.check_real("append", real, k.shape[2])
+        if not torch.compiler.is_compiling():
+            self._check_room("append", k.shape[2])
+        return ()
 
     def _append(self, k: Tensor, v: Tensor, more: int, real: Tensor | None) -> None:
         length, used = self.state.unbind()
@@ -163,13 +172,15 @@ class KVCache:
         All ranks' positions together follow the cache's length, each once, as a layout deals them out. `real`, (batch,
         tokens of all ranks), is False for padding and the same on every rank.
         """
-        start, call, numbers = self.length, self._described(k, v, positions, real), [0] * 4
-        if isinstance(call, str):
-            in_turn = bool((self.deal.owner(positions) == self.tokens.index).all())
-            numbers = [len(positions), self.tokens.index, cover(positions), in_turn]
-        table = agree(self.mesh, self.device, call, numbers)
+        start = self.length
+        table = self._ask(
+            "append_shard",
+            lambda: self._check_append_shard(k, v, positions, real),
+            lambda: {"tokens": start, "padding": None if real is None else list(real.shape), "stamp": stamp(0, real)},
+            must=True,
+        )
         more = sum(count for count, *_ in table)
-        _check_cover(table, start, more)
+        check_cover(sum(said for _, _, said, _ in table), start, more)
         self.sizes.check_real("append_shard", real, more)
         counts = self._counts(start)
         for count, owner, *_ in table:
@@ -188,33 +199,34 @@ class KVCache:
     def truncate(self, length: int) -> None:
         """Forget the tokens from `length` on, as after a rejected speculation."""
         self._finish_saving()
-        before, held = self.length, 0
-        call: str | InputError = f"truncate to {length}"
-        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-            given, fix = (
-                f"{length!r} of type {type(length).__name__}",
-                "pass an int that is no more than the cache holds",
-            )
-            call = ShapeError("truncate", f"a length from 0 to {before}", given, fix)
-        else:
-            held = int(torch.searchsorted(self.columns[: self.used], length))
-        if not self.dealt:  # only the others know how many of their tokens are left
-            table = agree(self.mesh, self.device, call, [self.tokens.index, held])
-            if length < self._shards[0]:
-                self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
-        elif isinstance(call, InputError):
-            raise call
+        before = self.length
+
+        def held() -> tuple[int, int]:
+            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
+                given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that is no more than it holds"
+                raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+            return self.tokens.index, int(torch.searchsorted(self.columns[: self.used], length))
+
+        dealt = self.dealt  # if not, only the others know how many of their tokens are left
+        table = self._ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
+        if not dealt and length < self._shards[0]:
+            self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
         if self.padding is not None:
             self.padding.cut(length, before)
-        self.state.copy_(torch.tensor([length, held]))
+        self.state.copy_(torch.tensor([length, held()[1]]))
         self._most = length
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
         """Make room for at least so many tokens; every rank calls it. One tensor is copied at a time."""
         sizes = replace(self.sizes, capacity=capacity)
-        if fault := sizes.fault(self.mesh.heads.size):
-            raise fault
+
+        def check() -> tuple[()]:
+            if fault := sizes.fault(self.mesh.heads.size):
+                raise fault
+            return ()
+
+        self._ask("reserve", check, lambda: {"capacity": capacity})
         if capacity <= self.sizes.capacity:
             return
         used, self.slots = self.used, self._slots(capacity)
@@ -232,14 +244,9 @@ class KVCache:
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
-        if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
-            given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
-            raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+        self._ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
         index, batch, used = batch_index.to(self.device), self.sizes.batch, self.used
-        if index.ndim != 1 or not len(index) or not bool(((index >= 0) & (index < batch)).all()):
-            expected, given = f"a number of a sequence below {batch} for each", f"{batch_index.tolist()}"
-            raise ShapeError("reorder", expected, given, "name sequences that there are")
         if len(index) != batch:
             with torch.inference_mode(False):
                 self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
@@ -250,7 +257,7 @@ class KVCache:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
-        self.stamp = _stamp(self.stamp, index)
+        self.stamp = stamp(self.stamp, index)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens; every rank calls it.
@@ -260,8 +267,8 @@ class KVCache:
         """
         self._finish_saving()
         folder = Path(path)
-        number = _agreed(self.mesh, self.device, lambda: next_saving(folder))
-        agree(self.mesh, self.device, f"save {number}")
+        number = agreed(self.mesh, self.device, "save", lambda: next_saving(folder))
+        agree(self.mesh, self.device, told("save", number=number))
         header = Header(
             self.sizes, self.padding is not None, self.length, self.mesh.heads.size, self.tokens.size, number
         )
@@ -269,7 +276,7 @@ class KVCache:
 
         def conclude(error: StoreError | None) -> None:
             agree(self.mesh, self.device, error or "save")
-            _agreed(self.mesh, self.device, lambda: publish(folder, header) if share.first else None)
+            agreed(self.mesh, self.device, "save", lambda: publish(folder, header) if share.first else None)
 
         self._saving = Saving(lambda: save(folder, number, share, used, padding, header.length), conclude)
         if wait:
@@ -292,13 +299,13 @@ class KVCache:
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
         folder, place = Path(path), (Mesh.of(mesh), _device(mesh, device))
-        header = _agreed(*place, lambda: opened(folder))
+        header = agreed(*place, "load", lambda: opened(folder))
         sizes = header.sizes if capacity is None else replace(header.sizes, capacity=capacity)
-        _agreed(*place, lambda: _check_fits(sizes, *place))
+        agreed(*place, "load", lambda: check_fits(sizes, *place))
         cache = cls(mesh, **vars(sizes), device=device)
         cache._check_room("load", header.length)
         with torch.no_grad():
-            _agreed(cache.mesh, cache.device, lambda: cache._fill(folder, header))
+            agreed(cache.mesh, cache.device, "load", lambda: cache._fill(folder, header))
         return cache
 
     def _fill(self, folder: Path, header: Header) -> None:
@@ -340,7 +347,7 @@ class KVCache:
         self.padding = self.padding or self._unpadded(self.state[0])
         told = torch.ones(self.sizes.batch, more, dtype=torch.bool) if real is None else real
         if not torch.compiler.is_compiling():
-            self.stamp = _stamp(self.stamp, told)
+            self.stamp = stamp(self.stamp, told)
         there = torch.ones_like(told, device=self.device) if real is None else real.to(self.device)  # not brought there
         self.padding.add(self.state[0], there, tokens - self.state[0], slots)
 
@@ -381,16 +388,40 @@ class KVCache:
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
         self._most = known + more
 
-    def _described(self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None) -> str | InputError:
-        """A call of `append_shard` as ranks tell each other of it, or what is wrong with it."""
+    def _check_append_shard(
+        self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None
+    ) -> tuple[int, int, int, bool]:
+        self.sizes.check_new("append_shard", k, v, self.device)
+        self.sizes.check_positions("append_shard", positions, k.shape[2])
+        self.sizes.check_real("append_shard", real, None)
+        in_turn = bool((self.deal.owner(positions) == self.tokens.index).all())
+        return len(positions), self.tokens.index, cover(positions), in_turn
+
+    def _ask(
+        self,
+        name: str,
+        check: Callable[[], Sequence[int]],
+        fields: Callable[[], Mapping[str, object]],
+        *,
+        must: bool = False,
+    ) -> list[list[int]]:
+        """The numbers of all ranks that ask each other whether they make the same call; of those that do not, the own.
+
+        What is wrong with a call then all raise, and else the rank that makes it.
+        """
+        asks = must or (name not in self.kinds if self.checked is None else self.checked)
+        if not asks or self.mesh.shape.ranks == 1 or not askable(self.device):
+            return [list(check())]
+        numbers: Sequence[int] = ()
+        call: str | InputError
         try:
-            self.sizes.check_new("append_shard", k, v, self.device)
-            self.sizes.check_positions("append_shard", positions, k.shape[2])
-            self.sizes.check_real("append_shard", real, None)
+            numbers = check()
+            call = told(name, **fields())
         except InputError as error:
-            return error
-        shape = [] if real is None else list(real.shape)
-        return f"append_shard at {self.length}, padding {shape} stamped {_stamp(0, real)}"
+            call = error
+        table = agree(self.mesh, self.device, call, numbers)
+        self.kinds.add(name)
+        return table
 
 
 def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
@@ -403,45 +434,8 @@ def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
     return torch.device(mesh.device_type if mesh is not None else "cpu")
 
 
-def _check_fits(sizes: Sizes, mesh: Mesh, device: torch.device) -> None:
-    """A file may say anything: nothing is reserved that the device could not hold."""
-    if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
-    else:
-        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
-    columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
-    if (needed := tokens * (columns * sizes.dtype.itemsize + 8)) > room:
-        given = f"{needed / 1e9:,.1f} GB for a capacity of {sizes.capacity:,}"
-        raise StoreError("load", f"at most this device's {room / 1e9:,.1f} GB", given, "say a smaller capacity=")
-
-
 def _device_fault(found: torch.device, device: object) -> DeviceError | None:
     if device is None or str(device) in (str(found), found.type):
         return None
     fix = "leave it out for the mesh's device type"
     return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
-
-
-def _stamp(before: int, told: Tensor | None) -> int:
-    """A number for all that ranks were told so far: the same if they were told the same in turn."""
-    return before if told is None else (31 * before + int(digest(told)) + told.numel()) % 2**56
-
-
-def _agreed(mesh: Mesh, device: torch.device, act: Callable[[], T]) -> T:
-    """What acting gives, once all ranks have; or the error that all raise if any did."""
-    said: str | InputError = "load"
-    try:
-        result = act()
-    except InputError as error:
-        said = error
-    agree(mesh, device, said)
-    return result
-
-
-def _check_cover(table: list[list[int]], start: int, more: int) -> None:
-    """All ranks see the same sums, so all raise alike."""
-    if (sum(said for _, _, said, _ in table) - cover(torch.arange(start, start + more))) % 2**64:
-        expected = f"positions from {start} to {start + more - 1}, each on one rank"
-        fix = "pass layout.positions(length, shards, index), counted from the cache's length"
-        raise LayoutError("append_shard", expected, f"{more} others, or some twice", fix)

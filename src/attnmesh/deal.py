@@ -8,7 +8,10 @@ With 2 ranks and blocks of 2:
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from attnmesh.errors import LayoutError
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,14 @@ class Deal:
         """The rank to which all of a run of tokens go, if it is one block."""
         first, last = start // self.block, (stop - 1) // self.block
         return first % self.ranks if first == last else None
+
+
+def check_cover(sums: int, start: int, more: int) -> None:
+    """Raise unless the sum over all ranks is that of `more` positions from `start` on, each once."""
+    if (sums - cover(torch.arange(start, start + more))) % 2**64:
+        expected = f"positions from {start} to {start + more - 1}, each on one rank"
+        fix = "pass layout.positions(length, shards, index), counted from the cache's length"
+        raise LayoutError("append_shard", expected, f"{more} others, or some twice", fix)
 
 
 def cover(positions: Tensor) -> int:

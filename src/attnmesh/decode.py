@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.across import COLLECTIVE, Form, absent, check_merge, merged_across, share_of, witness_of_all
-from attnmesh.agree import agree
+from attnmesh.agree import agree, askable, check_checked, fingerprints, told
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import meet, swap
@@ -58,6 +58,7 @@ def decode(
     output: str = "replicated",
     reproducible: bool = False,
     kernel: str = "auto",
+    checked: bool | None = None,
     **more: Never,
 ) -> Tensor:
     """Attention of the last tokens of the cache, the same `q` on every rank, over all that the cache holds.
@@ -65,7 +66,8 @@ def decode(
     Each row of `q` (batch, heads, length, dim) sees what the mask lets its position see: causal, unless another is
     given. The output is the same bits on every rank, or with `output="heads"` this rank's share of the heads. `merge`
     is "tree", "direct", "gather", "allreduce" or "auto". `reproducible` asks for the same bits on any power of two of
-    ranks; it wants a cache filled by dealing, and blocks of 128 tokens or more to be fast.
+    ranks; it wants a cache filled by dealing, and blocks of 128 tokens or more to be fast. `checked` is the cache's own
+    unless it is given: see `KVCache`. Ranks that are told unlike and not to ask each other have NaN.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -78,7 +80,9 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
+    checked = cache.checked if checked is None else checked
     try:
+        check_checked("decode", checked)
         _check(q, cache, sinks, options)
         error = None
     except InputError as found:
@@ -90,30 +94,48 @@ def decode(
     if error is not None:
         if options.merge not in COLLECTIVE:
             _absent(cache, options)
-            if _silent(cache, options):  # the others ask nothing, and have NaN
-                raise error
+        if checked is False or (not checked and _silent(cache, options)):  # the others ask nothing, or hear of it
+            raise error
         agree(cache.mesh, cache.device, error)
     with torch.no_grad():
-        return _agreed(q, cache, sinks, options)
+        return _agreed(q, cache, sinks, options, checked)
 
 
-def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options") -> Tensor:
+def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options", checked: bool | None) -> Tensor:
     """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
     held, step = cache.held, _step(cache, options, check_scale("decode", options.scale, q))
     silent = _silent(cache, options)
     call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
-    if options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(cache.mesh, cache.device, call.text(cache.length))
+    asks = _asks(cache, call, silent, checked)
+    if asks and options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
+        agree(cache.mesh, cache.device, call.text(q, sinks, cache.length))
     out, witness = _decoded(q, held, sinks, step, _number(call))
     if witness is None:
         return out
-    if silent:  # the merge has seen to it along the tokens' axis
-        return out if step.heads.size == 1 else torch.where(witness.sum() == 0, out, torch.nan)
-    if float(witness.sum()) == 0:
-        return out
-    agree(cache.mesh, cache.device, call.text(cache.length))  # raises on all ranks alike, unless only numbers differ
-    fix = "broadcast each sampled token from one rank"
-    raise MeshError("decode q", "the same query and sinks on every rank", "numbers that differ", fix)
+    if not asks:
+        return _or_nan(out, witness, _shape(q, cache.values, step), merged=silent and step.heads.size == 1)
+    if float(witness.sum()) != 0:
+        if silent and not checked and float(witness.sum()) == torch.inf:  # by the message of one that asks nobody
+            given, fix = "an error on another that raised it alone", "see what it raised"
+            raise MeshError("decode", "the same call on every rank", given, fix)
+        agree(cache.mesh, cache.device, call.text(q, sinks, cache.length))
+    if silent:
+        cache.kinds.add(call.kind)
+    return out
+
+
+def _asks(cache: KVCache, call: "_Call", silent: bool, checked: bool | None) -> bool:
+    """Whether the host looks what the ranks said: always where that is free, else as it is told to."""
+    if not askable(cache.device):
+        return False
+    return (not silent or call.kind not in cache.kinds) if checked is None else checked
+
+
+def _or_nan(out: Tensor, witness: Tensor, shape: tuple[int, ...], *, merged: bool = False) -> Tensor:
+    """The output; NaN if the ranks were not asked the same, which the merge may have seen to."""
+    if out.shape != shape:  # ranks found out before they had all heads
+        return out.new_full(shape, torch.nan)
+    return out if merged else torch.where(witness.sum() == 0, out, torch.nan)
 
 
 def _silent(cache: KVCache, options: "_Options") -> bool:
@@ -131,14 +153,15 @@ class _Call(NamedTuple):
     sinks: torch.dtype | None
     stamp: int
 
-    def text(self, length: int) -> str:
-        """The call in words."""
-        named = {"sinks": self.sinks, **self.options._asdict()}
-        given = ", ".join(f"{name}={value}" for name, value in named.items() if value is not None)
-        return (
-            f"decode of {self.dtype} {list(self.shape)} with {given} and a cache of {length} tokens, its padding "
-            f"and order stamped {self.stamp}"
-        )
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What calls have in common that only differ in numbers."""
+        return self[:-1]
+
+    def text(self, q: Tensor, sinks: Tensor | None, length: int) -> str:
+        """The call, as ranks tell each other of it."""
+        held = {"tokens in the cache": length, "padding and order": self.stamp}
+        return told("decode", **self.options._asdict(), **fingerprints({"q": q, "sinks": sinks}), **held)
 
 
 @lru_cache(maxsize=64)
@@ -251,11 +274,8 @@ def decode_op(
     padding = None if real is None or places is None or lengths is None else Padding(real, places, lengths)
     call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
     out, witness = _decoded(q, Slots(keys, values, columns, state, padding), sinks, step, call)
-    shape = _shape(q, values, step)
-    if out.shape != shape:  # ranks found out before they had all heads
-        return q.new_full(shape, torch.nan)
-    fits = state[0] <= step.capacity
-    return torch.where(fits if witness is None else fits & (witness.sum() == 0), out, torch.nan)
+    out = out if witness is None else _or_nan(out, witness, _shape(q, values, step))
+    return torch.where(state[0] <= step.capacity, out, torch.nan)
 
 
 @decode_op.register_fake
@@ -309,13 +329,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if options.reproducible:
         check_reproducible("decode reproducible", cache.tokens.size, options.merge)
         _check_dealt(cache)
-    if not torch.compiler.is_compiling() and not _captured(q):
+    if askable(q.device):
         _check_length(q, cache, options)
-
-
-def _captured(q: Tensor) -> bool:
-    """Whether a CUDA graph is being made, in which nothing may be asked of the device."""
-    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:

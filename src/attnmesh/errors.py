@@ -20,7 +20,8 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         subject, expected, given, fix = self.args
-        return f"{subject}: expected {expected}, given {given}. Fix: {fix}."
+        given = f" {given}. " if "\n" not in given else f":\n{given}\n"  # a table of who gave what
+        return f"{subject}: expected {expected}, given{given}Fix: {fix}."
 
 
 class ShapeError(InputError):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.deal import Deal
 from attnmesh.errors import StoreError
-from attnmesh.mesh import Axis
+from attnmesh.mesh import Axis, Mesh
 from attnmesh.padding import Padding
 from attnmesh.sizes import Sizes
 from attnmesh.store import FIX, Stored, whole, write
@@ -176,6 +176,19 @@ def opened(path: Path) -> Header:
     if fault is not None or not even or header.length > header.sizes.capacity:
         raise StoreError("load", "the sizes of a cache", f"{header} in {path}", FIX)
     return header
+
+
+def check_fits(sizes: Sizes, mesh: Mesh, device: torch.device) -> None:
+    """A file may say anything: nothing is reserved that the device could not hold."""
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
+    columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+    if (needed := tokens * (columns * sizes.dtype.itemsize + 8)) > room:
+        given = f"{needed / 1e9:,.1f} GB for a capacity of {sizes.capacity:,}"
+        raise StoreError("load", f"at most this device's {room / 1e9:,.1f} GB", given, "say a smaller capacity=")
 
 
 def real_tokens(path: Path, header: Header) -> Tensor:

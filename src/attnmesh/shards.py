@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree
+from attnmesh.agree import agree, told
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.exchange import blank, swap
 from attnmesh.inputs import check_tensor
@@ -41,7 +41,7 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
         others = [n for other, n in enumerate(x.shape) if other != dim]
-        call = f"unshard of {x.dtype}, {others} beside dim {dim}, {layout}, length {length}"
+        call = told("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
     except InputError as error:
         call = error
     device = x.device if isinstance(x, Tensor) else torch.device("cpu")

@@ -76,6 +76,17 @@ class Sizes:
             fix = "pass attention_mask.bool(), of the new tokens alone"
             raise ShapeError(f"{subject} real", f"torch.bool {wanted}", given, fix)
 
+    def check_order(self, batch_index: Tensor) -> tuple[()]:
+        """Raise unless it names sequences that there are."""
+        if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
+            given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
+            raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
+        there = batch_index.ndim == 1 and len(batch_index) > 0
+        if not there or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
+            expected, given = f"a number of a sequence below {self.batch} for each", f"{batch_index.tolist()}"
+            raise ShapeError("reorder", expected, given, "name sequences that there are")
+        return ()
+
     def check_positions(self, subject: str, positions: Tensor, tokens: int) -> None:
         """Raise unless it is one position a token."""
         fix = "pass layout.positions(length, shards, index)"

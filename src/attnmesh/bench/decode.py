@@ -97,7 +97,9 @@ def _merge(batch: int) -> list[Row]:
     options: dict[str, dict[str, Any]] = {how: {"how": how} for how in HOW}
     options["tree, out in bfloat16"] = {"how": "tree", "wire": torch.bfloat16}
     options["to each its heads (Helix: one all-to-all)"] = {"output": "heads"}
-    contenders: dict[str, Call] = {name: partial(am.merge_across, own, group, **each) for name, each in options.items()}
+    contenders: dict[str, Call] = {
+        name: partial(am.merge_across, own, group, checked=False, **each) for name, each in options.items()
+    }
     contenders["gather lse, reduce-scatter out (vLLM)"] = partial(_reduce_scattered, own)
     contenders["limit: log2(p) bare exchanges"] = partial(_bare_exchanges, own.out)
     return _raced(Case(f"merge, batch {batch}: 32 heads of 128, float32", (32, 32), 0), contenders, "auto")
@@ -173,7 +175,9 @@ def _step(case: Case) -> list[Row]:
     contenders: dict[str, Call] = {
         "decode": lambda: am.decode(q, cache),
         "append, decode, truncate": whole,
-        "three all-reduces": lambda: am.merge_across(am.attend(q, keys, values), dist.group.WORLD, how="allreduce"),
+        "three all-reduces": lambda: am.merge_across(
+            am.attend(q, keys, values), dist.group.WORLD, how="allreduce", checked=False
+        ),
         "ring, overlapped": lambda: ring(q, held, counts),
         "local attention": lambda: am.attend(q, keys, values),
         "bare exchanges": lambda: _bare_exchanges(out),

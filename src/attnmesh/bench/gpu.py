@@ -68,8 +68,8 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
 
 
 def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int) -> am.KVCache:
-    heads = {"batch": batch, "kv_heads": sizes.heads[1], "head_dim": WIDTH}
-    cache = am.KVCache(None, **heads, capacity=keys + 1, dtype=torch.bfloat16, device=device)
+    heads, dtype = sizes.heads[1], torch.bfloat16
+    cache = am.KVCache(None, batch=batch, kv_heads=heads, head_dim=WIDTH, capacity=keys + 1, dtype=dtype, device=device)
     step = 8_192
     for start in range(0, keys, step):
         more = min(step, keys - start)

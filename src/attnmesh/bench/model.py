@@ -6,6 +6,7 @@ Tree Attention paper, and by passing keys and values round a ring.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -112,11 +113,12 @@ def _together(request: Request) -> list[Row]:
     model = open_model(request.model, "auto", device)
     mesh = init_mesh("cpu", shape, *request.heads)
     room = ids.shape[1] + request.new
+    merges = {"tree": "tree", "three all-reduces": "allreduce"}
     caches: dict[str, Callable[[], hf.ShardedCache]] = {
-        f"{ranks} ranks, tree": lambda: hf.ShardedCache(model.config, mesh, capacity=room, merge="tree"),
-        f"{ranks} ranks, three all-reduces": lambda: hf.ShardedCache(
-            model.config, mesh, capacity=room, merge="allreduce"
-        ),
+        f"{ranks} ranks, {name}": partial(
+            hf.ShardedCache, model.config, mesh, capacity=room, merge=merge, checked=False
+        )
+        for name, merge in merges.items()
     }
     if shape.heads == 1:
         caches[f"{ranks} ranks, ring"] = lambda: _RingCache(model.config, mesh, capacity=room)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.agree import agree, digest
+from attnmesh.agree import agree, fingerprints, told
 from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import NAME, ShardedCache, check_layers
 from attnmesh.hf.opaque import FAMILIES
@@ -62,10 +62,10 @@ def agree_on(
         _check_options(model, options)
         if cache is not None:
             _check_cache(cache, ids)
-        numbers = [int(digest(x)) for x in (ids, attention_mask) if x is not None]
+        prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         held = 0 if cache is None else cache.get_seq_length()
-        told = ", ".join(f"{name}={_told(given)}" for name, given in sorted(options.items()) if name != "streamer")
-        call = f"generate from {list(ids.shape)} tokens of digest {numbers}, after {held} in the cache, with {told}"
+        asked = {name: _value(given) for name, given in sorted(options.items()) if name != "streamer"}
+        call = told("generate", **{**prompt, "held": held, **asked})
     except InputError as error:
         call = error
     agree(here, ids.device if isinstance(ids, Tensor) else torch.device("cpu"), call)
@@ -88,7 +88,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
 
 
-def _told(given: object) -> str:
+def _value(given: object) -> str:
     """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
     if isinstance(given, GenerationConfig):
         return repr(sorted(given.to_diff_dict().items(), key=str))
@@ -102,7 +102,7 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     harmless = {"use_cache": True, "guidance_scale": 1.0}
     for name, given in refused.items():
         if given not in (None, harmless.get(name, False)):
-            expected, given = "options that can be served over a mesh", f"{name}={_told(given)}"
+            expected, given = "options that can be served over a mesh", f"{name}={_value(given)}"
             raise ArgumentError("generate", expected, given, REFUSED[name])
     for name in options:
         if name not in TAKEN and name != "chunk_size":

@@ -71,12 +71,12 @@ def attention_function(
     return out.transpose(1, 2), None
 
 
-def _trained(q: Tensor, k: Tensor, v: Tensor, asked: Asked, shards: Shards, **options: str) -> Tensor:
+def _trained(q: Tensor, k: Tensor, v: Tensor, asked: Asked, shards: Shards, **options: Any) -> Tensor:
     """Attention among the tokens of all ranks."""
     mask = asked.mask & shards.documents
     where: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     where |= {"length": shards.length, "key_length": shards.length}
-    return attention(q, k, v, mask=mask, scale=asked.scale, sinks=asked.sinks, **where, **options)  # type: ignore[arg-type]
+    return attention(q, k, v, mask=mask, scale=asked.scale, sinks=asked.sinks, **where, **options)
 
 
 def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
@@ -85,7 +85,8 @@ def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
     positions = shards.start + shards.layout.positions(shards.length, here.shape.ranks, here.shard)
     kv = fresh.layer.room(fresh, shards.length)
     if not shards.start and shards.real is None:
-        out = _trained(q, fresh.k, fresh.v, asked, shards, exchange=cache.exchange, kernel=cache.kernel)
+        how = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
+        out = _trained(q, fresh.k, fresh.v, asked, shards, **how)
         kv.append_shard(fresh.k, fresh.v, positions)
         return out
     kv.append_shard(fresh.k, fresh.v, positions, real=shards.real)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, digest
+from attnmesh.agree import agree, fingerprints, told
 from attnmesh.errors import ArgumentError, DtypeError, InputError, MaskError, ShapeError
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import Documents, Full, Mask
@@ -64,7 +64,8 @@ def shard_batch(
     try:
         check_layout("shard_batch layout", layout)
         _check(batch, here.shape.ranks)
-        call = f"shard_batch of {_described(batch)} in {layout}"
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        call = told("shard_batch", **{"layout": layout, **fingerprints(tensors)})
     except InputError as error:
         call = error
     ids = batch.get("input_ids")
@@ -82,11 +83,6 @@ def shard_batch(
         part |= {"labels": part["shift_labels"], "num_items_in_batch": count.to(device) / here.shape.ranks}
     shards = Shards(mesh, layout, batch["input_ids"].shape[1], tuple(part["input_ids"].shape), documents)
     return {**part, "use_cache": False, "attention_mask": shards}
-
-
-def _described(batch: Mapping[str, Any]) -> str:
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    return ", ".join(f"{name} {list(x.shape)} of digest {int(digest(x))}" for name, x in tensors.items())
 
 
 def _shifted(batch: Mapping[str, Any]) -> Tensor | None:

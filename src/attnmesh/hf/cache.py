@@ -11,6 +11,7 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
+from attnmesh.agree import check_checked
 from attnmesh.cache import KVCache
 from attnmesh.decode import check_reproducible, decode
 from attnmesh.errors import KernelError, ShapeError
@@ -67,7 +68,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None or (self.kv.sizes.batch != len(k) and not self.kv.length):
             capacity = self.cache.capacity or _grown(more)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
-            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block, "checked": self.cache.checked}
             self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
             self.is_initialized = True
         elif self.cache.capacity is None and self.kv.length + more > self.kv.sizes.capacity:
@@ -108,7 +109,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
     """`past_key_values` for a model with `attn_implementation="attnmesh"`: each rank of the mesh keeps a share.
 
     Every rank makes the same calls. Without `capacity` it grows, by copying, as tokens come. `merge`, `reproducible`
-    and `kernel` are those of `attnmesh.decode`; `exchange` is that of `attnmesh.attention`, for prefill.
+    and `kernel` are those of `attnmesh.decode`; `exchange` is that of `attnmesh.attention`, for prefill; `checked` says
+    when ranks ask each other whether they were called alike, in all three.
 
     >>> from transformers import LlamaConfig
     >>> cache = ShardedCache(LlamaConfig(num_hidden_layers=2, attn_implementation="attnmesh"), None)
@@ -127,6 +129,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         reproducible: bool = False,
         kernel: str = "auto",
         exchange: str = "auto",
+        checked: bool | None = None,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             fix = "pass model.config"
@@ -134,6 +137,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.config = config.get_text_config(decoder=True)
         check_layers(config)
         check_merge("ShardedCache", merge, "replicated")
+        check_checked("ShardedCache", checked)
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             fix = "count prompt and new tokens, or leave it out"
             raise ShapeError("ShardedCache capacity", "None or a whole number, 1 or more", repr(capacity), fix)
@@ -143,6 +147,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.mesh, self.ranks = mesh, here.ranks
         self.capacity, self.block = capacity, block
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
+        self.checked = checked
         self.tokens: Tensor | None = None
         """The token ids that it holds, if `attnmesh.hf.generate` put them there, -1 for padding."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
