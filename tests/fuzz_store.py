@@ -14,7 +14,7 @@ import torch
 
 import attnmesh as am
 from attnmesh.errors import StoreError
-from attnmesh.saved import MANIFEST, opened
+from attnmesh.saved import MANIFEST, MORE, opened
 from attnmesh.store import Stored
 
 STRANGE = (
@@ -23,6 +23,9 @@ STRANGE = (
     "9" * 5000,
 )
 """In the place of a number or a word."""
+
+
+TENSORS = "1/0.0.0-20.safetensors"
 
 
 def mutated(content: bytes, random: Random) -> bytes:
@@ -61,8 +64,8 @@ class Victim:
         cache.save(folder)
         self.folder, self.scratch = folder, folder / "scratch.safetensors"
         self.manifest = (folder / MANIFEST).read_bytes()
-        self.tensors = (folder / "1" / "0.0.safetensors").read_bytes()
-        self.whole = {name: Stored(folder / "1" / "0.0.safetensors").read(name) for name in ("columns", "keys 0")}
+        self.tensors, self.more = ((folder / name).read_bytes() for name in (TENSORS, f"1/{MORE}"))
+        self.whole = {name: Stored(folder / TENSORS).read(name) for name in ("columns", "keys 0")}
 
     def read(self, seed: int) -> str:
         """What came of it: the cache as it was, or "refused"; anything else is raised."""
@@ -89,7 +92,7 @@ class Victim:
     def load(self, seed: int) -> str:
         """The same by all of `KVCache.load`."""
         random = Random(seed)
-        names = {MANIFEST: self.manifest, "1/0.0.safetensors": self.tensors}
+        names = {MANIFEST: self.manifest, TENSORS: self.tensors, f"1/{MORE}": self.more}
         for name, content in names.items():
             (self.folder / name).write_bytes(mutated(content, random) if random.random() < 0.6 else content)
         try:

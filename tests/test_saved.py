@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh import saved
+from attnmesh import saved, store
 from attnmesh.errors import StoreError
 from attnmesh.mesh import AXES, Shape
-from attnmesh.store import Stored, write
+from attnmesh.store import Stored, keep
 from tests.fuzz_store import Victim
 from tests.mesh_problems import named_mesh
 from tests.pool import Pool
@@ -91,8 +91,8 @@ def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> 
 def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
     cache, twin = cache_of(3000), cache_of(3000)
-    slow = saved.write
-    monkeypatch.setattr(saved, "write", lambda *told: (torch.randn(4_000_000).sort(), slow(*told)))
+    slow = saved.keep
+    monkeypatch.setattr(saved, "keep", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
     saving = cache.save(tmp_path, wait=False)
     cache.truncate(100)
     assert saving.written
@@ -105,12 +105,64 @@ def test_a_saving_that_was_cut_short_is_as_if_it_had_not_been(tmp_path: Path) ->
     small = cache_of(20)
     small.save(tmp_path)
     (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "0.0.safetensors").write_bytes(b"half of it")
+    (tmp_path / "2" / "0.0.0-64.safetensors").write_bytes(b"half of it")
     (tmp_path / "cache.json.part").write_text('{"format": "attnm')
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
     small.append(*torch.ones(2, 1, 2, 3, 8).unbind())
     small.save(tmp_path)
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are written, and not found or linked to."""
+    names: list[str] = []
+    really = store.write
+    monkeypatch.setattr(store, "write", lambda path, *told: (names.append(path.name), really(path, *told)))
+    return names
+
+
+def test_a_cache_that_has_grown_is_saved_by_its_new_tokens(tmp_path: Path, written: list[str]) -> None:
+    cache = cache_of(5000)
+    cache.save(tmp_path)
+    assert len(written) == 5
+    written.clear()
+    cache.append(*torch.ones(2, 1, 2, 30, 8).unbind())
+    cache.save(tmp_path)
+    assert written == ["0.0.4992-5030.safetensors"]
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    written.clear()
+    cache.truncate(4999)
+    cache.append(*torch.zeros(2, 1, 2, 2, 8).unbind())
+    cache.save(tmp_path)
+    assert written == ["0.0.4992-5001.safetensors"], "the same tokens, but other keys"
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_a_saving_goes_on_where_the_last_was_cut_short(
+    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, told = cache_of(5000), store.write
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(store, "write", lambda *its: told(*its) if len(written) < 3 else (_ for _ in ()).throw(full))
+    with pytest.raises(StoreError, match="No space left on device"):
+        cache.save(tmp_path)
+    monkeypatch.setattr(store, "write", told)
+    (tmp_path / "1" / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
+    cache.save(tmp_path)
+    assert len(written) == len(set(written)) == 5
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_a_disk_without_links_has_everything_written_again(
+    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not here")))
+    cache = cache_of(300)
+    cache.save(tmp_path)
+    cache.save(tmp_path)
+    assert len(written) == 4
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
 
 
 def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
@@ -123,12 +175,12 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"version": 1}, "a cache of version 2, given version 1"),
+        ({"version": 1}, "a cache of version 3, given version 1"),
         ({"length": 10**9}, "the sizes of a cache"),
         ({"heads": 3}, "the sizes of a cache"),
         ({"ranks": 0}, "the sizes of a cache"),
-        ({"sizes": [1, 2, 8, 8, 2**47, 16, 1]}, "at most this device's .* GB, given .* GB for a capacity of"),
-        ({"sizes": [1, 2, 8, 8, 60, 16, 99]}, "the sizes of a cache"),
+        ({"sizes": [[1, 2, 8, 8, 2**47, 16, 1]]}, "at most this device's .* GB, given .* GB for a capacity of"),
+        ({"sizes": [[1, 2, 8, 8, 60, 16, 99]]}, "the sizes of a cache"),
         ({"sizes": "many"}, "a folder that KVCache.save wrote"),
         ({"length": 21}, "every token once, given 20 of this rank's 21 tokens"),
         ({"length": 19}, "every token once"),
@@ -150,7 +202,7 @@ def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
         "b": torch.arange(7),
         "c": torch.ones(2) > 0,
     }
-    write(tmp_path / "ours", tensors)
+    keep(tmp_path / "ours", tensors)
     theirs = safetensors.load_file(tmp_path / "ours")
     ours = Stored(tmp_path / "ours")
     for name, x in tensors.items():
@@ -167,7 +219,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 
     torch.save(Bomb(), tmp_path / "bomb")
     cache_of(20).save(tmp_path / "cache")
-    (tmp_path / "cache" / "1" / "0.0.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
+    (tmp_path / "cache" / "1" / "0.0.0-20.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
     with pytest.raises(StoreError, match=r"a file that KVCache\.save wrote"):
         am.KVCache.load(tmp_path / "cache", None)
     assert not (tmp_path / "run").exists()

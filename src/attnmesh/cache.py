@@ -21,7 +21,7 @@ from attnmesh.exchange import blank, swap
 from attnmesh.hosts import board_of, rounds
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
-from attnmesh.saved import Header, Saving, Share, check_fits, fill, next_saving, opened, publish, real_tokens, save
+from attnmesh.saved import Header, Layers, Saving, Share, begin, check_memory, fill, more_of, opened
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
 
@@ -65,9 +65,13 @@ class KVCache:
         self.sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
-        fault = self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device)
-        agree(self.mesh, self.device, fault or told("KVCache", **vars(self.sizes)))
-        agreed(self.mesh, self.device, "KVCache", lambda: check_checked("KVCache", checked))
+
+        def check() -> None:
+            if fault := self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
+                raise fault
+            check_checked("KVCache", checked)
+
+        agreed(self.mesh, self.device, check, lambda _: told("KVCache", **vars(self.sizes), checked=checked))
         self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
         self.deal = Deal(block, self.tokens.size)
         self.slots = self._slots(capacity)
@@ -265,23 +269,7 @@ class KVCache:
         What the folder held before stays until all is written. Without `wait`, it is written while decoding goes on;
         then every rank has to call `wait()` on what is returned.
         """
-        self._finish_saving()
-        folder = Path(path)
-        number = agreed(self.mesh, self.device, "save", lambda: next_saving(folder))
-        agree(self.mesh, self.device, told("save", number=number))
-        header = Header(
-            self.sizes, self.padding is not None, self.length, self.mesh.heads.size, self.tokens.size, number
-        )
-        share, used, padding = self._share(), self.used, self.padding
-
-        def conclude(error: StoreError | None) -> None:
-            agree(self.mesh, self.device, error or "save")
-            agreed(self.mesh, self.device, "save", lambda: publish(folder, header) if share.first else None)
-
-        self._saving = Saving(lambda: save(folder, number, share, used, padding, header.length), conclude)
-        if wait:
-            self._saving.wait()
-        return self._saving
+        return save_layers([self], path, wait=wait)
 
     def _finish_saving(self) -> None:
         """What is being written is not to change."""
@@ -298,21 +286,14 @@ class KVCache:
         device: torch.device | str | None = None,
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        folder, place = Path(path), (Mesh.of(mesh), _device(mesh, device))
-        header = agreed(*place, "load", lambda: opened(folder))
-        sizes = header.sizes if capacity is None else replace(header.sizes, capacity=capacity)
-        agreed(*place, "load", lambda: check_fits(sizes, *place))
-        cache = cls(mesh, **vars(sizes), device=device)
-        cache._check_room("load", header.length)
-        with torch.no_grad():
-            agreed(cache.mesh, cache.device, "load", lambda: cache._fill(folder, header))
+        (cache,), _, _ = load_layers(path, mesh, layers=1, capacity=capacity, device=device)
         return cache
 
-    def _fill(self, folder: Path, header: Header) -> None:
-        held = fill(self._share(), folder, header)
-        self.state.copy_(torch.tensor([header.length, held]))
-        if header.padded:
-            real = real_tokens(folder, header)
+    def _filled(self, length: int, held: int, real: Tensor | None) -> None:
+        """All tokens are where dealing puts them; now they count."""
+        self.state.copy_(torch.tensor([length, held]))
+        self._most = length
+        if real is not None:
             self.padding, none = self._unpadded(torch.zeros_like(self.state[0])), torch.zeros_like(self.state[0])
             self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
 
@@ -422,6 +403,65 @@ class KVCache:
         table = agree(self.mesh, self.device, call, numbers)
         self.kinds.add(name)
         return table
+
+
+def save_layers(
+    caches: Sequence[KVCache],
+    path: str | Path,
+    *,
+    more: Mapping[str, Tensor] | None = None,
+    note: str = "",
+    wait: bool = True,
+) -> Saving:
+    """Write caches of the same tokens to a folder, as `KVCache.save` does one."""
+    first, shares = caches[0], tuple(cache._share() for cache in caches)
+    for cache in caches:
+        cache._finish_saving()
+    real = {} if first.padding is None else {"real": first.padding.real[:, : first.length]}
+    layers = Layers(first.mesh, first.device, shares, first.length, first.used, bool(real))
+    saving = begin(Path(path), layers, real | dict(more or {}), note)
+    for cache in caches:
+        cache._saving = saving
+    if wait:
+        saving.wait()
+    return saving
+
+
+def load_layers(
+    path: str | Path,
+    mesh: DeviceMesh | None,
+    *,
+    layers: int | None = None,
+    capacity: int | None = None,
+    device: torch.device | str | None = None,
+    checked: bool | None = None,
+) -> tuple[list[KVCache], dict[str, Tensor], str]:
+    """What `save_layers` wrote, on any number of ranks: the caches, what more there was, and its note."""
+    folder, here, found = Path(path), Mesh.of(mesh), _device(mesh, device)
+
+    def read() -> tuple[Header, tuple[Sizes, ...], dict[str, Tensor]]:
+        header = opened(folder)
+        if layers not in (None, len(header.sizes)):
+            given, fix = f"{len(header.sizes)} in {folder}", "load the layers of a model with hf.ShardedCache.load"
+            raise StoreError("load", f"a cache of {layers} layer", given, fix)
+        sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in header.sizes)
+        for each in sizes:
+            if fault := each.fault(here.heads.size):
+                raise fault
+            if header.length > each.capacity:
+                given, fix = f"{header.length} in a capacity of {each.capacity}", "say a larger capacity="
+                raise ShapeError("load", "room for the tokens that were saved", given, fix)
+        check_memory(sizes, here, found)
+        return header, sizes, more_of(folder, header)
+
+    header, sizes, more = agreed(here, found, read, lambda told_of: told("load", of=told_of[0], capacity=capacity))
+    caches = [KVCache(mesh, **vars(each), device=device, checked=checked) for each in sizes]
+    shares = [cache._share() for cache in caches]
+    with torch.no_grad():
+        held = agreed(here, found, lambda: fill(shares, folder, header), lambda _: "load")
+        for cache in caches:
+            cache._filled(header.length, held, more.get("real"))
+    return caches, more, header.note
 
 
 def _device(mesh: DeviceMesh | None, device: object) -> torch.device:

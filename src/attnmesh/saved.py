@@ -1,41 +1,49 @@
-"""A cache in a folder: each rank writes its own tokens; on any number of ranks each reads those dealt to it.
+"""Caches in a folder: each rank writes its own tokens; on any number of ranks each reads those dealt to it.
 
-        cache.json          what is said of the whole, and which saving it is: replaced in one go when all is written
-        7/0.0.safetensors   of the seventh saving, what the first rank held, by its place along heads and tokens
-        7/0.1.safetensors
+        cache.json                    what is said of the whole, and which saving it is: replaced in one go
+        7/0.1.0-4096.safetensors      of the seventh saving: the first 4,096 tokens that a rank held, of all layers,
+        7/0.1.4096-5000.safetensors   and the others; the rank by its place along heads and tokens
+        7/more.safetensors            what does not belong to a rank, as which tokens are real
 
-A saving that is cut short leaves the one before it as it was.
+A saving that is cut short leaves the one before it as it was. What it has written the next does not write again, nor
+what the last one had, to which it links: a cache that has grown is saved by its new tokens alone.
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_native_id
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnmesh.agree import agree, agreed, told
 from attnmesh.deal import Deal
 from attnmesh.errors import StoreError
 from attnmesh.mesh import Axis, Mesh
-from attnmesh.padding import Padding
 from attnmesh.sizes import Sizes
-from attnmesh.store import FIX, Stored, whole, write
+from attnmesh.store import FIX, Stored, keep, whole
 
-VERSION = 2
+VERSION = 3
 
-MANIFEST = "cache.json"
+MANIFEST, MORE = "cache.json", "more.safetensors"
 
-PIECE = 4096
-"""Tokens that are saved as one tensor, so that a rank need not read all of another's to find its own."""
+LONGEST = 1 << 20
+"""Bytes of the longest manifest that is read."""
+
+PIECE, LEAST = 4096, 64
+"""Tokens of the longest file, and of the shortest but the last."""
 
 
 class Share(NamedTuple):
-    """A rank's tensors, and which part of the whole they are."""
+    """A rank's tensors of a layer, and which part of the whole they are."""
 
     keys: Tensor
     values: Tensor
@@ -45,27 +53,59 @@ class Share(NamedTuple):
     tokens: Axis
     deal: Deal
 
+
+@dataclass(frozen=True)
+class Layers:
+    """The layers of a model, all of the same tokens, as this rank has them."""
+
+    mesh: Mesh
+    device: torch.device
+    shares: tuple[Share, ...]
+    length: int
+    used: int
+    padded: bool
+
+    @property
+    def place(self) -> str:
+        """How the names of this rank's files begin."""
+        return f"{self.shares[0].heads.index}.{self.shares[0].tokens.index}."
+
     @property
     def first(self) -> bool:
         """Whether this rank speaks for the whole."""
-        return self.heads.index == self.tokens.index == 0
+        return self.mesh.shard == 0
 
 
 class Header(NamedTuple):
     """What is said of the whole."""
 
-    sizes: Sizes
+    sizes: tuple[Sizes, ...]
     padded: bool
     length: int
     heads: int
     ranks: int
     saving: int
+    note: str
 
 
 # --- saving ---
 
 
-def next_saving(path: Path) -> int:
+def begin(path: Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
+    """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
+    mesh, device, first = layers.mesh, layers.device, layers.shares[0]
+    saving = agreed(mesh, device, lambda: _next(path), lambda number: told("save", saving=number, note=note))
+    sizes = tuple(share.sizes for share in layers.shares)
+    header = Header(sizes, layers.padded, layers.length, first.heads.size, first.tokens.size, saving, note)
+
+    def conclude(error: StoreError | None) -> None:
+        agree(mesh, device, error or "save")
+        agreed(mesh, device, lambda: _publish(path, header) if layers.first else None, lambda _: "save")
+
+    return Saving(lambda: _save(path, saving, layers, more if layers.first else {}), conclude)
+
+
+def _next(path: Path) -> int:
     """The number of the next saving; a folder that holds something else is left alone."""
     if (path / MANIFEST).exists():
         return opened(path).saving + 1
@@ -74,23 +114,46 @@ def next_saving(path: Path) -> int:
     return 1
 
 
-def save(path: Path, saving: int, share: Share, used: int, padding: Padding | None, length: int) -> None:
-    """Write `used` tokens of this rank; the first rank adds which are real."""
-    tensors = {"columns": share.columns[:used]}
-    for piece, start in enumerate(range(0, used, PIECE)):
-        for name, x in (("keys", share.keys), ("values", share.values)):
-            tensors[f"{name} {piece}"] = x[:, :, start : min(start + PIECE, used)]
-    if share.first and padding is not None:
-        tensors["real"] = padding.real[:, :length]
+def _save(path: Path, saving: int, layers: Layers, more: Mapping[str, Tensor]) -> None:
+    """Write this rank's tokens, but those that an earlier saving has left."""
+    folder, last = path / str(saving), path / str(saving - 1)
     with _writing(path):
-        (path / str(saving)).mkdir(parents=True, exist_ok=True)
-        write(_file(path, saving, share.heads.index, share.tokens.index), tensors)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = set()
+        for start, stop in pieces(layers.used):
+            tensors = {"columns": layers.shares[0].columns[start:stop]}
+            for number, share in enumerate(layers.shares):
+                tensors[f"keys {number}"] = share.keys[:, :, start:stop]
+                tensors[f"values {number}"] = share.values[:, :, start:stop]
+            name = f"{layers.place}{start}-{stop}.safetensors"
+            keep(folder / name, tensors, last / name)
+            names.add(name)
+        if more:
+            keep(folder / MORE, more)
+        for other in folder.glob(f"{layers.place}*"):  # of a saving that was cut short
+            if other.name not in names:
+                other.unlink()
 
 
-def publish(path: Path, header: Header) -> None:
+def pieces(used: int) -> Iterator[tuple[int, int]]:
+    """From where to where each file goes: the same for a cache that has grown, but for a few at its end.
+
+    >>> list(pieces(4096 + 128 + 64 + 5))
+    [(0, 4096), (4096, 4224), (4224, 4288), (4288, 4293)]
+    """
+    start = 0
+    while start < used:
+        size = PIECE
+        while size > LEAST and start + size > used:
+            size //= 2
+        yield start, min(start + size, used)
+        start += size
+
+
+def _publish(path: Path, header: Header) -> None:
     """From now on this saving is the one that is loaded; older ones go."""
-    said = {"format": "attnmesh cache", "version": VERSION, "sizes": header.sizes.encode()}
-    said |= {name: getattr(header, name) for name in ("padded", "length", "heads", "ranks", "saving")}
+    said = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in header.sizes]}
+    said |= {name: getattr(header, name) for name in ("padded", "length", "heads", "ranks", "saving", "note")}
     fresh = path / f"{MANIFEST}.part"
     with _writing(path), fresh.open("w") as file:
         json.dump(said, file)
@@ -124,6 +187,9 @@ class Saving:
         self._thread.start()
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where a thread has a priority of its own: those that decode go first
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
         try:
             self._act()
         except StoreError as error:
@@ -153,14 +219,14 @@ class Saving:
 
 
 def opened(path: Path) -> Header:
-    """What is said of a saved cache."""
+    """What is said of saved caches."""
     try:
         with (path / MANIFEST).open() as file:
-            said = json.loads(file.read(1 << 16))
+            said = json.loads(file.read(LONGEST))
         version = said["version"] if said["format"] == "attnmesh cache" else None
         numbers = [whole(said[name]) for name in ("length", "heads", "ranks", "saving")]
-        sizes, padded = said["sizes"], said["padded"]
-        code = [whole(x) for x in sizes]
+        sizes, padded, note = said["sizes"], said["padded"], str(said.get("note", ""))
+        codes = [[whole(x) for x in code] for code in sizes] if version == VERSION else []
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
@@ -168,90 +234,107 @@ def opened(path: Path) -> Header:
         fix = "load it with the version of attnmesh that saved it"
         raise StoreError("load", f"a cache of version {VERSION}", f"version {version!r}", fix)
     try:
-        header = Header(Sizes.decode(code), padded is True, *numbers)
+        length, heads, ranks, saving = numbers
+        header = Header(tuple(map(Sizes.decode, codes)), padded is True, length, heads, ranks, saving, note)
     except (ValueError, IndexError, TypeError) as error:
         raise StoreError("load", "the sizes of a cache", f"{sizes!r} in {path}", FIX) from error
-    fault = header.sizes.fault(1)
-    even = header.heads > 0 and header.ranks > 0 and header.sizes.kv_heads % header.heads == 0
-    if fault is not None or not even or header.length > header.sizes.capacity:
+    if not header.sizes or not header.heads or not header.ranks or not all(_fits(header, x) for x in header.sizes):
         raise StoreError("load", "the sizes of a cache", f"{header} in {path}", FIX)
     return header
 
 
-def check_fits(sizes: Sizes, mesh: Mesh, device: torch.device) -> None:
+def _fits(header: Header, sizes: Sizes) -> bool:
+    """Whether these can be the sizes of a layer of what is said of the whole."""
+    like = sizes.block == header.sizes[0].block and sizes.batch == header.sizes[0].batch
+    return like and sizes.fault(1) is None and not sizes.kv_heads % header.heads and header.length <= sizes.capacity
+
+
+def check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device) -> None:
     """A file may say anything: nothing is reserved that the device could not hold."""
     if device.type == "cuda":
         room = torch.cuda.get_device_properties(device).total_memory
     else:
         room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
-    columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
-    if (needed := tokens * (columns * sizes.dtype.itemsize + 8)) > room:
-        given = f"{needed / 1e9:,.1f} GB for a capacity of {sizes.capacity:,}"
+    needed = 0
+    for sizes in layers:
+        tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
+        columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+        needed += tokens * (columns * sizes.dtype.itemsize + 8)
+    if needed > room:
+        given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
         raise StoreError("load", f"at most this device's {room / 1e9:,.1f} GB", given, "say a smaller capacity=")
 
 
-def real_tokens(path: Path, header: Header) -> Tensor:
-    """Which tokens are not padding, (batch, length)."""
-    real = Stored(_file(path, header.saving, 0, 0)).read("real")
-    if real.dtype != torch.bool or tuple(real.shape) != (header.sizes.batch, header.length):
-        raise StoreError("load", "which tokens are real", f"{real.dtype} {tuple(real.shape)} in {path}", FIX)
-    return real
+def more_of(path: Path, header: Header) -> dict[str, Tensor]:
+    """What was saved that belongs to no rank."""
+    file = path / str(header.saving) / MORE
+    stored = Stored(file) if file.exists() else None
+    more = {} if stored is None else {name: stored.read(name) for name in stored.entries}
+    real = more.get("real")
+    shape = header.sizes[0].batch, header.length
+    if header.padded and (real is None or real.dtype != torch.bool or tuple(real.shape) != shape):
+        given = "nothing" if real is None else f"{real.dtype} {tuple(real.shape)}"
+        raise StoreError("load", f"which of {shape} tokens are real", f"{given} in {file}", FIX)
+    return more
 
 
-def fill(share: Share, path: Path, header: Header) -> int:
+def fill(shares: Sequence[Share], path: Path, header: Header) -> int:
     """Read this rank's tokens, wherever they were; how many they are."""
-    held, found = share.deal.count(share.tokens.index, header.length), 0
-    for stored, into, of, heads in _shards(share, path, header):
-        found += (into.stop - into.start) * _fill_from(share, stored, into, of, heads, held)
-    own = share.sizes.kv_heads // share.heads.size
-    if found != held * own:
-        given = f"{found // own} of this rank's {held} tokens in {path}"
-        raise StoreError("load", "every token once", given, FIX)
+    share = shares[0]
+    held, found = share.deal.count(share.tokens.index, header.length), [0] * len(shares)
+    for h, file in _files(path, header):
+        stored = Stored(file)
+        columns = stored.read("columns")
+        if columns.dtype != torch.int64 or columns.ndim != 1:
+            raise StoreError("load", "the token in each slot", f"{columns.dtype} in {file}", FIX)
+        mine = (share.deal.owner(columns) == share.tokens.index).nonzero().flatten()
+        slots = share.deal.slot(columns[mine])
+        if len(mine) and (int(columns.min()) < 0 or int(slots.max()) >= held):
+            raise StoreError("load", "every token once", f"tokens beyond the last in {file}", FIX)
+        for layer, each in enumerate(shares) if len(mine) else ():
+            found[layer] += len(mine) * _copy(each, stored, layer, (h, header.heads), mine, slots, len(columns))
+        share.columns[slots.to(share.columns.device)] = columns[mine].to(share.columns.device)
+    for layer, each in enumerate(shares):
+        own = each.sizes.kv_heads // each.heads.size
+        if found[layer] != held * own:
+            given = f"{found[layer] // own} of this rank's {held} tokens in {path}"
+            raise StoreError("load", "every token once", given, FIX)
+        each.columns[:held] = share.columns[:held]
     return held
 
 
-def _shards(share: Share, path: Path, header: Header) -> Iterator[tuple[Stored, slice, slice, int]]:
-    """The saved shards that have some of this rank's heads, and which: by its own counting, and by the shard's."""
-    own = _heads(share.sizes.kv_heads, share.heads.size, share.heads.index)
-    for h, t in ((h, t) for h in range(header.heads) for t in range(header.ranks)):
-        theirs = _heads(share.sizes.kv_heads, header.heads, h)
-        both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
-        if both:
-            into, of = (slice(both.start - x.start, both.stop - x.start) for x in (own, theirs))
-            yield Stored(_file(path, header.saving, h, t)), into, of, len(theirs)
+def _files(path: Path, header: Header) -> Iterator[tuple[int, Path]]:
+    """Those of the saving that is loaded, each with its place along the heads axis."""
+    folder = path / str(header.saving)
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise StoreError("load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", FIX) from error
+    for name in names:
+        place = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.\d+-\d+\.safetensors", name)
+        if place and int(place[1]) < header.heads and int(place[2]) < header.ranks:
+            yield int(place[1]), folder / name
 
 
-def _fill_from(share: Share, stored: Stored, into: slice, of: slice, heads: int, held: int) -> int:
-    """How many of a saved shard's tokens are dealt to this rank here."""
-    columns, found, device = stored.read("columns"), 0, share.keys.device
-    if columns.dtype != torch.int64 or columns.ndim != 1:
-        raise StoreError("load", "the token in each slot", f"{columns.dtype} in {stored.path}", FIX)
-    for piece, tokens in enumerate(columns.split(PIECE) if len(columns) else ()):
-        mine = (share.deal.owner(tokens) == share.tokens.index).nonzero().flatten()
-        if len(mine):
-            slots = share.deal.slot(tokens[mine])
-            if int(tokens.min()) < 0 or int(slots.max()) >= held:
-                raise StoreError("load", "every token once", f"tokens beyond the last in {stored.path}", FIX)
-            share.columns[slots.to(device)] = tokens[mine].to(device)
-            for name, x, width in (
-                ("keys", share.keys, share.sizes.head_dim),
-                ("values", share.values, share.sizes.value_dim),
-            ):
-                read = stored.read(f"{name} {piece}")
-                shape = (share.sizes.batch, heads, len(tokens), width)
-                if tuple(read.shape) != shape or read.dtype != x.dtype:
-                    given = f"{read.dtype} {tuple(read.shape)} in {stored.path}"
-                    raise StoreError("load", f"{x.dtype} {shape}", given, FIX)
-                x[:, into].index_copy_(2, slots.to(device), read[:, of, mine].to(device))
-            found += len(mine)
-    return found
+def _copy(
+    share: Share, stored: Stored, layer: int, heads: tuple[int, int], mine: Tensor, slots: Tensor, tokens: int
+) -> int:
+    """Of a file of the h-th of so many along the heads axis, this rank's heads and tokens; how many heads."""
+    own, theirs = _heads(share.sizes, share.heads.index, share.heads.size), _heads(share.sizes, *heads)
+    both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
+    if not both:
+        return 0
+    into, of = (slice(both.start - x.start, both.stop - x.start) for x in (own, theirs))
+    sizes, device = share.sizes, share.keys.device
+    for name, x, width in (("keys", share.keys, sizes.head_dim), ("values", share.values, sizes.value_dim)):
+        read, shape = stored.read(f"{name} {layer}"), (sizes.batch, len(theirs), tokens, width)
+        if tuple(read.shape) != shape or read.dtype != x.dtype:
+            given = f"{read.dtype} {tuple(read.shape)} in {stored.path}"
+            raise StoreError("load", f"{x.dtype} {shape}", given, FIX)
+        x[:, into].index_copy_(2, slots.to(device), read[:, of, mine].to(device))
+    return len(both)
 
 
-def _heads(count: int, axis: int, index: int) -> range:
+def _heads(sizes: Sizes, index: int, axis: int) -> range:
     """The key heads of a rank along the heads axis."""
-    return range(index * count // axis, (index + 1) * count // axis)
-
-
-def _file(path: Path, saving: int, heads: int, tokens: int) -> Path:
-    return path / str(saving) / f"{heads}.{tokens}.safetensors"
+    return range(index * sizes.kv_heads // axis, (index + 1) * sizes.kv_heads // axis)

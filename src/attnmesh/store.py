@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from attnmesh.errors import StoreError
 
 DTYPES = {
     "BOOL": torch.bool,
+    "U8": torch.uint8,
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,10 +49,33 @@ class Entry(NamedTuple):
     sum: int
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """All of them, and not done before the disk has them."""
+def keep(path: Path, tensors: Mapping[str, Tensor], other: Path | None = None) -> None:
+    """Write them, unless this file holds them already, or the other one, to which it then becomes a link."""
+    sums = {name: int(digest(x)) for name, x in tensors.items()}
+    if _holds(path, tensors, sums):
+        return
+    if other is not None and _holds(other, tensors, sums):
+        with suppress(OSError):  # a disk that has no links has it written once more
+            path.unlink(missing_ok=True)
+            os.link(other, path)
+            return
+    write(path, tensors, sums)
+
+
+def _holds(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> bool:
+    """Whether a file is whole, and of these tensors by its own sums."""
+    try:
+        entries = Stored(path).entries
+    except StoreError:
+        return False
+    said = {name: (entry.dtype, entry.shape, entry.sum) for name, entry in entries.items()}
+    return said == {name: (x.dtype, tuple(x.shape), sums[name]) for name, x in tensors.items()}
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> None:
+    """All of them with their sums, in one go: the file has its name when the disk has all of it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {name: str(int(digest(x))) for name, x in tensors.items()}}
+    header: dict[str, Any] = {"__metadata__": {name: str(number) for name, number in sums.items()}}
     place = 0
     for name, x in tensors.items():
         size = x.numel() * x.element_size()
@@ -58,7 +83,8 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         place += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
             flat = x.detach().contiguous().cpu()
@@ -66,6 +92,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
             file.write((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"")
         file.flush()
         os.fsync(file.fileno())
+    os.replace(part, path)
 
 
 class Stored:
