@@ -14,6 +14,8 @@ from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.exchange import counted, share
+from attnmesh.faults import set_deadline
+from attnmesh.hf.asked import Settings
 from attnmesh.hf.load import open_model
 from attnmesh.mesh import Mesh, Shape, init_mesh
 
@@ -32,6 +34,9 @@ class Request:
     max_new_tokens: int
     dtype: str = "auto"
     seed: int = 0
+    checkpoint: str | None = None
+    every: int = 64
+    deadline: float | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     """Options of `ShardedCache`."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +48,13 @@ class Loaded:
     """The model is in memory, after so many seconds."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """So many tokens, of the prompt and new ones, were in the checkpoint."""
+
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,13 +92,14 @@ class Answer:
 class _Telling(BaseStreamer):  # type: ignore[misc]
     """Says each token as transformers hands it over."""
 
-    def __init__(self, say: Callable[[Any], None]) -> None:
-        self.say, self.prompt = say, True
+    def __init__(self, say: Callable[[Any], None], prompt_tokens: int) -> None:
+        self.say, self.skip = say, prompt_tokens
 
     def put(self, value: Tensor) -> None:
-        for token in [] if self.prompt else value.flatten().tolist():
+        """All that there is comes first, the prompt and what a checkpoint has."""
+        for token in value.flatten().tolist()[self.skip :]:
             self.say(Token(token))
-        self.prompt = False
+        self.skip = 0
 
     def end(self) -> None:
         pass
@@ -94,6 +107,7 @@ class _Telling(BaseStreamer):  # type: ignore[misc]
 
 def answer(say: Callable[[Any], None], request: Request) -> Answer:
     """On a rank: the answer, the same on all; what happens meanwhile rank 0 says."""
+    set_deadline(request.deadline)
     ranks = dist.get_world_size()
     first = dist.get_rank() == 0
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -107,25 +121,33 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
     told(Loaded(loading))
     ids = torch.tensor([request.ids], device=device)
     cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)
-    prefilling = _prefilled(model, ids, cache, told)
     torch.manual_seed(request.seed)
     options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
+    kept, reached = None, ids
+    if request.checkpoint is not None:
+        kept = hf.Checkpoint(request.checkpoint, every=request.every)
+        reached = kept.begin(model, ids, cache, Settings(model, options))
+        options["checkpoint"] = kept
+        if cache.get_seq_length():
+            told(Resumed(max(cache.get_seq_length(), reached.shape[1])))
+    prefilling = _prefilled(model, reached, cache, kept, told)
     if first:
-        options["streamer"] = _Telling(say)
+        options["streamer"] = _Telling(say, ids.shape[1])
     start = perf_counter()
     with counted() as traffic:
         made = hf.generate(model, ids, cache=cache, **options)
     seconds = perf_counter() - start
     new = made[0, ids.shape[1] :].tolist()
+    fresh = max(1, made.shape[1] - reached.shape[1])
     axes = Mesh.of(mesh).axes
-    table = share([cache.held, cache.held_bytes, traffic.bytes // len(new)], axes, device)
+    table = share([cache.held, cache.held_bytes, traffic.bytes // fresh], axes, device)
     merges = share([int(1e9 * merge) for merge in traffic.merges], axes, device)
     return Answer(
         tokens=new,
         prompt_tokens=ids.shape[1],
         load_seconds=loading,
         prefill_seconds=prefilling,
-        seconds_per_token=seconds / len(new),
+        seconds_per_token=seconds / fresh,
         merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
         keys=[row[0] for row in table],
         cache_bytes=[row[1] for row in table],
@@ -133,11 +155,20 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
     )
 
 
-def _prefilled(model: PreTrainedModel, ids: Tensor, cache: hf.ShardedCache, say: Callable[[Any], None]) -> float:
+def _prefilled(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: hf.ShardedCache,
+    kept: hf.Checkpoint | None,
+    say: Callable[[Any], None],
+) -> float:
     """Seconds of all but the last token, chunk by chunk as far as there is something to tell."""
     start = perf_counter()
     for stop in [*range(CHUNK + 1, ids.shape[1], CHUNK), ids.shape[1]]:
-        hf.prefill(model, ids[:, :stop], cache)
+        if cache.get_seq_length() < stop - 1:  # or a checkpoint has them
+            hf.prefill(model, ids[:, :stop], cache)
+            if kept is not None:
+                kept.save(cache, ids[:, : stop - 1])
         say(Prefilled(stop))
     return perf_counter() - start
 

@@ -16,11 +16,13 @@ from rich.status import Status
 
 from attnmesh.across import HOW
 from attnmesh.decode import check_reproducible
-from attnmesh.errors import ArgumentError, InputError, MeshError, ModelError
+from attnmesh.errors import ArgumentError, InputError, MeshError, ModelError, RankFailure
+from attnmesh.faults import set_deadline
 from attnmesh.inputs import DTYPES
 from attnmesh.mesh import Shape, elements, mesh_shapes
 from attnmesh.ranks import run_on_ranks
 from attnmesh.shown import AsJson, Verbose, console, machine, print_json, progress, titled
+from attnmesh.world import enter
 
 
 def generate(
@@ -52,6 +54,14 @@ def generate(
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Keep what there is in this folder, and go on from what is there.", file_okay=False),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds after which a rank that says nothing is given up.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")] = "auto",
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -62,6 +72,7 @@ def generate(
     for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, HOW)):
         if given not in known:
             raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
+    set_deadline(deadline)
     world = _world(ranks)
     with progress.status("reading the prompt") as status:
         asked = prepare(model, prompt, prompt_file, raw, max_new_tokens, world, mesh, status)
@@ -77,6 +88,9 @@ def generate(
             max_new_tokens,
             dtype,
             seed,
+            None if checkpoint is None else str(checkpoint),
+            every,
+            deadline,
             cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else 16},
             options={"do_sample": True, **sampled} if sampled else {},
         )
@@ -140,10 +154,12 @@ class Shown:
 
     def __call__(self, said: Any) -> None:
         """Show one thing."""
-        from attnmesh.answer import Loaded, Prefilled
+        from attnmesh.answer import Loaded, Prefilled, Resumed
 
         if isinstance(said, Loaded):
             self.status.update(f"model loaded in {said.seconds:.1f} s; prefilling {self.prompt_tokens:,} tokens")
+        elif isinstance(said, Resumed):
+            progress.print(f"going on from {said.tokens:,} tokens of the checkpoint")
         elif isinstance(said, Prefilled):
             if said.tokens < self.prompt_tokens:
                 self.status.update(f"prefilled {said.tokens:,} of {self.prompt_tokens:,} tokens")
@@ -205,7 +221,7 @@ def _world(ranks: int | None) -> int:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if cuda else "gloo")
+    enter("nccl" if cuda else "gloo")
     started = dist.get_world_size()
     if ranks not in (None, started):
         raise MeshError("--ranks", f"the {started} that torchrun started", str(ranks), "leave it out under torchrun")
@@ -287,7 +303,7 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
 
     try:
         run()
-    except (ValueError, RankError, OSError) as error:
+    except (ValueError, RankError, RankFailure, OSError) as error:
         if verbose:
             raise
         if _first() or not isinstance(error, InputError):  # what all ranks raise alike is said once

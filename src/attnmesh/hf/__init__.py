@@ -14,6 +14,7 @@ from attnmesh.hf.batch import Shards as Shards
 from attnmesh.hf.batch import shard_batch as shard_batch
 from attnmesh.hf.cache import NAME
 from attnmesh.hf.cache import ShardedCache as ShardedCache
+from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.generate import prefill as prefill
 from attnmesh.hf.mask import mask_function

@@ -1,5 +1,6 @@
 """What a call of `generate` asks for, held against what can be served over a mesh, and agreed on by all ranks."""
 
+from pathlib import Path
 from types import NoneType
 from typing import Any
 
@@ -30,7 +31,7 @@ ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit
 TAKEN = {
     *vars(GenerationConfig()),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
-    *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer"),
+    *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "checkpoint"),
 }
 
 
@@ -92,7 +93,7 @@ def _value(given: object) -> str:
     """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
     if isinstance(given, GenerationConfig):
         return repr(sorted(given.to_diff_dict().items(), key=str))
-    plain = isinstance(given, (bool, int, float, str, list, tuple, dict, NoneType))
+    plain = isinstance(given, (bool, int, float, str, list, tuple, dict, Path, NoneType))
     return repr(given) if plain else type(given).__name__
 
 
@@ -104,6 +105,9 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         if given not in (None, harmless.get(name, False)):
             expected, given = "options that can be served over a mesh", f"{name}={_value(given)}"
             raise ArgumentError("generate", expected, given, REFUSED[name])
+    if not isinstance(options.get("checkpoint"), (NoneType, Path)):
+        fix = "pass attnmesh.hf.Checkpoint(folder)"
+        raise ArgumentError("generate checkpoint", "a Checkpoint", type(options["checkpoint"]).__name__, fix)
     for name in options:
         if name not in TAKEN and name != "chunk_size":
             fix = "leave it out: prompts are prefilled from their ids and their attention_mask alone"

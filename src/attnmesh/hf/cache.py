@@ -1,7 +1,9 @@
 """A cache of transformers whose keys and values are spread over the ranks of a mesh, one `KVCache` a layer."""
 
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +14,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
 from attnmesh.agree import check_checked
-from attnmesh.cache import KVCache
+from attnmesh.cache import KVCache, load_layers, save_layers
 from attnmesh.decode import check_reproducible, decode
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.hf.opaque import FAMILIES, Opaque
 from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh
+from attnmesh.saved import Saving
 
 NAME = "attnmesh"
 """The name of the plug-ins in transformers."""
@@ -201,6 +204,29 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def batch_select_indices(self, indices: Tensor) -> None:
         """These sequences alone."""
         self.reorder_cache(indices)
+
+    def save(
+        self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
+    ) -> Saving:
+        """Write all layers to a folder, as `KVCache.save` does one; `more` and `note` come back by `restore`."""
+        kvs = [layer.kv for layer in self.layers]
+        if not all(kv is not None and kv.length for kv in kvs):
+            fix = "prefill a prompt first"
+            raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
+        held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
+        return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
+
+    def restore(self, path: str | Path) -> tuple[dict[str, Tensor], str]:
+        """Fill this cache, whatever it holds, from a folder; what more was saved there, and its note.
+
+        Every rank calls it; they may be more or fewer than those that saved.
+        """
+        where: dict[str, Any] = {"capacity": self.capacity, "checked": self.checked}
+        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), **where)
+        for layer, kv in zip(self.layers, kvs, strict=True):
+            layer.kv, layer.is_initialized = kv, True
+        self.tokens = more.pop("held", None)
+        return more, note
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """A cache of its own on the same mesh: a prefix is computed once and gone on with twice."""

@@ -4,6 +4,7 @@ All of the prompt but its last token is prefilled, cut over the ranks; then tran
 every rank alike, with a cache that decodes over the mesh. Ranks draw the same random numbers, so they sample alike.
 """
 
+from collections.abc import Callable
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -13,11 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
 from attnmesh.hf.asked import ASSISTED, Settings, agree_on, check_left
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.checkpoint import Checkpoint, Keeping
 from attnmesh.layout import Striped
 from attnmesh.mesh import Mesh
 
@@ -33,18 +35,27 @@ def generate(
     cache: ShardedCache | None = None,
     attention_mask: Tensor | None = None,
     prefill_chunk_size: int | None = None,
+    checkpoint: Checkpoint | None = None,
     **options: Any,
 ) -> Any:
     """What `model.generate(input_ids, **options)` gives, with keys and values spread over the mesh.
 
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
+    With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
     here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), Settings(model, options)
-    agree_on(here, model, input_ids, attention_mask, cache, {"prefill_chunk_size": prefill_chunk_size, **options})
+    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
+    own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": folder}
+    agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
     whole = ShardedCache(model.config, mesh) if cache is None else cache
     if attention_mask is None:
         attention_mask = _inferred(input_ids, settings)
+    if checkpoint is not None:
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise MaskError("generate checkpoint", "a prompt without padding", "some", "cut the padding off")
+        chunk = prefill_chunk_size or settings["prefill_chunk_size"] or CHUNK
+        return _kept(model, input_ids, whole, checkpoint, chunk, settings, options)
     known = _keep_shared(whole, input_ids, attention_mask)
     assisted, beams = any(settings[name] for name in ASSISTED), settings["num_beams"] or 1
     if assisted and known:
@@ -60,6 +71,33 @@ def generate(
     )
     # Which of several beams is in which row, nobody can tell any more.
     whole.tokens = None if beams > 1 else _held(whole, getattr(made, "sequences", made), attention_mask)
+    return made
+
+
+def _kept(
+    model: PreTrainedModel,
+    prompt: Tensor,
+    cache: ShardedCache,
+    checkpoint: Checkpoint,
+    chunk: int,
+    settings: Settings,
+    options: dict[str, Any],
+) -> Any:
+    """The same from where a checkpoint has come, keeping on what there is."""
+    options = dict(options)
+    _draw_alike(Mesh.of(cache.mesh), prompt.device)
+    ids = checkpoint.begin(model, prompt, cache, settings) if checkpoint.reached is None else checkpoint.reached
+    for name in ("max_new_tokens", "min_new_tokens"):
+        if settings[name] is not None:
+            options[name] = settings[name] - (ids.shape[1] - prompt.shape[1])
+    if options.get("max_new_tokens", 1) < 1:
+        return ids[:, : prompt.shape[1] + settings["max_new_tokens"]]
+    _prefill(model, ids, cache, None, chunk, lambda done: checkpoint.save(cache, ids[:, :done]))
+    keeping = Keeping(checkpoint, cache, prompt.shape[1], settings["eos_token_id"])
+    more = {**options, "attention_mask": torch.ones_like(ids), "use_cache": True, "prefill_chunk_size": None}
+    made = model.generate(ids, past_key_values=cache, stopping_criteria=[keeping], **more)
+    checkpoint.wait()
+    cache.tokens = _held(cache, getattr(made, "sequences", made), None)
     return made
 
 
@@ -92,7 +130,12 @@ def prefill(
 
 
 def _prefill(
-    model: PreTrainedModel, ids: Tensor, cache: ShardedCache, attention_mask: Tensor | None, chunk_size: int | None
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: ShardedCache,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     """Tokens are dealt as the cache deals them, so the cache stays even; a few that fill no round, all compute."""
     start, stop = cache.get_seq_length(), ids.shape[1] - 1
@@ -105,6 +148,8 @@ def _prefill(
     with torch.no_grad():
         for first, last, sharded in _pieces(start, stop, cache.block * cache.ranks, chunk_size or stop):
             _forward(model, ids[:, first:last], positions[:, first:last], cache, first, real, sharded)
+            if after is not None:
+                after(last)
     cache.tokens = _known(ids[:, : cache.get_seq_length()], attention_mask)
 
 

@@ -1,0 +1,160 @@
+"""A generation that can be gone on with: its tokens, keys and random numbers, in a folder, every so many tokens.
+
+Whoever makes the same call again with the same folder, on any number of ranks, goes on from the last that was written.
+"""
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StoppingCriteria
+
+from attnmesh.agree import agreed, digest, told
+from attnmesh.errors import ArgumentError, KernelError, StoreError
+from attnmesh.hf.asked import Settings
+from attnmesh.hf.cache import ShardedCache
+from attnmesh.mesh import Mesh
+from attnmesh.saved import MANIFEST, Saving
+
+UNKEPT = {
+    "stop_strings": "stop at tokens, by eos_token_id",
+    "stopping_criteria": "stop at tokens, by eos_token_id",
+    "logits_processor": "leave it out: what it knows of earlier tokens would be lost",
+    "prefix_allowed_tokens_fn": "leave it out: what it knows of earlier tokens would be lost",
+    "exponential_decay_length_penalty": "leave it out: it counts from the end of the prompt",
+    "begin_suppress_tokens": "leave it out: it counts from the end of the prompt",
+    "output_scores": "leave it out: those of earlier tokens would be lost",
+    "output_logits": "leave it out: those of earlier tokens would be lost",
+}
+"""What depends on where a call began, and what to do instead."""
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+"""Options by which tokens are sampled: with others a call is another one."""
+
+SAMPLE = 1024
+"""Numbers of each parameter by which a model is told from others."""
+
+
+class Checkpoint:
+    """Where `generate` keeps what it has, every `every` new tokens, and after every chunk of a prompt.
+
+        generate(model, ids, mesh=mesh, checkpoint=Checkpoint("folder"), max_new_tokens=1000)
+
+    The folder is one that all ranks see. For one sequence, greedy or sampled; it is written while decoding goes on.
+    """
+
+    def __init__(self, folder: str | Path, *, every: int = 64) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ArgumentError("Checkpoint every", "a whole number of tokens", repr(every), "pass 1 or more")
+        self.folder, self.every = Path(folder), every
+        self.note = ""
+        self.reached: Tensor | None = None  # once it has begun
+        self._saving: Saving | None = None
+
+    def check(self, settings: Any, ids: Tensor) -> None:
+        """Raise unless what is asked for can be gone on with."""
+        beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
+        if len(ids) > 1 or beams > 1:
+            given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
+            raise KernelError("generate checkpoint", "one sequence", given, fix)
+        for name, fix in UNKEPT.items():
+            if settings[name] is not None:
+                raise KernelError("generate checkpoint", "options that can be gone on with", f"{name}=", fix)
+
+    def begin(self, model: PreTrainedModel, ids: Tensor, cache: ShardedCache, settings: Settings) -> Tensor:
+        """The tokens to go on from: those that were reached, with `cache` filled by theirs, or else the prompt.
+
+        Random numbers go on as they would have. Every rank calls it, with an empty cache.
+        """
+        here = Mesh.of(cache.mesh)
+
+        def look() -> bool:
+            self._check(settings, ids, cache)
+            return (self.folder / MANIFEST).exists()
+
+        there = agreed(here, ids.device, look, lambda found: told("generate checkpoint", found=found))
+        sampled = {name: settings[name] for name in SAMPLING} if settings["do_sample"] else {}
+        sampled |= {"random": int(digest(random_state(ids.device)))} if sampled else {}
+        self.note, self.reached = _note(model, ids, sampled), ids
+        if there:
+            more, note = cache.restore(self.folder)
+            tokens = more.get("tokens")
+            if note != self.note or tokens is None or tokens.shape[1] < cache.get_seq_length():
+                expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
+                raise StoreError("generate checkpoint", expected, f"another's in {self.folder}", fix)
+            cache.tokens = tokens[:, : cache.get_seq_length()].to(ids.device)
+            if tokens.shape[1] > ids.shape[1]:
+                self.reached = tokens.to(ids.device)
+                set_random_state(ids.device, more.get("random"))
+        return self.reached
+
+    def _check(self, settings: Settings, ids: Tensor, cache: ShardedCache) -> None:
+        """Raise unless what is asked for can be gone on with."""
+        beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
+        if len(ids) > 1 or beams > 1:
+            given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
+            raise KernelError("generate checkpoint", "one sequence", given, fix)
+        for name, fix in UNKEPT.items():
+            if settings[name]:
+                raise KernelError("generate checkpoint", "options that can be gone on with", f"{name}=", fix)
+        if cache.get_seq_length():
+            fix = "leave cache= out: the checkpoint fills one"
+            raise KernelError("generate checkpoint", "an empty cache", f"{cache.get_seq_length()} tokens", fix)
+
+    def save(self, cache: ShardedCache, tokens: Tensor) -> None:
+        """Begin to write; the last one is waited for. Every rank calls it."""
+        self.wait()
+        more = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
+        self._saving = cache.save(self.folder, more=more, note=self.note, wait=False)
+
+    def wait(self) -> None:
+        """Until what was begun is what is gone on with. Every rank calls it."""
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
+
+
+class Keeping(StoppingCriteria):  # type: ignore[misc]
+    """Asked after each token whether to stop, it never wants to, but keeps what there is."""
+
+    def __init__(self, checkpoint: Checkpoint, cache: ShardedCache, prompt: int, ends: Any) -> None:
+        self.checkpoint, self.cache, self.prompt = checkpoint, cache, prompt
+        self.ends = ends if isinstance(ends, (list, tuple)) else [ends]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """Of each sequence whether it is done: no."""
+        made = input_ids.shape[1] - self.prompt
+        if made % self.checkpoint.every == 0 and int(input_ids[0, -1]) not in self.ends:
+            self.checkpoint.save(self.cache, input_ids)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _note(model: PreTrainedModel, ids: Tensor, sampled: dict[str, Any]) -> str:
+    """What tells a call from others: its prompt, how it samples, and of the model a little of each parameter."""
+    some = {name: [str(x.dtype), list(x.shape), int(digest(_some(x)))] for name, x in model.named_parameters()}
+    parameters = blake2b(json.dumps(some).encode(), digest_size=16).hexdigest()
+    return json.dumps({"model": parameters, "prompt": [ids.shape[1], int(digest(ids))], **sampled}, sort_keys=True)
+
+
+def _some(x: Tensor) -> Tensor:
+    return x.detach().flatten()[:SAMPLE].contiguous()
+
+
+def random_state(device: torch.device) -> Tensor:
+    """Of the generator by which tokens are sampled on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_random_state(device: torch.device, state: Any) -> None:
+    """Sample on from there."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)
+    except (RuntimeError, TypeError) as error:
+        given, fix = str(error).splitlines()[0], "go on with it on the kind of device that wrote it"
+        raise StoreError("generate checkpoint", "the state of this device's random numbers", given, fix) from error

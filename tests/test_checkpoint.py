@@ -1,0 +1,161 @@
+"""A generation that is broken off and gone on with says what it would have said, on any ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnmesh import hf
+from attnmesh.errors import InputError
+from attnmesh.hf.asked import Settings
+from attnmesh.hf.load import PACKAGED
+from attnmesh.mesh import AXES, Shape
+from attnmesh.saved import MANIFEST
+from tests import families
+from tests.mesh_problems import named_mesh
+from tests.pool import Pool
+
+NEW = 22
+
+
+def prompt(length: int = 45) -> Tensor:
+    return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def said(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
+    """The new tokens, with a checkpoint every four of them."""
+    mesh = named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": sample, **more}
+    if sample:
+        options |= {"temperature": 1.3, "top_k": 30}
+    if folder is not None:
+        options["checkpoint"] = hf.Checkpoint(folder, every=4)
+    ids = options.pop("ids", prompt())
+    made = hf.generate(families.model("llama", "attnmesh"), ids, mesh=mesh, **options)
+    return made[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((1, 1, 1), (1, 1, 1)), ((1, 2, 2), (1, 1, 2)), ((1, 1, 2), (1, 3, 1))])
+def test_the_tokens_are_those_of_a_run_that_was_not_broken_off(
+    pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], sample: bool
+) -> None:
+    (whole,) = pool.run(1, said, None, (1, 1, 1), NEW, sample)
+    assert len(set(whole)) > 3
+    for length in (10, 14):
+        for tokens in pool.run(Shape(*before).ranks, said, tmp_path, before, length, sample, deadline=60):
+            assert tokens == whole[:length]
+    report = json.loads((tmp_path / MANIFEST).read_text())
+    assert report["length"] == 45 + 12 - 1, "the last token that was kept is one that the cache has not seen yet"
+    for tokens in pool.run(Shape(*after).ranks, said, tmp_path, after, NEW, sample, deadline=60):
+        assert tokens == whole
+    (again,) = pool.run(1, said, tmp_path, (1, 1, 1), 5, sample)
+    assert again == whole[:5], "more are there than are asked for"
+
+
+def broken_off_in_the_prompt(folder: Path) -> list[int]:
+    """After two of three chunks; then gone on with: how many tokens the model was given."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    model, ids = families.model("llama", "attnmesh"), prompt(130)
+    checkpoint = hf.Checkpoint(folder)
+    cache = hf.ShardedCache(model.config, mesh)
+    assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {})), ids)
+    hf.prefill(model, ids[:, :65], cache)
+    checkpoint.save(cache, ids[:, :64])
+    checkpoint.wait()
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)
+    made = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False, checkpoint=hf.Checkpoint(folder))
+    alone = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False)
+    assert torch.equal(made, alone)
+    return seen[: len(seen) - 4]
+
+
+def test_a_prompt_is_not_computed_twice(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, broken_off_in_the_prompt, tmp_path, deadline=60)
+    assert sum(first[:-2]) + sum(second[:-2]) == 67, "the rest of the prompt, and the last token on both"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another's in "),
+    "another temperature": ({"do_sample": True}, "a folder of this model, prompt and options, given another's in "),
+    "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
+    "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
+    "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
+    "no checkpoint": ({"checkpoint": "folder"}, "generate checkpoint: expected a Checkpoint, given str"),
+    "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given some"),
+}
+
+
+def refused(folder: Path, more: dict[str, Any]) -> str:
+    given = dict(more)
+    sample, own = given.pop("do_sample", False), "checkpoint" in given
+    try:
+        said(None if own else folder, (1, 1, 2), 6, sample, **given)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_cannot_be_gone_on_with_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, said, tmp_path, (1, 1, 2), 6, False, deadline=60)
+    for name, (more, told) in REFUSED.items():
+        one, other = pool.run(2, refused, tmp_path, more, deadline=60)
+        assert one == other, name
+        assert told in one, name
+    with pytest.raises(InputError, match="Checkpoint every: expected a whole number of tokens, given 0"):
+        hf.Checkpoint(tmp_path, every=0)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+ASK = [
+    "generate",
+    "--model",
+    PACKAGED,
+    "--prompt",
+    "Tell me a story about a whale.",
+    "--json",
+    "--max-new-tokens",
+    "48",
+]
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with pytest.MonkeyPatch.context(), open(stat) as file:
+            if int(file.read().rsplit(")", 1)[1].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
+    """And then with fewer ranks: in all the tokens are those of a run that nothing happened to."""
+    command = [sys.executable, "-m", "attnmesh", *ASK]
+    whole = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout)
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--every", "8"]
+    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *ASK, *kept]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        manifest = tmp_path / "kept" / MANIFEST
+        while not (manifest.exists() and json.loads(manifest.read_text())["saving"] >= 3):
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.kill(max(workers(running.pid)), signal.SIGKILL)
+        out, error = running.communicate(timeout=150)
+    assert running.returncode == 0, error
+    assert "going on from" in error
+    assert json.loads(out)["tokens"] == whole["tokens"]
+    done = subprocess.run([*command, *kept], capture_output=True, text=True, check=True, timeout=100)
+    assert json.loads(done.stdout)["tokens"] == whole["tokens"]
+    assert "going on from" in done.stderr
