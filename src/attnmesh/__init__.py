@@ -23,6 +23,7 @@ from attnmesh.partial import Partial as Partial
 from attnmesh.partial import merge as merge
 from attnmesh.plan import Plan as Plan
 from attnmesh.plan import plan as plan
+from attnmesh.recover import recover as recover
 from attnmesh.shards import shard as shard
 from attnmesh.shards import unshard as unshard
 from attnmesh.workload import Workload as Workload

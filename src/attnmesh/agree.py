@@ -89,11 +89,11 @@ def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Seq
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
     table = share([digest, failed, *padded], mesh.axes, device)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        _raise(_texts(mesh, device, text), [bool(row[1]) for row in table])
+        _raise(texts(mesh, device, text), [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
-def _texts(mesh: Mesh, device: torch.device, text: str) -> list[str]:
+def texts(mesh: Mesh, device: torch.device, text: str) -> list[str]:
     """Every rank's text, by shard: first how long they are, then the letters."""
     letters = text.encode()
     lengths = [row[0] for row in share([len(letters)], mesh.axes, device)]

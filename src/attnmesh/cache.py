@@ -15,18 +15,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, agreed, askable, check_checked, fingerprints, stamp, told
-from attnmesh.deal import Deal, check_cover, cover
+from attnmesh.deal import check_copies, check_cover, cover, kept_by
 from attnmesh.errors import DeviceError, InputError, ShapeError, StoreError
-from attnmesh.exchange import blank, swap
-from attnmesh.hosts import board_of, rounds
+from attnmesh.exchange import blank, share, swap, trade
+from attnmesh.hosts import board_of, hosts, rounds
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
+from attnmesh.room import Room
 from attnmesh.saved import Header, Layers, Saving, Share, begin, check_memory, fill, more_of, opened
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
-
-SLACK = 2
-"""Tokens by which a shard of a prefill may be larger than an even share: a zigzag's two chunks are rounded each."""
 
 
 class KVCache:
@@ -59,29 +57,27 @@ class KVCache:
         device: torch.device | str | None = None,
         block: int = 16,
         checked: bool | None = None,
+        copies: int = 1,
     ) -> None:
-        """Reserve room for `capacity` tokens; `block` tokens in a row go to one rank."""
+        """Reserve room for `capacity` tokens; `block` tokens in a row go to one rank.
+
+        With `copies=2` the next host keeps them too, or on one host the next rank: see `attnmesh.recover`.
+        """
         widths = head_dim, head_dim if value_dim is None else value_dim
-        self.sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
 
         def check() -> None:
-            if fault := self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
+            if fault := sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
                 raise fault
             check_checked("KVCache", checked)
+            check_copies(copies, self.tokens.size)
 
-        agreed(self.mesh, self.device, check, lambda _: told("KVCache", **vars(self.sizes), checked=checked))
+        fields = {"checked": checked, "copies": copies}
+        agreed(self.mesh, self.device, check, lambda _: told("KVCache", **vars(sizes), **fields))
         self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
-        self.deal = Deal(block, self.tokens.size)
-        self.slots = self._slots(capacity)
-        # One slot more than is used: what is another rank's is written there, so that nobody need ask whose it is.
-        room = batch, kv_heads // self.mesh.heads.size, self.slots + 1
-        with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.keys, self.values = (torch.empty(*room, n, dtype=dtype, device=self.device) for n in widths)
-            self.columns = torch.zeros(self.slots + 1, dtype=torch.int64, device=self.device)  # the token in each slot
-            self.state = torch.zeros(2, dtype=torch.int64, device=self.device)  # tokens of all ranks, and held here
-        self.padding: Padding | None = None
+        self.room = self._room(sizes, self.tokens.index)
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
         self._shards = 0, [0] * self.tokens.size  # up to which token each rank holds how many, before dealing goes on
         self._saving: Saving | None = None
@@ -90,6 +86,13 @@ class KVCache:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
             board_of(axis, self.device)
+        keepers = kept_by(hosts(self.tokens, self.device), copies) if copies > 1 else {}
+        self.keepers = keepers.get(self.tokens.index, [])  # who keeps a copy of what this rank holds
+        kept = [index for index in keepers if self.tokens.index in keepers[index]]
+        self.copies = {index: self._room(sizes, index) for index in kept}
+
+    def _room(self, sizes: Sizes, index: int) -> Room:
+        return Room(sizes, self.mesh.heads, self.tokens.size, index, self.device)
 
     def __repr__(self) -> str:
         """What it is made for, and what it holds."""
@@ -99,30 +102,51 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same tokens in tensors of its own, on the same mesh."""
         twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "_saving": None}
-        with torch.inference_mode(False):
-            for name in ("keys", "values", "columns", "state"):
-                setattr(twin, name, getattr(self, name).clone())
-            if self.padding is not None:
-                twin.padding = Padding(*(x.clone() for x in self.padding))
+        twin.__dict__ = {**self.__dict__, "_saving": None, "room": self.room.twin()}
+        twin.copies = {index: room.twin() for index, room in self.copies.items()}
         start, counts = self._shards
         twin._shards = start, list(counts)
         return twin
 
     @property
+    def sizes(self) -> Sizes:
+        """What it is made for."""
+        return self.room.sizes
+
+    @property
+    def rooms(self) -> list[Room]:
+        """That of this rank's own tokens, and those of its copies of others'."""
+        return [self.room, *self.copies.values()]
+
+    @property
+    def keys(self) -> Tensor:
+        """This rank's keys, (batch, heads, slots, dim), of which the first are `used`."""
+        return self.room.keys
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's values, as its keys."""
+        return self.room.values
+
+    @property
+    def padding(self) -> Padding | None:
+        """Which tokens are real, if any is not."""
+        return self.room.padding
+
+    @property
     def length(self) -> int:
         """Tokens so far, of all ranks; in a padded batch padding counts."""
-        return int(self.state.tolist()[0])
+        return self.room.length
 
     @property
     def used(self) -> int:
         """Tokens that this rank holds."""
-        return int(self.state.tolist()[1])
+        return self.room.used
 
     @property
     def held(self) -> Slots:
         """What this rank holds, as tensors of its device."""
-        return Slots(self.keys, self.values, self.columns, self.state, self.padding)
+        return self.room.held
 
     def holds(self, tokens: int) -> bool:
         """Whether there are so many, and none beyond the capacity: a GPU is asked if the host does not know it."""
@@ -134,7 +158,8 @@ class KVCache:
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence, (batch,)."""
-        return (self.state[0].expand(self.sizes.batch) if self.padding is None else self.padding.lengths).clone()
+        state = self.room.state
+        return (state[0].expand(self.sizes.batch) if self.padding is None else self.padding.lengths).clone()
 
     @property
     def dealt(self) -> bool:
@@ -146,12 +171,10 @@ class KVCache:
         self._ask(
             "append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real})
         )
-        more = k.shape[2]
+        self._note(real, k.shape[2])
         with torch.no_grad():
-            if self._all_elsewhere(more, real):
-                self.state[0] += more
-            else:
-                self._append(k, v, more, real)
+            for room in self.rooms:
+                room.add(k, v, real)
 
     def _check_append(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[()]:
         self.sizes.check_new("append", k, v, self.device)
@@ -159,16 +182,6 @@ class KVCache:
         if not torch.compiler.is_compiling():
             self._check_room("append", k.shape[2])
         return ()
-
-    def _append(self, k: Tensor, v: Tensor, more: int, real: Tensor | None) -> None:
-        length, used = self.state.unbind()
-        tokens = length + torch.arange(more, device=self.device)
-        mine = (self.deal.owner(tokens) == self.tokens.index) & (tokens < self.sizes.capacity)
-        slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        own_k, own_v = (x.chunk(self.mesh.heads.size, 1)[self.mesh.heads.index] for x in (k, v))
-        self._write(own_k, own_v, tokens, slots)
-        self._pad(tokens, slots, more, real)
-        self.state += torch.stack((torch.full_like(length, more), mine.sum()))
 
     def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, real: Tensor | None = None) -> None:
         """Keep the tokens that this rank made, all heads of them, at these positions of the whole sequence.
@@ -193,11 +206,9 @@ class KVCache:
         self._check_room("append_shard", more, None if by_dealing else (start + more, counts))
         with torch.no_grad():
             k, v, tokens = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
-            order = tokens.argsort()
-            slots = self.used + torch.arange(len(order), device=self.device)
-            self._write(k.index_select(2, order), v.index_select(2, order), tokens[order], slots)
-            self._pad(tokens[order], slots, more, real)
-            self.state += torch.tensor([more, len(order)], device=self.device)
+            self.room.place(k, v, tokens, more, real)
+            self._copy(k, v, tokens, more, real)
+        self._note(real, more)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -209,15 +220,14 @@ class KVCache:
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
                 given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that is no more than it holds"
                 raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
-            return self.tokens.index, int(torch.searchsorted(self.columns[: self.used], length))
+            return self.tokens.index, self.room.before(length)
 
         dealt = self.dealt  # if not, only the others know how many of their tokens are left
         table = self._ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
         if not dealt and length < self._shards[0]:
             self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
-        if self.padding is not None:
-            self.padding.cut(length, before)
-        self.state.copy_(torch.tensor([length, held()[1]]))
+        for room in self.rooms:
+            room.cut(length)
         self._most = length
 
     @torch.no_grad()
@@ -231,36 +241,18 @@ class KVCache:
             return ()
 
         self._ask("reserve", check, lambda: {"capacity": capacity})
-        if capacity <= self.sizes.capacity:
-            return
-        used, self.slots = self.used, self._slots(capacity)
-        with torch.inference_mode(False):
-            for name in ("keys", "values"):
-                old = getattr(self, name)
-                new = old.new_empty(*old.shape[:2], self.slots + 1, old.shape[3])
-                new[:, :, :used] = old[:, :, :used]
-                setattr(self, name, new)
-            self.columns = torch.nn.functional.pad(self.columns, (0, self.slots + 1 - len(self.columns)))
-            if self.padding is not None:
-                self.padding = self.padding.grown(capacity, self.slots + 1)
-        self.sizes = sizes
+        if capacity > self.sizes.capacity:
+            for room in self.rooms:
+                room.grow(sizes)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
         self._ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
-        index, batch, used = batch_index.to(self.device), self.sizes.batch, self.used
-        if len(index) != batch:
-            with torch.inference_mode(False):
-                self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
-            self.sizes = replace(self.sizes, batch=len(index))
-        else:
-            for head in range(self.keys.shape[1]):  # one head at a time: the copy is no larger than that
-                for x in (self.keys, self.values):
-                    x[:, head, :used] = x[:, head, :used].index_select(0, index)
-        if self.padding is not None:
-            self.padding = self.padding.reordered(index)
+        index = batch_index.to(self.device)
+        for room in self.rooms:
+            room.reorder(index)
         self.stamp = stamp(self.stamp, index)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
@@ -289,48 +281,37 @@ class KVCache:
         (cache,), _, _ = load_layers(path, mesh, layers=1, capacity=capacity, device=device)
         return cache
 
-    def _filled(self, length: int, held: int, real: Tensor | None) -> None:
-        """All tokens are where dealing puts them; now they count."""
-        self.state.copy_(torch.tensor([length, held]))
-        self._most = length
-        if real is not None:
-            self.padding, none = self._unpadded(torch.zeros_like(self.state[0])), torch.zeros_like(self.state[0])
-            self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
-
     def _share(self) -> Share:
-        return Share(self.keys, self.values, self.columns, self.sizes, self.mesh.heads, self.tokens, self.deal)
+        room = self.room
+        return Share(room.keys, room.values, room.columns, self.sizes, self.mesh.heads, self.tokens, room.deal)
 
-    def _slots(self, capacity: int) -> int:
-        """Tokens for which a rank has room."""
-        return min(capacity, -(-capacity // self.tokens.size) + self.sizes.block + SLACK)
+    def filled(self, length: int, real: Tensor | None) -> None:
+        """All tokens have been written where dealing puts them; now they count, and copies are sent out."""
+        held = self.room.deal.count(self.tokens.index, length)
+        self.room.filled(length, held, real)
+        k, v = (x[:, :, :held] for x in (self.keys, self.values))
+        self._copy(k, v, self.room.columns[:held], length, real)
+        self._most = length
 
-    def _unpadded(self, length: Tensor) -> Padding:
-        return Padding.none(self.sizes.batch, self.sizes.capacity, self.columns, length)
+    def _note(self, real: Tensor | None, more: int) -> None:
+        """That ranks were told which tokens are real, once any was not."""
+        if (real is not None or self.padding is not None) and not torch.compiler.is_compiling():
+            self.stamp = stamp(self.stamp, torch.ones(self.sizes.batch, more) > 0 if real is None else real)
 
-    def _all_elsewhere(self, more: int, real: Tensor | None) -> bool:
-        """Whether all new tokens are dealt to one other rank, as most are; where it is free to know."""
-        if torch.compiler.is_compiling() or self.device.type == "cuda" or not more:
-            return False
-        if self.padding is not None or real is not None:  # all ranks note what is real
-            return False
-        return self.deal.to_one(self.length, self.length + more) not in (None, self.tokens.index)
-
-    def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
-        """Put this rank's heads of its tokens into slots."""
-        self.keys.index_copy_(2, slots, k)
-        self.values.index_copy_(2, slots, v)
-        self.columns.index_copy_(0, slots, tokens)
-
-    def _pad(self, tokens: Tensor, slots: Tensor, more: int, real: Tensor | None) -> None:
-        """Note which of `more` new tokens of all ranks are real, if any ever was not, before the length counts them."""
-        if real is None and self.padding is None:
+    def _copy(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, real: Tensor | None) -> None:
+        """Send these tokens of its own to who keeps copies of them, and take those of which it keeps copies."""
+        if not self.keepers and not self.copies:
             return
-        self.padding = self.padding or self._unpadded(self.state[0])
-        told = torch.ones(self.sizes.batch, more, dtype=torch.bool) if real is None else real
-        if not torch.compiler.is_compiling():
-            self.stamp = stamp(self.stamp, told)
-        there = torch.ones_like(told, device=self.device) if real is None else real.to(self.device)  # not brought there
-        self.padding.add(self.state[0], there, tokens - self.state[0], slots)
+        counts = [row[0] for row in share([len(tokens)], [self.tokens], self.device)]
+        sends = dict.fromkeys(self.keepers, (k, v, tokens))
+        wanted = {
+            index: (blank(k, counts[index]), blank(v, counts[index]), blank(tokens, counts[index], 0))
+            for index in self.copies
+        }
+        came = trade(sends, wanted, self.tokens, self.device, "copying")()
+        for index, room in self.copies.items():
+            keys, values, places = came[index]
+            room.place(keys, values, places, more, real)
 
     def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Along the heads axis: this rank's heads of the tokens of all in line."""
@@ -348,7 +329,7 @@ class KVCache:
     def _counts(self, length: int) -> list[int]:
         """How many of the first `length` tokens each rank along the tokens' axis holds."""
         start, counts = self._shards
-        deal = self.deal
+        deal = self.room.deal
         return [count + deal.count(rank, length) - deal.count(rank, start) for rank, count in enumerate(counts)]
 
     def _check_room(self, subject: str, more: int, shards: tuple[int, list[int]] | None = None) -> None:
@@ -362,9 +343,9 @@ class KVCache:
             raise ShapeError(subject, "room for the new tokens", given, fix)
         before, self._shards = self._shards, shards or self._shards
         fullest = max(self._counts(known + more))
-        if fullest > self.slots:
+        if fullest > self.room.slots:
             self._shards = before
-            given = f"{fullest} tokens on one rank, which has room for {self.slots}"
+            given = f"{fullest} tokens on one rank, which has room for {self.room.slots}"
             fix = "prefill in shards of even size, or reserve a larger capacity"
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
         self._most = known + more
@@ -375,7 +356,7 @@ class KVCache:
         self.sizes.check_new("append_shard", k, v, self.device)
         self.sizes.check_positions("append_shard", positions, k.shape[2])
         self.sizes.check_real("append_shard", real, None)
-        in_turn = bool((self.deal.owner(positions) == self.tokens.index).all())
+        in_turn = bool((self.room.deal.owner(positions) == self.tokens.index).all())
         return len(positions), self.tokens.index, cover(positions), in_turn
 
     def _ask(
@@ -456,11 +437,11 @@ def load_layers(
 
     header, sizes, more = agreed(here, found, read, lambda told_of: told("load", of=told_of[0], capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked) for each in sizes]
-    shares = [cache._share() for cache in caches]
     with torch.no_grad():
-        held = agreed(here, found, lambda: fill(shares, folder, header), lambda _: "load")
+        shares = [cache._share() for cache in caches]
+        agreed(here, found, lambda: fill(shares, folder, header), lambda _: "load")
         for cache in caches:
-            cache._filled(header.length, held, more.get("real"))
+            cache.filled(header.length, more.get("real"))
     return caches, more, header.note
 
 

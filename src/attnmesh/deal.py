@@ -6,12 +6,13 @@ With 2 ranks and blocks of 2:
         rank     0 0 1 1 0 0 1
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnmesh.errors import LayoutError
+from attnmesh.errors import LayoutError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,27 @@ class Deal:
         """The rank to which all of a run of tokens go, if it is one block."""
         first, last = start // self.block, (stop - 1) // self.block
         return first % self.ranks if first == last else None
+
+
+def kept_by(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
+    """For each rank those that keep copies of what it holds: one on each of the next hosts, or else the next ranks.
+
+    >>> kept_by([[0, 1], [2, 3]], 2), kept_by([[0, 1, 2]], 2)
+    ({0: [2], 1: [3], 2: [0], 3: [1]}, {0: [1], 1: [2], 2: [0]})
+    """
+    groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
+    keepers: dict[int, list[int]] = {}
+    for number, group in enumerate(groups):
+        others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
+        keepers |= {rank: [other[place % len(other)] for other in others] for place, rank in enumerate(group)}
+    return keepers
+
+
+def check_copies(copies: object, ranks: int) -> None:
+    """Raise unless each of so many copies can be on a rank of its own."""
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
+        fix = "leave it out, or use more ranks along queries and keys"
+        raise ShapeError("KVCache copies", f"1 to {ranks}, the ranks that tokens are dealt to", repr(copies), fix)
 
 
 def check_cover(sums: int, start: int, more: int) -> None:

@@ -250,7 +250,8 @@ def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Te
     places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
     numbers = [*places, step.block, step.capacity, int(step.reproducible), *step.mask.encode()]
     padded = (None, None, None) if cache.padding is None else cache.padding
-    held = (cache.keys, cache.values, cache.columns, cache.state, *padded)
+    room = cache.room
+    held = (room.keys, room.values, room.columns, room.state, *padded)
     return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]
 
 

@@ -101,7 +101,7 @@ class _RingCache(hf.ShardedCache):
     def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
         if q.shape[2] > 1:
             return super().attend(q, kv, mask, scale, sinks)
-        counts = [kv.deal.count(rank, kv.length) for rank in range(kv.tokens.size)]
+        counts = [kv.room.deal.count(rank, kv.length) for rank in range(kv.tokens.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
 
