@@ -1,5 +1,11 @@
 """After ranks are lost: the keys that the others hold, and their copies, on another mesh; nothing is computed again."""
 
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh import hf
+from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh import AXES, Mesh, Shape
+from attnmesh.ranks import _leave_with_parent
+from attnmesh.world import enter, leave
+from tests import families
 from tests.mesh_problems import named_mesh
 from tests.pool import Pool
 
@@ -88,3 +99,132 @@ def test_what_is_left_and_its_copies_are_the_whole(
     for worst, same in pool.run(Shape(*before).ranks, recovered, before, after, lost, padded, 2, deadline=60):
         assert worst < 1e-5, "float32, merged in another order"
         assert same
+
+
+def without_copies(lost: int) -> str:
+    mesh = meshed((1, 1, 3))
+    cache = filled(mesh, 1, False)
+    try:
+        am.recover(None if dist.get_rank() == lost else [cache], mesh)
+    except MeshError as error:
+        return str(error)
+    return "recovered"
+
+
+def test_what_nobody_has_is_told_by_name(pool: Pool) -> None:
+    said = pool.run(3, without_copies, 1, deadline=30)
+    assert len(set(said)) == 1
+    assert said[0].startswith("recover: expected a rank or a copy of each shard, given none of [(0, 1)], along heads")
+
+
+@pytest.mark.parametrize("copies", [0, 2, True, "two"])
+def test_copies_that_cannot_be_are_refused(copies: Any) -> None:
+    with pytest.raises(ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are dealt to, given"):
+        am.KVCache(None, **SIZES, dtype=torch.float32, copies=copies)
+
+
+def keeps(shape: tuple[int, int, int]) -> list[list[int]]:
+    cache = filled(meshed(shape), 2, False)
+    return [cache.keepers, [*cache.copies]]
+
+
+def test_copies_lie_on_the_next_rank(pool: Pool) -> None:
+    assert pool.run(3, keeps, (1, 1, 3)) == [[[1], [2]], [[2], [0]], [[0], [1]]]
+    assert pool.run(4, keeps, (2, 1, 2)) == [[[1], [1]], [[0], [0]]] * 2
+
+
+# --- a rank is killed while a model writes ---
+
+NEW, WHEN = 300, 40
+
+
+def prompt() -> Tensor:
+    return torch.randint(3, 60, (1, 90), generator=torch.Generator().manual_seed(1))
+
+
+def life(rank: int | None, place: int, ranks: int, folder: Path, pipe: Any) -> None:
+    """A rank writes, survives, and goes on; or it comes anew, with no number before."""
+    torch.set_num_threads(1)
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    store, model = dist.FileStore(str(folder / "store")), families.model("llama", "attnmesh")
+    ids, cache = prompt(), None
+    if rank is not None:
+        enter("gloo", store, rank, 3)
+        am.set_deadline(5)
+        cache = hf.ShardedCache(model.config, meshed((1, 1, 3)), copies=2)
+        streamer = _Counting(pipe)
+        try:
+            hf.generate(model, ids, cache=cache, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+        except RankFailure as error:
+            pipe.send(("lost", error.ranks))
+        leave()
+    enter("gloo", store, place, ranks)
+    start = time.monotonic()
+    cache = hf.ShardedCache.recover(cache, model.config, meshed((1, 1, ranks)), copies=2)
+    seconds = time.monotonic() - start
+    reached = cache.tokens
+    assert reached is not None
+    left = NEW - (reached.shape[1] - ids.shape[1])
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)
+    ones = torch.ones_like(reached)  # this model may write what is padding elsewhere
+    made = hf.generate(model, reached, cache=cache, attention_mask=ones, max_new_tokens=left, do_sample=False)
+    pipe.send(("made", made[0].tolist(), sum(seen), left, seconds))
+    dist.barrier()
+    os._exit(0)
+
+
+class _Counting:
+    """Says when so many tokens are there."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.tokens = pipe, 0
+
+    def put(self, _: Tensor) -> None:
+        self.tokens += 1
+        if self.tokens == WHEN:
+            self.pipe.send(("writing",))
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_no_token_is_lost_with_a_rank(tmp_path: Path, replaced: bool) -> None:
+    """Killed in the midst of writing; the others go on without it, or with one in its place, from what they hold."""
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.interpreted", "torch._dynamo", "tests.test_recover"])
+    victim, ranks = 1, 3 if replaced else 2
+    places = {0: 0, 1: 1, 2: 2 if replaced else 1}
+    processes, pipes = [], []
+
+    def start(rank: int | None, place: int) -> None:
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=life, args=(rank, place, ranks, tmp_path, theirs)))
+        processes[-1].start()
+        pipes.append(ours)
+
+    try:
+        for rank in range(3):
+            start(rank, places[rank])
+        for pipe in pipes:
+            assert pipe.poll(60)
+            assert pipe.recv() == ("writing",)
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        for rank in (0, 2):
+            assert pipes[rank].poll(20)
+            assert pipes[rank].recv() == ("lost", (victim,))
+        if replaced:
+            start(None, victim)
+        model = families.model("llama", "attnmesh")
+        whole = hf.generate(model, prompt(), max_new_tokens=NEW, do_sample=False)[0].tolist()
+        for pipe in (pipes[0], *pipes[2:]):
+            assert pipe.poll(60)
+            _, made, seen, left, _ = pipe.recv()
+            assert made == whole
+            assert seen <= left + 1, "each token but the new ones was computed once, before"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -153,10 +153,7 @@ def _fault(known: list[dict[str, Any]], here: Mesh) -> InputError | None:
     held = {tuple(place) for each in known for place in each["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
     if lost:
-        given, fix = (
-            f"nobody with that of {lost} (heads, tokens)",
-            "load a checkpoint, or prefill anew; copies=2 next time",
-        )
+        given, fix = f"none of {lost}, along heads and tokens", "load a checkpoint, or prefill once more"
         return MeshError("recover", "a rank or a copy of each shard", given, fix)
     if known[0]["sizes"][0][1] % here.heads.size:
         given = f"{known[0]['sizes'][0][1]} key heads and a heads axis of {here.heads.size}"

@@ -15,11 +15,14 @@ from transformers.cache_utils import CacheLayerMixin
 from attnmesh.across import check_merge
 from attnmesh.agree import check_checked
 from attnmesh.cache import KVCache, load_layers, save_layers
+from attnmesh.deal import check_copies
 from attnmesh.decode import check_reproducible, decode
 from attnmesh.errors import KernelError, ShapeError
+from attnmesh.exchange import share
 from attnmesh.hf.opaque import FAMILIES, Opaque
 from attnmesh.mask import Mask
-from attnmesh.mesh import Mesh
+from attnmesh.mesh import Mesh, flat_axis
+from attnmesh.recover import recover
 from attnmesh.saved import Saving
 
 NAME = "attnmesh"
@@ -71,7 +74,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None or (self.kv.sizes.batch != len(k) and not self.kv.length):
             capacity = self.cache.capacity or _grown(more)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
-            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block, "checked": self.cache.checked}
+            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            where |= {"checked": self.cache.checked, "copies": self.cache.copies}
             self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
             self.is_initialized = True
         elif self.cache.capacity is None and self.kv.length + more > self.kv.sizes.capacity:
@@ -113,7 +117,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     Every rank makes the same calls. Without `capacity` it grows, by copying, as tokens come. `merge`, `reproducible`
     and `kernel` are those of `attnmesh.decode`; `exchange` is that of `attnmesh.attention`, for prefill; `checked` says
-    when ranks ask each other whether they were called alike, in all three.
+    when ranks ask each other whether they were called alike, in all three. `copies` are those of `KVCache`.
 
     >>> from transformers import LlamaConfig
     >>> cache = ShardedCache(LlamaConfig(num_hidden_layers=2, attn_implementation="attnmesh"), None)
@@ -133,6 +137,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         kernel: str = "auto",
         exchange: str = "auto",
         checked: bool | None = None,
+        copies: int = 1,
     ) -> None:
         if not isinstance(config, PreTrainedConfig):
             fix = "pass model.config"
@@ -141,6 +146,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
         check_layers(config)
         check_merge("ShardedCache", merge, "replicated")
         check_checked("ShardedCache", checked)
+        tokens = flat_axis(mesh, ("queries", "keys"))
+        check_copies(copies, tokens.size)
         if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
             fix = "count prompt and new tokens, or leave it out"
             raise ShapeError("ShardedCache capacity", "None or a whole number, 1 or more", repr(capacity), fix)
@@ -150,9 +157,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
         self.mesh, self.ranks = mesh, here.ranks
         self.capacity, self.block = capacity, block
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
-        self.checked = checked
+        self.checked, self.copies = checked, copies
         self.tokens: Tensor | None = None
-        """The token ids that it holds, if `attnmesh.hf.generate` put them there, -1 for padding."""
+        """The token ids that it holds, and if generation was broken off those to go on with; -1 for padding.
+
+        None if it was not `attnmesh.hf.generate` that put them there.
+        """
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
 
     def check_model(self) -> None:
@@ -221,12 +231,37 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
         Every rank calls it; they may be more or fewer than those that saved.
         """
-        where: dict[str, Any] = {"capacity": self.capacity, "checked": self.checked}
+        where: dict[str, Any] = {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
         kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), **where)
         for layer, kv in zip(self.layers, kvs, strict=True):
             layer.kv, layer.is_initialized = kv, True
         self.tokens = more.pop("held", None)
         return more, note
+
+    @classmethod
+    def recover(
+        cls, cache: "ShardedCache | None", config: PreTrainedConfig, mesh: DeviceMesh | None, **options: Any
+    ) -> "ShardedCache":
+        """The cache on another mesh, after ranks were lost, as `attnmesh.recover` does it; a new rank passes None.
+
+        Its `tokens` are those to go on with: `generate(model, cache.tokens, cache=cache)`. `options` are a cache's.
+        """
+        whole = cls(config, mesh, **options)
+        kvs = None if cache is None else [layer.kv for layer in cache.layers if layer.kv is not None]
+        where = {"checked": whole.checked, "copies": whole.copies}
+        where |= {} if whole.capacity is None else {"capacity": whole.capacity}
+        for layer, kv in zip(whole.layers, recover(kvs or None, mesh, **where), strict=True):
+            layer.kv, layer.is_initialized = kv, True
+        first = whole.layers[0].kv
+        known = torch.empty(0, 0) if cache is None or cache.tokens is None else cache.tokens
+        lengths = [row[0] for row in share([known.shape[1]], first.mesh.axes, first.device)]
+        length = min((n for n in lengths if n), default=0)  # some may be a token ahead
+        if length >= first.length:
+            known = known[:, :length] if len(known) else torch.zeros(first.sizes.batch, length, dtype=torch.int64)
+            told = share(known.flatten().tolist(), first.mesh.axes, first.device)
+            tokens = torch.tensor(next(row for row, n in zip(told, lengths, strict=True) if n))
+            whole.tokens = tokens.view(first.sizes.batch, length).to(first.device)
+        return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """A cache of its own on the same mesh: a prefix is computed once and gone on with twice."""

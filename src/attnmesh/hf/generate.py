@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria
 
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
@@ -66,12 +66,26 @@ def generate(
         whole.batch_repeat_interleave(max(beams, settings["num_return_sequences"] or 1))
         options["prefill_chunk_size"] = None
     _draw_alike(here, input_ids.device)
+    if not assisted and beams == 1:
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), _Following(whole, attention_mask)]
     made = model.generate(
         input_ids, past_key_values=whole, attention_mask=attention_mask, **{**options, "use_cache": True}
     )
     # Which of several beams is in which row, nobody can tell any more.
     whole.tokens = None if beams > 1 else _held(whole, getattr(made, "sequences", made), attention_mask)
     return made
+
+
+class _Following(StoppingCriteria):  # type: ignore[misc]
+    """Tells the cache what there is after each token, so that it is known if a rank is lost; it never wants to stop."""
+
+    def __init__(self, cache: ShardedCache, attention_mask: Tensor | None) -> None:
+        self.cache, self.mask = cache, attention_mask
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        """Of each sequence whether it is done: no."""
+        self.cache.tokens = input_ids if self.mask is None else _all_known(input_ids, self.mask)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _kept(
@@ -208,10 +222,15 @@ def _known(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
 
 def _held(cache: ShardedCache, sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The tokens of these sequences that the cache holds."""
+    return _all_known(sequences, attention_mask)[:, : cache.get_seq_length()]
+
+
+def _all_known(sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """All tokens, new ones included, -1 for padding."""
     if attention_mask is not None:
         times, more = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
         attention_mask = torch.nn.functional.pad(attention_mask.repeat_interleave(times, 0), (0, more), value=1)
-    return _known(sequences[:, : cache.get_seq_length()], attention_mask)
+    return _known(sequences, attention_mask)
 
 
 def _draw_alike(here: Mesh, device: torch.device) -> None:
