@@ -49,7 +49,7 @@ bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA an
 	$(RUN)/attnmesh bench kernel
 
 SECONDS ?= 60
-fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS on one device, of caches, on each mesh; hostile files and command lines
+fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS each; damaged files, hostile command lines
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS)
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS) --caches
 	$(RUN)/python -m tests.fuzz_store

@@ -9,26 +9,25 @@ import errno
 import io
 import json
 import os
-import platform
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is there: a name on the hub is looked for in no network
-
-import matplotlib.font_manager  # noqa: F401 (it keeps a list of fonts in a file)
 import torch
 import typer.main
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -258,21 +257,26 @@ WRITES = {
     *("os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate", "os.utime"),
     *("os.chown", "shutil.copyfile", "shutil.move", "shutil.rmtree", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""What Python tells of before it is done."""
+MOVES = {"os.rename", "os.link", "os.symlink", "shutil.copyfile", "shutil.move"}
+"""What Python tells of before it is done: what is started, what is written, and of that what has two paths."""
 
 
 class Watch:
-    """Hears of all that is opened, written and started while a command runs; what was not asked for, it forbids."""
+    """Hears of all that is written and started while a command runs; what no option for a file named, it forbids."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox, commands: list[Command]) -> None:
         self.sandbox, self.named, self.written, self.awake = sandbox, set[Path](), set[Path](), False
+        options = [option for command in commands for option in command.options]
+        files = [option for option in options if option.type_descriptor.annotation is Path]
+        self.options = {name for option in files for name in option.opts}
         sys.addaudithook(self._hear)
 
     @contextmanager
     def over(self, line: list[str]) -> Iterator[None]:
         """While this command line runs."""
-        values = {*line, *(word.partition("=")[2] for word in line)}
-        self.named, self.written = {self._place(value) for value in values}, set()
+        after = [value for name, value in pairwise(line) if name in self.options]
+        after += [value for name, _, value in (word.partition("=") for word in line) if name in self.options]
+        self.named, self.written = {self._place(value) for value in after}, set()
         self.awake = True
         try:
             yield
@@ -289,7 +293,8 @@ class Watch:
             raise Escaped(f"{event}: {details!r:.500}")
         wanted = os.O_WRONLY | os.O_RDWR | os.O_CREAT
         if event in WRITES or (event == "open" and not isinstance(details[0], int) and details[2] & wanted):
-            self._write(event, details[0])
+            for path in details[: 2 if event in MOVES else 1]:
+                self._write(event, path)
 
     def _write(self, event: str, path: Any) -> None:
         place = self._place(path)
@@ -305,7 +310,6 @@ class Watch:
 
 TIME = Timing(10.0, 9.0, 11.0)
 HERE = Cluster.preset("local")
-
 
 SCRIPT = re.compile(
     r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
@@ -347,13 +351,10 @@ def measured_plans(world: World, length: int, most: int, rounds: int, heard: Any
     return on(world, plan_bench.Report(str(world), HERE, [row]))
 
 
-REAL_PLAN = planner
-
-
 @lru_cache(maxsize=10_000)
 def _small(workload: Workload, cluster: Cluster) -> list[Plan] | InputError:
     try:
-        return REAL_PLAN(workload, cluster)
+        return planner(workload, cluster)
     except InputError as error:
         return error
 
@@ -371,6 +372,9 @@ def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> lis
 
 def stand_in(sandbox: Sandbox) -> None:
     """In this process, from now on: nothing takes time."""
+    import matplotlib.font_manager  # noqa: F401 (it keeps a list of fonts in a file, and makes it only once)
+
+    constants.HF_HUB_OFFLINE = True  # a name on the hub is looked for in no network
     machine = shown.machine()
     for module in (shown, generating, probing, commands, sys.modules["attnmesh.cli"]):
         module.machine = lambda: machine  # type: ignore[attr-defined]
@@ -411,6 +415,16 @@ def stand_in(sandbox: Sandbox) -> None:
 # --- the law ---
 
 
+class Stream(io.TextIOWrapper):
+    """Standard output, or that of errors."""
+
+    terminal = False
+
+    def isatty(self) -> bool:
+        """Whether somebody reads along."""
+        return self.terminal
+
+
 @dataclass
 class Ended:
     """How a command line ended: its code, what it raised and said, and what its command was asked."""
@@ -433,8 +447,8 @@ class Fuzz:
         self.asked: dict[str, Any] = {}
         self._heed(self.command)
         os.chdir(self.sandbox.here)
-        os.environ.update(HOME=str(folder / "home"), COLUMNS="80")
-        self.watch = Watch(self.sandbox)
+        os.environ["HOME"] = str(folder / "home")
+        self.watch = Watch(self.sandbox, self.commands)
 
     def _heed(self, group: Any) -> None:
         """Know what each command is called with."""
@@ -449,7 +463,21 @@ class Fuzz:
 
             group.callback = heeded
 
-    def run(self, line: list[str], stdin: bytes) -> Ended:
+    def prove(self) -> None:
+        """What a watch does not hear of, it would not find: it hears of a shell, and of a file that nobody named."""
+        for told in (
+            lambda: os.system(f"touch {CANARY}"),
+            lambda: subprocess.run(f"touch {CANARY}", shell=True, check=False),
+            lambda: Path(CANARY).touch(),
+            lambda: Path("made", CANARY).write_text(""),
+            lambda: os.rename("text", CANARY),
+        ):
+            with suppress(Escaped), self.watch.over(["--out=text"]):
+                told()
+                raise AssertionError("the watch sleeps")
+        self.sandbox.tidy(set())
+
+    def run(self, line: list[str], stdin: bytes, *, terminal: bool = False) -> Ended:
         """A command line as the system starts it."""
         ended, self.asked = Ended(), {}
 
@@ -460,7 +488,9 @@ class Fuzz:
                 ended.error = error
                 raise
 
-        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
+        streams = [Stream(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
+        for stream in streams:
+            stream.terminal = terminal
         old = sys.argv, sys.stdin, sys.stdout, sys.stderr
         try:
             sys.argv, sys.stdin = ["attnmesh", *line], io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
@@ -485,9 +515,11 @@ class Fuzz:
         """What came of an input; what may not come of it is raised."""
         random = Random(seed)
         line, stdin = arguments(self.commands, random), self.sandbox.draw(random)
+        os.environ["COLUMNS"] = random.choice(("80", "80", "200", "30", "1", "0", "x"))
+        terminal = random.random() < 0.1
         try:
-            ended = self.run(line, stdin)
-            judge(ended, verbose=bool({"-v", "--verbose"} & {*line}))
+            ended = self.run(line, stdin, terminal=terminal)
+            judge(ended, told=not terminal and not {"-v", "--verbose"} & {*line})
             self.sandbox.tidy(self.watch.written)
         except BaseException:
             print(f"\nseed {seed}: {line!r:.3000}", file=sys.stderr)
@@ -495,21 +527,22 @@ class Fuzz:
         return f"code {ended.code}"
 
 
-def judge(ended: Ended, *, verbose: bool) -> None:
-    """Raise unless it ended as a command may."""
+def judge(ended: Ended, *, told: bool) -> None:
+    """Raise unless it ended as a command may; an error is told on one line, but to a terminal and with a traceback."""
     assert ended.code in (0, 1, 2), ended
     if ended.code == 0 and ended.asked.get("as_json"):
         made = json.loads(ended.out, parse_constant=_no_number)
         assert isinstance(made, dict)
-        told = made.get("command", "")
-        assert shlex.join(shlex.split(told)) == told, f"a command to be typed again: {told!r:.500}"
+        command = made.get("command", "")
+        assert shlex.join(shlex.split(command)) == command, f"a command to be typed again: {command!r:.500}"
+    if ended.code == 0 and (out := ended.asked.get("out")) is not None and out.is_file():
+        assert isinstance(json.loads(out.read_text(), parse_constant=_no_number), dict)
     if ended.code == 1:
         assert isinstance(ended.error, InputError), repr(ended.error)
         assert ended.out == "", ended
         said = ended.err.removesuffix("\n")
-        assert verbose or (
-            said.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", said)
-        ), ended
+        one = said.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", said)
+        assert one or not told, ended
     if ended.code == 2:
         assert "Traceback" not in ended.err
         assert ended.out or ended.err
@@ -532,6 +565,7 @@ def main() -> None:
     came = Counter[str]()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         fuzz, start = Fuzz(Path(folder).resolve() / "top"), time.monotonic()
+        fuzz.prove()
         for seed in range(asked.first, asked.first + asked.inputs):
             came[fuzz.check(seed)] += 1
             if seed % 10_000 == 0:
@@ -542,9 +576,8 @@ def main() -> None:
     print(f"\n{asked.inputs:,} inputs in {seconds} s: {counts}")
     if out:
         command = f"python -m tests.fuzz_command --inputs {asked.inputs} --first {asked.first}"
-        cores = f"{platform.machine()}, {os.cpu_count()} cores"
-        report = {"command": command, "torch": torch.__version__, "machine": cores, "seconds": seconds, "came": counts}
-        out.write_text(json.dumps(report, indent=2) + "\n")
+        told = {"command": command, "machine": shown.machine(), "seconds": seconds, "came": counts}
+        out.write_text(json.dumps(told, indent=2) + "\n")
 
 
 if __name__ == "__main__":
