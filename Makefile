@@ -49,10 +49,11 @@ bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA an
 	$(RUN)/attnmesh bench kernel
 
 SECONDS ?= 60
-fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS on one device, of caches, on each mesh
+fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS each; damaged files, hostile command lines
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS)
 	$(RUN)/python -m tests.fuzz --seconds $(SECONDS) --caches
 	$(RUN)/python -m tests.fuzz_store
+	$(RUN)/python -m tests.fuzz_command
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
 RUNS ?= 200

@@ -1,4 +1,6 @@
 import json
+import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typer.testing import CliRunner
 
 from attnmesh import __version__, proof
 from attnmesh.bench import kernel as kernel_bench
+from attnmesh.bench import prefill as prefill_bench
 from attnmesh.bench.timing import FORGET, Timing, race
 from attnmesh.cli import app
 
@@ -99,6 +102,36 @@ def test_version_and_unknown_options() -> None:
     assert run("--version") == (0, f"{__version__}\n")
     assert run("check", "--fast")[0] == 2
     assert run("bench", "everything")[0] == 2
+
+
+def test_what_cannot_be_written_is_known_before_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The owner of a file that is not to be written can still say that it was touched."""
+    file = tmp_path / "kept.json"
+    file.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(kernel_bench, "rows", lambda device: pytest.fail("it was measured"))
+    result = CliRunner().invoke(app, ["bench", "kernel", "--out", str(file)])
+    assert "expected a file that can be written" in str(result.exception)
+    assert "(Permission denied)" in str(result.exception)
+    assert file.read_text() == "kept"
+
+
+def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_bench, "rows", lambda world, length, wanted: [])
+    case, shape = "'; touch canary; '", "1x4x1 $(touch canary)"
+    report = json.loads(run("bench", "prefill", "--case", case, "--shape", shape, "--json")[1])
+    words = shlex.split(report["command"])
+    assert words[words.index("--case") + 1] == case
+    assert words[words.index("--shape") + 1] == shape
+
+
+def test_hostile_command_lines_end_as_they_should() -> None:
+    """In a process of its own: what hears of all that a process does cannot be taken away again."""
+    fuzz = [sys.executable, "-m", "tests.fuzz_command", "--inputs", "1200"]
+    done = subprocess.run(fuzz, capture_output=True, text=True, timeout=110, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    assert "1,200 inputs" in done.stdout
+    assert all(f"'code {code}': " in done.stdout for code in (0, 1, 2)), done.stdout
 
 
 LONELY = """

@@ -100,6 +100,9 @@ def test_sampling_says_the_same_on_any_number_of_ranks() -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models that are none: one of another kind, one of an unserved family, one of nothing, one without weights."""
     place = tmp_path_factory.mktemp("models")
+    (place / "bent").mkdir()
+    sizes = {**families.CONFIGS["llama"].to_dict(), "hidden_size": True}
+    (place / "bent" / "config.json").write_text(json.dumps(sizes))
     (place / "empty").mkdir()
     T5Config().save_pretrained(place / "t5")
     GPT2Config().save_pretrained(place / "gpt2")
@@ -151,6 +154,42 @@ WRONG = {
     "dtype": (("--model", PACKAGED, "--prompt", "a", "--dtype", "int8"), "--dtype: expected one of auto, float64"),
     "merge": (("--model", PACKAGED, "--prompt", "a", "--merge", "magic"), "--merge: expected one of auto, tree"),
     "gpt2 without heads": (("--model", "{}/gpt2", "--prompt", "a"), "prompt: expected at least one token"),
+    "no markup": (
+        ("--model", "[/]", "--prompt", "a"),
+        "model: expected a model of transformers, given '[/]'",
+    ),
+    "nobody's": (("--model", "~nobody/x", "--prompt", "a"), "model: expected a model, given '~nobody/x', where there"),
+    "long name": (("--model", "x" * 5000, "--prompt", "a"), "model: expected a model of transformers, given 'xxx"),
+    "bent": (("--model", "{}/bent", "--prompt", "a"), "model: expected a model of transformers, given"),
+    "no digits": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "\u00b2x1x1"),
+        "--mesh: expected three numbers",
+    ),
+    "many digits": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "9" * 5000 + "x1x1"),
+        "--mesh: expected three numbers",
+    ),
+    "half a sign": (("--model", PACKAGED, "--prompt", "\udc80"), "prompt: expected text in UTF-8, given"),
+    "a path of two lines": (
+        ("--model", PACKAGED, "--prompt-file", "no\nwhere\x1b[31m"),
+        r"--prompt-file: expected a file of text, given no\nwhere\x1b[31m: ",
+    ),
+    "no end of heat": (
+        ("--model", PACKAGED, "--prompt", "a", "--temperature", "inf"),
+        "--temperature: expected 0, or 1e-6 to 1e6, given inf",
+    ),
+    "no heat": (
+        ("--model", PACKAGED, "--prompt", "a", "--temperature", "1e-320"),
+        "--temperature: expected 0, or 1e-6 to 1e6, given 1e-320",
+    ),
+    "seed": (
+        ("--model", PACKAGED, "--prompt", "a", "--seed", str(2**64)),
+        "--seed: expected a number of 64 bits, given one of 65",
+    ),
+    "all ranks there are": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "100000"),
+        "--ranks: expected 1 to 1,024 ranks on this machine, given 100,000",
+    ),
     "new tokens": (
         ("--model", PACKAGED, "--prompt", "a", "--max-new-tokens", "9000"),
         "Fix: pass --max-new-tokens 8161 or less.",

@@ -2,10 +2,12 @@ import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -14,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh import generating
+from attnmesh import generating, planning
 from attnmesh.cli import app
 from attnmesh.plan import in_bytes, in_seconds
 from attnmesh.report import Grid, data, grid_of, page
@@ -131,10 +133,16 @@ WRONG = {
     ("dgx-h100", "32/8", "9k", "--report", "plan.txt"): "--report: expected a file named .html, given 'plan.txt'",
     ("dgx-h100", "32/8", "9k", "--plot", "no/such/plan.png"): "expected a file that can be written, given no/such/plan",
     ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
+    ("local:" + "9" * 5000,): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",  # int() would refuse it otherwise
+    ("x" * 5000,): "Cluster.preset: expected one of dgx-h100",  # and the system so long a name
+    ("dgx-h100", "9" * 5000): "--heads: expected query heads / key heads",
+    ("dgx-h100", "32/8", "\u0661k"): "--length: expected tokens",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/\x1b[31m\n.png"): r"given no/\x1b[31m\n.png (No such file",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/:smile:.png"): "given no/:smile:.png (No such file",
 }
 
 
-@pytest.mark.parametrize("given", WRONG, ids=" ".join)
+@pytest.mark.parametrize("given", WRONG, ids=lambda given: " ".join(given)[:80])
 def test_what_cannot_be_is_one_line(
     given: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +170,26 @@ def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     said = capsys.readouterr().out
     assert "[/red] ours" in said
     assert "[b]" in said
+
+
+def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status and table alike: brackets in them are no markup, and an escape is nothing that a terminal obeys."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(planning, "write_plot", lambda file, work, machines, plans, say: say(f"drawing {file}"))
+    Path("[").mkdir()
+    code, text = run(*asked("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
+    assert code == 0
+    assert "Written: [/]\\x1b[31m.png" in text
+
+
+def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "ours; touch canary.json"
+    Path(name).write_text(json.dumps({"cluster": am.Cluster.preset("mi300x").record()}))
+    report = json.loads(run(*asked(name, "8/2", "8k", "--json"))[1])
+    again = shlex.split(report["command"])
+    assert again[:4] == ["attnmesh", "plan", "--cluster", name]
+    assert json.loads(run(*again[2:], "--json")[1]) == report
 
 
 # --- schemes and their figure ---
@@ -214,6 +242,14 @@ def test_the_plot_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
     assert (tmp_path / name).read_bytes().startswith(begins)
 
 
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from attnmesh.draw_plan import draw_plan
+
+    named = replace(CLUSTER, name=r"$\frac$")
+    draw_plan(SMALL, named, best_by_scheme(SMALL, named), {}, {}).savefig(tmp_path / "plan.svg")
+
+
 def test_without_matplotlib_the_plot_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -244,6 +280,14 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     for foreign in ("src=", "@import", "url(", "<link"):
         assert foreign not in text
     assert text.count("http") == text.count("http://www.w3.org/2000/svg")
+
+
+def test_no_name_ends_the_data_of_a_page() -> None:
+    """To a browser even a comment and the beginning of a script are more than text there."""
+    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), Grid((4,), (4,), (1,), (16384,)))
+    held = text.split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in held
+    assert json.loads(held)["cluster"] == "</script><!--<script>"
 
 
 def test_the_grid_of_a_page_holds_what_was_asked() -> None:

@@ -1,6 +1,7 @@
 """Hosts on one machine: links as slow as asked for, counters that tell what crossed, and nothing left behind."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from attnmesh.hosts import host_numbers
 from attnmesh.mesh import AXES, Axis, Mesh
 from attnmesh.plan import Plan, plan
 from attnmesh.ranks import RankError
-from attnmesh.shaped import Hosts, run_on_hosts
+from attnmesh.shaped import Hosts, run_on_hosts, script, world_of
 from attnmesh.workload import Workload
 
 
@@ -45,6 +46,10 @@ def hosts() -> None:
     [
         ("8x2", "as in 8x2@250mbit, given '8x2'"),
         ("eight@1gbit", "as in 8x2@250mbit"),
+        ("2x2@1gbit; touch canary", "as in 8x2@250mbit"),
+        ("2x2@1gbit\ntouch canary", "as in 8x2@250mbit"),
+        ("\u0662x2@1gbit", "as in 8x2@250mbit"),
+        ("9" * 5000 + "x2@1gbit", "as in 8x2@250mbit"),
         ("0x2@1gbit", "1 to 250 hosts, given 0"),
         ("2x0@1gbit", "1 to 64 ranks a host, given 0"),
         ("2x2@0mbit", "a rate from 100kbit to 10gbit, given 0mbit"),
@@ -60,6 +65,23 @@ def test_hosts_that_cannot_be(text: str, told: str) -> None:
 @pytest.mark.parametrize("text", ["8x2@250mbit", "1x1@1.5gbit", "16x1@100kbit"])
 def test_hosts_are_written_as_they_are_read(text: str) -> None:
     assert str(Hosts.parse(text)) == text
+
+
+def test_a_shell_is_given_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was typed is numbers by then; folders, which others name, are quoted."""
+    plain = script(Hosts.parse("2x2@1.5gbit"), Path("/door"))
+    assert not set(plain.replace("&&", "").replace(" &\n", "\n")) & set(";|$`'\"\\<>()&*?~#!{}[]")
+    monkeypatch.setattr(sys, "executable", "/a b/python")
+    lines = script(Hosts.parse("1x1@1gbit"), Path("/tmp/; touch canary")).splitlines()
+    words = shlex.split(lines[-2].removesuffix(" &"))
+    assert words[4] == "/a b/python"
+    assert words[-1] == "/tmp/; touch canary/door"
+
+
+@pytest.mark.parametrize("ranks", [0, 1025, 10**12])
+def test_no_more_ranks_than_a_machine_can_run(ranks: int) -> None:
+    with pytest.raises(ClusterError, match="--ranks: expected 1 to 1,024 ranks on this machine"):
+        world_of(ranks, None)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Poin
     from matplotlib.figure import Figure
 
     figure = Figure((17, 5.8), facecolor="white")
-    figure.text(0.05, 0.955, told_cluster(cluster), fontsize=15, fontweight="bold", color=INK, va="top")
-    figure.text(0.05, 0.89, f"{told_workload(workload)}. {BEST}", fontsize=10.5, color=FAINT, va="top")
+    plain: dict[str, Any] = {"va": "top", "parse_math": False}  # a name with dollars in it is no formula
+    figure.text(0.05, 0.955, told_cluster(cluster), fontsize=15, fontweight="bold", color=INK, **plain)
+    figure.text(0.05, 0.89, f"{told_workload(workload)}. {BEST}", fontsize=10.5, color=FAINT, **plain)
     over_devices, over_tokens, links = (
         figure.add_axes((left, 0.115, width, 0.655)) for left, width in ((0.05, 0.205), (0.4, 0.205), (0.8, 0.15))
     )

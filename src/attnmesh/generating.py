@@ -1,6 +1,7 @@
 """The command `attnmesh generate`: check what was asked in one process, start the ranks, show what they say."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +22,8 @@ from attnmesh.faults import set_deadline
 from attnmesh.inputs import DTYPES
 from attnmesh.mesh import Shape, elements, mesh_shapes
 from attnmesh.ranks import run_on_ranks
-from attnmesh.shown import AsJson, Verbose, console, machine, print_json, progress, titled
+from attnmesh.shaped import ranks_of, world_of
+from attnmesh.shown import AsJson, Verbose, console, machine, print_json, printable, progress, telling, titled
 from attnmesh.world import enter
 
 
@@ -73,6 +75,7 @@ def generate(
         if given not in known:
             raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
     set_deadline(deadline)
+    _check_sampling(temperature, seed)
     world = _world(ranks)
     with progress.status("reading the prompt") as status:
         asked = prepare(model, prompt, prompt_file, raw, max_new_tokens, world, mesh, status)
@@ -106,6 +109,14 @@ def generate(
     console.print(_table(result, asked.shape, asked.why, verbose))
 
 
+def _check_sampling(temperature: float | None, seed: int) -> None:
+    """Raise on what ranks would fail with, once they had loaded the model: logits are divided by the temperature."""
+    if temperature and not 1e-6 <= temperature <= 1e6:
+        raise ArgumentError("--temperature", "0, or 1e-6 to 1e6", str(temperature), "leave it out, or take about 1")
+    if not -(2**63) <= seed < 2**64:
+        raise ArgumentError("--seed", "a number of 64 bits", f"one of {seed.bit_length()}", "take a smaller one")
+
+
 class Prepared(NamedTuple):
     """A prompt for a model, checked before any rank is started."""
 
@@ -131,7 +142,7 @@ def prepare(
     text = _text(prompt, file)
     if _under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # what has to be unpacked or fetched, one rank of a host does
-    place = locate(model, status.update)
+    place = locate(model, telling(status))
     if _under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
     config = open_config(place).get_text_config(decoder=True)
@@ -196,10 +207,10 @@ def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, s
     """The shape asked for, or the one that sends least; and why."""
     shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
     if mesh != "auto":
-        sizes = mesh.lower().split("x")
-        if len(sizes) != 3 or not all(size.isdigit() for size in sizes):
+        sizes = re.fullmatch("([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", mesh.lower())
+        if sizes is None:
             raise MeshError("--mesh", 'three numbers, as "1x2x2", or "auto"', repr(mesh), "leave it out")
-        shape = Shape(*map(int, sizes))
+        shape = Shape(*map(int, sizes.groups()))
         if shape not in shapes:
             known = ", ".join("x".join(map(str, each)) for each in shapes)
             given = f"{mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
@@ -217,7 +228,7 @@ def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, s
 def _world(ranks: int | None) -> int:
     """How many ranks there will be; under torchrun this process becomes one of them now."""
     if not _under_torchrun():
-        return ranks or 1
+        return ranks_of(world_of(ranks or 1, None))
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -244,6 +255,10 @@ def _text(prompt: str, file: Path | None) -> str:
     text = "\n\n".join(part for part in (begun, prompt) if part.strip())
     if not text:
         raise ModelError("prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are none come as halves of signs
+        raise ModelError("prompt", "text in UTF-8", str(error), "look to the terminal's encoding") from None
     return text
 
 
@@ -322,5 +337,6 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
 
 
 def _brief(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)"
+    said = str(error).strip() or type(error).__name__
+    lines = [said] if isinstance(error, InputError) else said.splitlines()
+    return printable(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)")

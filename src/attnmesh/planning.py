@@ -1,7 +1,9 @@
 """The command `attnmesh plan`: what was asked as a workload and a cluster, every way priced, the best as a table."""
 
 import json
+import os
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +22,7 @@ from attnmesh.plan import STAGES, Plan, in_bytes, in_seconds
 from attnmesh.plan import plan as plans_for
 from attnmesh.report import write_report
 from attnmesh.schemes import told_cluster, told_workload
-from attnmesh.shown import AsJson, Verbose, console, pairs, print_json, progress, titled, writable
+from attnmesh.shown import AsJson, Verbose, console, pairs, print_json, printable, progress, telling, titled, writable
 from attnmesh.workload import PHASES, Workload
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
@@ -77,9 +79,9 @@ def plan(
     with progress.status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} ways"))
         if plot is not None:
-            write_plot(plot, work, machines, plans, status.update)
+            write_plot(plot, work, machines, plans, telling(status))
         if report is not None:
-            write_report(report, work, machines, status.update)
+            write_report(report, work, machines, telling(status))
     shown = distinct(plans)[:top]
     if as_json:
         print_json(_record(cluster, work, machines, shown))
@@ -90,7 +92,7 @@ def plan(
         console.print(_parts(plans[0]))
         console.print(pairs(f"where the constants of {machines.name} are from", dict(machines.sources)))
     for file in filter(None, (plot, report)):
-        console.print(f"Written: {file}", highlight=False)
+        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
 
 
 # --- what was asked ---
@@ -102,9 +104,9 @@ def cluster_of(text: str) -> Cluster:
     >>> cluster_of("dgx-h100:2x4").world
     8
     """
-    name, _, size = (text, "", "") if Path(text).is_file() else text.partition(":")
+    name, _, size = (text, "", "") if os.path.isfile(text) else text.partition(":")
     hosts, ranks = _size(text, size) if size or text.endswith(":") else (None, None)
-    if not Path(name).is_file() and not name.endswith(".json"):
+    if not os.path.isfile(name) and not name.endswith(".json"):
         return Cluster.preset(name, hosts, ranks)
     found = _measured(Path(name))
     for what, given, most in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
@@ -115,7 +117,7 @@ def cluster_of(text: str) -> Cluster:
 
 
 def _size(text: str, size: str) -> tuple[int, int | None]:
-    match = re.fullmatch(r"(\d+)(?:x(\d+))?", size)
+    match = re.fullmatch(r"([0-9]{1,15})(?:x([0-9]{1,15}))?", size)
     if match is None:
         fix = "write dgx-h100:16 for 16 hosts, dgx-h100:16x4 for 4 ranks on each"
         raise ClusterError("--cluster", "NAME, NAME:HOSTS or NAME:HOSTSxRANKS", repr(text), fix)
@@ -144,7 +146,7 @@ def heads_of(text: str) -> tuple[int, int]:
     >>> heads_of("32/8"), heads_of("16")
     ((32, 8), (16, 16))
     """
-    match = re.fullmatch(r"(\d+)(?:/(\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,15})(?:/([0-9]{1,15}))?", text)
     if match is None:
         raise ShapeError("--heads", "query heads / key heads", repr(text), "write 32/8, or 32 where both are as many")
     q_heads, kv_heads = match.groups()
@@ -157,7 +159,7 @@ def length_of(text: str) -> int:
     >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
     [4096, 128000, 131072, 1500000]
     """
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(|k|m|ki|mi)", text.lower())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(|k|m|ki|mi)", text.lower())
     tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
     if tokens != int(tokens):
         fix = "k and M count in thousands, Ki and Mi in 1,024s"
@@ -263,8 +265,8 @@ def _plan_record(one: Plan) -> dict[str, Any]:
 
 
 def _command(cluster: str, work: Workload) -> str:
-    words = f"attnmesh plan --cluster {cluster} --heads {work.q_heads}/{work.kv_heads} --head-dim {work.head_dim}"
-    words += f" --length {work.length} --{work.phase} --dtype {work.dtype}"
+    words = f"attnmesh plan --cluster {shlex.quote(cluster)} --heads {work.q_heads}/{work.kv_heads}"
+    words += f" --head-dim {work.head_dim} --length {work.length} --{work.phase} --dtype {work.dtype}"
     mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
     counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
     return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

@@ -62,7 +62,7 @@ def write_report(file: Path, workload: Workload, cluster: Cluster, say: Callable
 
 def page(workload: Workload, cluster: Cluster, grid: Grid, say: Callable[[str], None] = lambda _: None) -> str:
     """The page as HTML, with all that it needs inside."""
-    table = json.dumps(data(workload, cluster, grid, say), separators=(",", ":")).replace("</", "<\\/")
+    table = json.dumps(data(workload, cluster, grid, say), separators=(",", ":")).replace("<", "\\u003c")
     template = files("attnmesh").joinpath("report.html").read_text(encoding="utf-8")
     return template.replace('{"data": "goes here"}', table)
 

@@ -11,6 +11,7 @@ stand side by side cannot see each other.
 
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,9 @@ UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 MOST = 250
 """Hosts that can stand on one switch here."""
+
+PROCESSES = 1024
+"""Ranks that can be started on one machine: more, by a slip of the hand, would take all that it has."""
 
 LINK = "eth0"
 """A host's interface, as it sees it."""
@@ -58,7 +62,7 @@ class Hosts:
     @staticmethod
     def parse(text: str) -> "Hosts":
         """What `--hosts` takes."""
-        found = re.fullmatch(r"(\d+)x(\d+)@(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip())
+        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})@([0-9]{1,9}(?:\.[0-9]{1,9})?)(kbit|mbit|gbit)", text.strip())
         if not found:
             fix = "write hosts x ranks a host @ the rate of a host's link"
             raise ClusterError("--hosts", "as in 8x2@250mbit", repr(text), fix)
@@ -88,7 +92,12 @@ World = int | Hosts
 
 def world_of(ranks: int, hosts: str | None) -> World:
     """What a command's `--ranks` and `--hosts` ask for."""
-    return ranks if hosts is None else Hosts.parse(hosts)
+    if hosts is not None:
+        return Hosts.parse(hosts)
+    if not 1 <= ranks <= PROCESSES:
+        given, fix = f"{ranks:,}", "ask for what one machine can run"
+        raise ClusterError("--ranks", f"1 to {PROCESSES:,} ranks on this machine", given, fix)
+    return ranks
 
 
 def ranks_of(world: World) -> int:
@@ -180,11 +189,13 @@ def script(hosts: Hosts, folder: Path) -> str:
             f"tc qdisc add dev up{i} {shape}",
             f"ip netns exec h{i} sysctl -q -w {SETTINGS}",
         ]
-    run = f"{sys.executable} -m torch.distributed.run --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
+    run = (
+        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
+    )
     where = f"--master-addr {_address(0)} --master-port 29500"
     lines.append(f"export GLOO_SOCKET_IFNAME={LINK} OMP_NUM_THREADS=1")
     lines += [
-        f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.shaped {folder / 'door'} &"
+        f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.shaped {shlex.quote(str(folder / 'door'))} &"
         for i in range(hosts.hosts)
     ]
     return "\n".join([*lines, "wait", ""])

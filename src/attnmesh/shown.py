@@ -1,9 +1,12 @@
 """How the command shows things: tables, one JSON object, and the machine beside its figures."""
 
 import json
+import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
+from errno import EACCES
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +15,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 import attnmesh
@@ -23,6 +27,8 @@ def writable(option: str, file: Path | None) -> Path | None:
     try:
         if file is not None:
             file.touch()
+            if not os.access(file, os.W_OK):  # its owner can touch it all the same
+                raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
         fix = "make the folder first, or name another"
         raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
@@ -45,8 +51,22 @@ HostsOption = Annotated[
     typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
 ]
 
-console = Console()
-progress = Console(stderr=True)
+console = Console(emoji=False)
+progress = Console(stderr=True, emoji=False)
+
+
+def telling(status: Status) -> Callable[[str], None]:
+    """Shows what is done now as it stands: a name in it may have brackets, which are no markup."""
+    return lambda text: status.update(escape(printable(text)))
+
+
+def printable(text: str) -> str:
+    """On one line, and nothing that a terminal would obey or cannot show.
+
+    >>> print(printable("new\\nline, \\x1b[31mred"))
+    new\\nline, \\x1b[31mred
+    """
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
 def machine() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The commands `attnmesh bench kernel`, `prefill` and `decode`."""
 
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -70,8 +71,9 @@ def bench_prefill(
         rows = prefill_bench.rows(world, length, prefill_bench.Wanted(case, tuple(shape or ()), rounds))
         status.update(f"measuring memory on {ranks} ranks")
         memories = prefill_bench.memory(ranks, length) if hosts is None and not case else []
-    chosen = (f" --case '{case}'" if case else "") + "".join(f" --shape {name}" for name in shape or ())
-    command = f"attnmesh bench prefill {as_asked(world)} --length {length}{chosen} --rounds {rounds}"
+    chosen = [("--case", case)] * bool(case) + [("--shape", name) for name in shape or ()]
+    words = "".join(f" {option} {shlex.quote(value)}" for option, value in chosen)
+    command = f"attnmesh bench prefill {as_asked(world)} --length {length}{words} --rounds {rounds}"
     tables = {name: [asdict(row) for row in table] for name, table in (("rows", rows), ("memory", memories))}
     report = {"command": command, "machine": machine(), **tables}
     if published(report, as_json, out):

@@ -32,14 +32,14 @@ Note = Callable[[str], None]
 
 def locate(name: str, note: Note = lambda _: None) -> str:
     """What transformers can load: the folder or the hub's name of a model. `note` hears of what takes its time."""
-    path = Path(name).expanduser()
+    path = os.path.expanduser(name)  # Path would raise where nobody has that name, and where a name is too long
     if name == PACKAGED:
         return str(_unpacked(_packaged(), note))
-    if path.is_file() and path.suffix == ".gguf":
-        return str(_unpacked(path, note))
-    if path.is_dir():
-        return str(path)
-    if path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1 or path.exists():
+    if os.path.isfile(path) and path.endswith(".gguf"):
+        return str(_unpacked(Path(path), note))
+    if os.path.isdir(path):
+        return path
+    if os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1 or os.path.exists(path):
         fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
         raise ModelError("model", "a model", f"{name!r}, where there is none", fix)
     note(f"looking for {name} on the hub")
@@ -50,7 +50,7 @@ def open_config(place: str) -> PreTrainedConfig:
     """The model's configuration, if it is one of a causal language model that can be served."""
     try:
         config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # its file may say anything
         fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
         raise ModelError("model", "a model of transformers", f"{place!r}: {_line(error)}", fix) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
