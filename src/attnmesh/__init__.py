@@ -17,7 +17,6 @@ from attnmesh.mask import Full as Full
 from attnmesh.mask import Mask as Mask
 from attnmesh.mask import Window as Window
 from attnmesh.mesh import Shape as Shape
-from attnmesh.mesh import init_mesh as init_mesh
 from attnmesh.mesh import mesh_shape as mesh_shape
 from attnmesh.partial import Partial as Partial
 from attnmesh.partial import merge as merge
@@ -26,5 +25,6 @@ from attnmesh.plan import plan as plan
 from attnmesh.shards import shard as shard
 from attnmesh.shards import unshard as unshard
 from attnmesh.workload import Workload as Workload
+from attnmesh.world import init_mesh as init_mesh
 
 __version__ = "0.1.0"
