@@ -384,7 +384,7 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
         fix = "call it under torch.no_grad(), or train with attention"
         raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
-    if wire is not None and str(wire).removeprefix("torch.") not in DTYPES:
+    if wire is not None and (not isinstance(wire, torch.dtype) or str(wire).removeprefix("torch.") not in DTYPES):
         expected = f"None or one of {', '.join(DTYPES)}"
         raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
     if not isinstance(base, str) or base not in BASES:

@@ -65,9 +65,8 @@ class KVCache:
         self.sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
-        fault = self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device)
-        agree(self.mesh, self.device, fault or told("KVCache", **vars(self.sizes)))
-        agreed(self.mesh, self.device, "KVCache", lambda: check_checked("KVCache", checked))
+        call = told("KVCache", **vars(self.sizes), device=self.device.type, checked=checked)
+        agreed(self.mesh, _device(mesh, None), call, lambda: self._check(device, checked))
         self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
         self.deal = Deal(block, self.tokens.size)
         self.slots = self._slots(capacity)
@@ -86,6 +85,11 @@ class KVCache:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
             board_of(axis, self.device)
+
+    def _check(self, device: object, checked: object) -> None:
+        check_checked("KVCache", checked)
+        if fault := self.sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
+            raise fault
 
     def __repr__(self) -> str:
         """What it is made for, and what it holds."""
@@ -139,9 +143,7 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
-        self._ask(
-            "append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real})
-        )
+        self.ask("append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real}))
         more = k.shape[2]
         with torch.no_grad():
             if self._all_elsewhere(more, real):
@@ -173,7 +175,7 @@ class KVCache:
         tokens of all ranks), is False for padding and the same on every rank.
         """
         start = self.length
-        table = self._ask(
+        table = self.ask(
             "append_shard",
             lambda: self._check_append_shard(k, v, positions, real),
             lambda: {"tokens": start, "padding": None if real is None else list(real.shape), "stamp": stamp(0, real)},
@@ -208,7 +210,7 @@ class KVCache:
             return self.tokens.index, int(torch.searchsorted(self.columns[: self.used], length))
 
         dealt = self.dealt  # if not, only the others know how many of their tokens are left
-        table = self._ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
+        table = self.ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
         if not dealt and length < self._shards[0]:
             self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
         if self.padding is not None:
@@ -226,7 +228,7 @@ class KVCache:
                 raise fault
             return ()
 
-        self._ask("reserve", check, lambda: {"capacity": capacity})
+        self.ask("reserve", check, lambda: {"capacity": capacity})
         if capacity <= self.sizes.capacity:
             return
         used, self.slots = self.used, self._slots(capacity)
@@ -244,7 +246,7 @@ class KVCache:
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
-        self._ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        self.ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
         index, batch, used = batch_index.to(self.device), self.sizes.batch, self.used
         if len(index) != batch:
@@ -397,7 +399,7 @@ class KVCache:
         in_turn = bool((self.deal.owner(positions) == self.tokens.index).all())
         return len(positions), self.tokens.index, cover(positions), in_turn
 
-    def _ask(
+    def ask(
         self,
         name: str,
         check: Callable[[], Sequence[int]],
@@ -435,7 +437,12 @@ def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
 
 
 def _device_fault(found: torch.device, device: object) -> DeviceError | None:
-    if device is None or str(device) in (str(found), found.type):
-        return None
     fix = "leave it out for the mesh's device type"
-    return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
+    if device is not None and str(device) not in (str(found), found.type):
+        return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
+        why = str(error).splitlines()[0].rstrip(".")
+        return DeviceError("KVCache device", "a device that is there", f"{str(found)!r} ({why})", fix)
+    return None
