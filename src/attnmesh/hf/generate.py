@@ -40,7 +40,8 @@ def generate(
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     """
-    here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), Settings(model, options)
+    here = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh)
+    settings = Settings(model, options)
     agree_on(here, model, input_ids, attention_mask, cache, {"prefill_chunk_size": prefill_chunk_size, **options})
     whole = ShardedCache(model.config, mesh) if cache is None else cache
     if attention_mask is None:
