@@ -213,8 +213,9 @@ def merged_across(
         return partial, witness
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
+    best = best_merge(axis, witness.device)  # the first time all ranks ask at once, also one that was told otherwise
     if how == "auto":
-        how = "direct" if output == "heads" else best_merge(axis, witness.device)
+        how = "direct" if output == "heads" else best
     # Too long to be heard by a rank that expects another. The same length on all ranks, with a board or without.
     if how not in COLLECTIVE and form.size > SLOT and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
