@@ -61,7 +61,9 @@ def attention_function(
         _check(module, dropout, more)
         seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
     except InputError as error:
-        if isinstance(attention_mask, Seen) and attention_mask.shards is not None:  # the others are about to ask
+        if isinstance(key, Fresh):
+            key.layer.refuse(error)
+        elif isinstance(attention_mask, Seen) and attention_mask.shards is not None:  # the others are about to ask
             agree(Mesh.of(attention_mask.shards.mesh), query.device, error)
         raise
     asked = Asked(seen.mask, scaling, s_aux)

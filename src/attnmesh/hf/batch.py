@@ -60,7 +60,7 @@ def shard_batch(
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    here, device = Mesh.of(mesh), torch.device("cpu")
+    here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
     call: str | InputError
     try:
         check_layout("shard_batch layout", layout)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
-from attnmesh.agree import agreed, check_checked, told
+from attnmesh.agree import agree, agreed, check_checked, told
 from attnmesh.cache import KVCache
 from attnmesh.decode import check_reproducible, decode
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.opaque import FAMILIES, Opaque
 from attnmesh.kernel.choose import check_kernel
 from attnmesh.mask import Mask
@@ -77,6 +77,18 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         elif self.cache.capacity is None and self.kv.length + more > self.kv.sizes.capacity:
             self.kv.reserve(_grown(self.kv.length + more))
         return self.kv
+
+    def refuse(self, error: InputError) -> NoReturn:
+        """Raise what is wrong with new tokens on all ranks, if they ask each other when these come."""
+
+        def check() -> NoReturn:
+            raise error
+
+        if self.kv is None:  # the others are about to make room, and ask
+            agree(Mesh.of(self.cache.mesh), self.cache.device, error)
+        else:
+            self.kv.ask("append", check, dict)
+        raise error
 
     def get_seq_length(self) -> int:
         """Tokens so far, of all ranks."""
@@ -142,10 +154,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         exchange: str = "auto",
         checked: bool | None = None,
     ) -> None:
-        here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
+        here, self.device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
         options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked}
-        agreed(here, device, told("ShardedCache", **options), lambda: _check(config, here.shape, options))
+        agreed(here, self.device, told("ShardedCache", **options), lambda: _check(config, here.shape, options))
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, here.shape.ranks
         self.capacity, self.block = capacity, block
