@@ -274,6 +274,16 @@ def shard_batch(at: Place, **changes: Any) -> None:
     hf.shard_batch(batch, at.mesh, **{"layout": changes["layout"]} if "layout" in changes else {})
 
 
+def forward(at: Place, full: bool = False, **changes: Any) -> None:
+    cache = full_cache(at) if full else sharded_cache(at)
+    with torch.no_grad():
+        model()(prompt(1), past_key_values=cache, use_cache=True, **changes)
+
+
+def forward_again(at: Place, **changes: Any) -> None:
+    forward(at, full=True, **changes)
+
+
 def train(at: Place, **changes: Any) -> None:
     import attnmesh.hf as hf
 
@@ -471,7 +481,9 @@ ALIKE: Table = {
         ({"sinks": T(12)}, MeshError, r"decode: .*:\n    shards  sinks\n(.*\n)*.*torch.float32 \[12\] of digest"),
         ({"merge": "ring"}, KernelError, r"decode merge: expected one of auto, tree, .*, given 'ring'\. Fix: use"),
         ({"merge": ["tree"]}, KernelError, r"decode merge: expected one of auto, tree, .*, given \['tree'\]\. Fix"),
+        ({"output": "heads"}, MeshError, r"decode: .*:\n    shards  output\n(.*\n)*.*  heads\n"),
         ({"output": "mine"}, KernelError, r"decode output: expected one of replicated, heads, given 'mine'\. Fix"),
+        ({"merge": "direct"}, MeshError, r"decode: .*:\n    shards  merge\n(.*\n)*.*  direct\n"),
         ({"reproducible": "yes"}, KernelError, r"decode reproducible: expected True or False, given 'yes'\. Fix"),
         ({"kernel": ["cpu"]}, KernelError, r"kernel: expected one of auto, cpu, .*, given \['cpu'\]\. Fix: leave it"),
         ({"checked": "no"}, ArgumentError, r"decode checked: expected None, True or False, given 'no'\. Fix: leave"),
@@ -486,6 +498,7 @@ ALIKE: Table = {
         ({"lse": T(1, 6)}, ShapeError, r"merge_across: expected out \(batch, .*\(1, 6, 3, 4\) and \(1, 6\)\. "),
         ({"out": T(1, 6, 3, 5)}, MeshError, r"merge_across: .*:\n    shards  out\n(.*\n)*.*\[1, 6, 3, 5\]\n"),
         ({"how": "ring"}, KernelError, r"merge_across how: expected one of auto, .*, given 'ring'\. Fix: use"),
+        ({"output": "heads"}, MeshError, r"merge_across: .*:\n    shards  output\n(.*\n)*.*  heads\n"),
         ({"output": "mine"}, KernelError, r"merge_across output: expected one of replicated, .* given 'mine'"),
         ({"wire": torch.int8}, DtypeError, r"merge_across wire: expected None or one of .*, given torch.int8"),
         ({"wire": "bfloat16"}, DtypeError, r"merge_across wire: expected None or one of .*, given 'bfloat16'"),
@@ -586,6 +599,12 @@ OF_TRANSFORMERS: Table = {
         ({"num_items_in_batch": "all"}, DtypeError, r"shard_batch num_items_in_batch: expected a .*given 'all'"),
         ({"num_items_in_batch": 7}, MeshError, r"shard_batch: .*:\n    shards  num_items_in_batch\n(.*\n)*.* 7"),
         ({"labels": prompt() * 0}, MeshError, r"shard_batch: .*:\n    shards  labels\n(.*\n)*.*of digest"),
+    ],
+    forward: [
+        ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
+    ],
+    forward_again: [
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     train: [
         ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
