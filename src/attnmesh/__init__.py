@@ -11,6 +11,7 @@ from attnmesh.kernel.attend import attend as attend
 from attnmesh.layout import Contiguous as Contiguous
 from attnmesh.layout import Striped as Striped
 from attnmesh.layout import Zigzag as Zigzag
+from attnmesh.making import init_mesh as init_mesh
 from attnmesh.mask import Causal as Causal
 from attnmesh.mask import Documents as Documents
 from attnmesh.mask import Full as Full
@@ -25,6 +26,5 @@ from attnmesh.plan import plan as plan
 from attnmesh.shards import shard as shard
 from attnmesh.shards import unshard as unshard
 from attnmesh.workload import Workload as Workload
-from attnmesh.world import init_mesh as init_mesh
 
 __version__ = "0.1.0"

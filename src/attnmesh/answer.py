@@ -15,8 +15,8 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.exchange import counted, share
 from attnmesh.hf.load import open_model
+from attnmesh.making import init_mesh
 from attnmesh.mesh import Mesh, Shape
-from attnmesh.world import init_mesh
 
 CHUNK = 8192
 """Tokens that are prefilled between two reports of how far it is."""

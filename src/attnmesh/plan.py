@@ -13,13 +13,13 @@ from attnmesh.cost import cost, leanest
 from attnmesh.cost_decode import MERGES
 from attnmesh.errors import ClusterError, MeshError
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
+from attnmesh.making import check_device_type, everyone
 from attnmesh.mask import FAR
 from attnmesh.mesh import AXES, Shape
 from attnmesh.schedule import EXCHANGES
 from attnmesh.travel import placed, tiles
 from attnmesh.way import Bytes, Cost, Way
 from attnmesh.workload import Workload
-from attnmesh.world import check_device_type, everyone
 
 MOST = 2048
 """Ranks that can be planned for: to price every way takes half a minute there."""
