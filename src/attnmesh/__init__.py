@@ -11,13 +11,13 @@ from attnmesh.kernel.attend import attend as attend
 from attnmesh.layout import Contiguous as Contiguous
 from attnmesh.layout import Striped as Striped
 from attnmesh.layout import Zigzag as Zigzag
+from attnmesh.making import init_mesh as init_mesh
 from attnmesh.mask import Causal as Causal
 from attnmesh.mask import Documents as Documents
 from attnmesh.mask import Full as Full
 from attnmesh.mask import Mask as Mask
 from attnmesh.mask import Window as Window
 from attnmesh.mesh import Shape as Shape
-from attnmesh.mesh import init_mesh as init_mesh
 from attnmesh.mesh import mesh_shape as mesh_shape
 from attnmesh.partial import Partial as Partial
 from attnmesh.partial import merge as merge

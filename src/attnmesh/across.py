@@ -213,8 +213,9 @@ def merged_across(
         return partial, witness
     dtype = wide(partial.out.dtype)
     form = Form(tuple(partial.out.shape), dtype, wire or dtype)
+    best = best_merge(axis, witness.device)  # the first time all ranks ask at once, also one that was told otherwise
     if how == "auto":
-        how = "direct" if output == "heads" else best_merge(axis, witness.device)
+        how = "direct" if output == "heads" else best
     # Too long to be heard by a rank that expects another. The same length on all ranks, with a board or without.
     if how not in COLLECTIVE and form.size > SLOT and witness.device.type == "cpu":
         told = absent(axis, how, output, witness, canonical=canonical)
@@ -384,7 +385,7 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
         fix = "call it under torch.no_grad(), or train with attention"
         raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
-    if wire is not None and str(wire).removeprefix("torch.") not in DTYPES:
+    if wire is not None and (not isinstance(wire, torch.dtype) or str(wire).removeprefix("torch.") not in DTYPES):
         expected = f"None or one of {', '.join(DTYPES)}"
         raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
     if not isinstance(base, str) or base not in BASES:

@@ -49,12 +49,12 @@ def check_checked(subject: str, checked: object) -> None:
         raise ArgumentError(f"{subject} checked", "None, True or False", given, fix)
 
 
-def agreed(mesh: Mesh, device: torch.device, act: Callable[[], T], call: Callable[[T], str]) -> T:
-    """What acting gives, once all ranks have and say the same of it; or the error that all raise if any did."""
+def agreed(mesh: Mesh, device: torch.device, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
+    """What acting gives, once all ranks have and say the same call, or the same of what came; else the error of all."""
     said: str | InputError
     try:
         result = act()
-        said = call(result)
+        said = call if isinstance(call, str) else call(result)
     except InputError as error:
         said = error
     agree(mesh, device, said)

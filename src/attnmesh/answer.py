@@ -17,7 +17,8 @@ from attnmesh.exchange import counted, share
 from attnmesh.faults import set_deadline
 from attnmesh.hf.asked import Settings
 from attnmesh.hf.load import open_model
-from attnmesh.mesh import Mesh, Shape, init_mesh
+from attnmesh.making import init_mesh
+from attnmesh.mesh import Mesh, Shape
 
 CHUNK = 8192
 """Tokens that are prefilled between two reports of how far it is."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, askable, check_checked, told
-from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.errors import InputError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
 from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
@@ -23,7 +23,7 @@ from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
 from attnmesh.mesh import Mesh, Shape, remembered
 from attnmesh.partial import wide, with_sinks
-from attnmesh.schedule import EXCHANGES, Exchange, Problem, schedule
+from attnmesh.schedule import EXCHANGES, Exchange, Problem, check_exchange, schedule
 from attnmesh.swap import swap_op
 from attnmesh.workload import Workload
 
@@ -69,7 +69,7 @@ def attention(
     """
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
-    if isinstance(q, Tensor) and type(q).__name__ == "DTensor":
+    if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
         return _of_dtensors(q, k, v, sinks, mesh, options, checked)
     return _of_shards(q, k, v, sinks, mesh, options, checked)
 
@@ -118,9 +118,15 @@ def _of_dtensors(
     options: _Options,
     checked: bool | None,
 ) -> Tensor:
-    from attnmesh.dtensor import unwrap, wrap  # PyTorch's DTensor is slow to import, and seldom used
+    from attnmesh.dtensor import first_of, unwrap, wrap  # PyTorch's DTensor is slow to import, and seldom used
 
-    local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
+    here = Mesh.of(first_of(q, k, v).device_mesh)
+    try:
+        local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
+    except InputError as error:
+        if checked is not False and not torch.compiler.is_compiling():
+            agree(here, q.device if isinstance(q, Tensor) else torch.device("cpu"), error)
+        raise
     options = options._replace(length=local.length, key_length=local.key_length)
     out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options, checked)
     return wrap(out, q, v.shape[-1])  # type: ignore[arg-type]
@@ -298,7 +304,7 @@ def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     named = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
     learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
-    return told("attention", dtype=q.dtype, **shapes, **options._asdict(), gradients=learned)
+    return told("attention", device=q.device.type, dtype=q.dtype, **shapes, **options._asdict(), gradients=learned)
 
 
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
@@ -307,11 +313,9 @@ def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks
     check_mask("attention mask", options.mask)
     check_layout("attention layout", options.layout)
     check_layout("attention key_layout", options.key_layout)
-    if not isinstance(options.exchange, str) or options.exchange not in ("auto", *EXCHANGES):
-        expected = f"one of auto, {', '.join(EXCHANGES)}"
-        raise KernelError("attention exchange", expected, repr(options.exchange), 'leave it at "auto"')
+    check_exchange("attention exchange", options.exchange)
     for name, length in (("length", options.length), ("key_length", options.key_length)):
-        if length is not None and (not isinstance(length, int) or length < 0):
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
             raise ShapeError(f"attention {name}", "a whole number", repr(length), "count the tokens of all ranks")
     check_kernel(options.kernel)
     check_scale("attention", options.scale, q)

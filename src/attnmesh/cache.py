@@ -67,15 +67,8 @@ class KVCache:
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
-
-        def check() -> None:
-            if fault := sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
-                raise fault
-            check_checked("KVCache", checked)
-            check_copies(copies, self.tokens.size)
-
-        fields = {"checked": checked, "copies": copies}
-        agreed(self.mesh, self.device, check, lambda _: told("KVCache", **vars(sizes), **fields))
+        call = told("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
+        agreed(self.mesh, _device(mesh, None), lambda: self._check(sizes, device, checked, copies), call)
         self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
         self.room = self._room(sizes, self.tokens.index)
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
@@ -93,6 +86,12 @@ class KVCache:
 
     def _room(self, sizes: Sizes, index: int) -> Room:
         return Room(sizes, self.mesh.heads, self.tokens.size, index, self.device)
+
+    def _check(self, sizes: Sizes, device: object, checked: object, copies: object) -> None:
+        check_checked("KVCache", checked)
+        check_copies(copies, self.tokens.size)
+        if fault := sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
+            raise fault
 
     def __repr__(self) -> str:
         """What it is made for, and what it holds."""
@@ -168,9 +167,7 @@ class KVCache:
 
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
-        self._ask(
-            "append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real})
-        )
+        self.ask("append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real}))
         self._note(real, k.shape[2])
         with torch.no_grad():
             for room in self.rooms:
@@ -190,7 +187,7 @@ class KVCache:
         tokens of all ranks), is False for padding and the same on every rank.
         """
         start = self.length
-        table = self._ask(
+        table = self.ask(
             "append_shard",
             lambda: self._check_append_shard(k, v, positions, real),
             lambda: {"tokens": start, "padding": None if real is None else list(real.shape), "stamp": stamp(0, real)},
@@ -223,7 +220,7 @@ class KVCache:
             return self.tokens.index, self.room.before(length)
 
         dealt = self.dealt  # if not, only the others know how many of their tokens are left
-        table = self._ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
+        table = self.ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
         if not dealt and length < self._shards[0]:
             self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
         for room in self.rooms:
@@ -240,7 +237,7 @@ class KVCache:
                 raise fault
             return ()
 
-        self._ask("reserve", check, lambda: {"capacity": capacity})
+        self.ask("reserve", check, lambda: {"capacity": capacity})
         if capacity > self.sizes.capacity:
             for room in self.rooms:
                 room.grow(sizes)
@@ -248,7 +245,7 @@ class KVCache:
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
-        self._ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        self.ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
         index = batch_index.to(self.device)
         for room in self.rooms:
@@ -359,7 +356,7 @@ class KVCache:
         in_turn = bool((self.room.deal.owner(positions) == self.tokens.index).all())
         return len(positions), self.tokens.index, cover(positions), in_turn
 
-    def _ask(
+    def ask(
         self,
         name: str,
         check: Callable[[], Sequence[int]],
@@ -439,7 +436,7 @@ def load_layers(
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked) for each in sizes]
     with torch.no_grad():
         shares = [cache._share() for cache in caches]
-        agreed(here, found, lambda: fill(shares, folder, header), lambda _: "load")
+        agreed(here, found, lambda: fill(shares, folder, header), "load")
         for cache in caches:
             cache.filled(header.length, more.get("real"))
     return caches, more, header.note
@@ -456,7 +453,12 @@ def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
 
 
 def _device_fault(found: torch.device, device: object) -> DeviceError | None:
-    if device is None or str(device) in (str(found), found.type):
-        return None
     fix = "leave it out for the mesh's device type"
-    return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
+    if device is not None and str(device) not in (str(found), found.type):
+        return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
+        why = str(error).splitlines()[0].rstrip(".")
+        return DeviceError("KVCache device", "a device that is there", f"{str(found)!r} ({why})", fix)
+    return None

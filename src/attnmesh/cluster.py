@@ -7,9 +7,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh import probe
-from attnmesh.errors import ClusterError
+from attnmesh.agree import agreed, told
+from attnmesh.errors import ClusterError, DtypeError
 from attnmesh.hardware import NOWHERE, Device, Link
-from attnmesh.mesh import AXES, flat_axis
+from attnmesh.inputs import DTYPES
+from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.presets import PRESETS
 
 
@@ -83,8 +85,9 @@ class Cluster:
     @staticmethod
     def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> "Cluster":
         """The cluster that the ranks of a mesh are on, by measurement: all its ranks ask at once, for some seconds."""
+        here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
+        agreed(here, device, lambda: _check_dtype(dtype), told("Cluster.measure", dtype=dtype))
         axis = flat_axis(mesh, AXES)
-        device = torch.device("cpu" if mesh is None else mesh.device_type)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         world = probe.World.of(axis, device)
@@ -129,6 +132,12 @@ class Cluster:
                 raise
             fix = "write one with attnmesh probe --out"
             raise ClusterError("Cluster file", "the fields that probe writes", str(error), fix) from None
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in DTYPES):
+        fix = "pass the dtype of q, k and v, or leave it out"
+        raise DtypeError("Cluster.measure dtype", f"one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
 def _plain(value: object) -> dict[str, object]:

@@ -230,9 +230,10 @@ def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor
 def _absent(cache: KVCache, options: "_Options") -> None:
     """A rank that cannot go on takes its part in the exchanges all the same."""
     ranks = cache.tokens.size
-    canonical = bool(options.reproducible) and not ranks & (ranks - 1)
+    reproducible = options.reproducible is True  # what is neither True nor False, the others do not go by
+    canonical = reproducible and not ranks & (ranks - 1)
     witness = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
-    merge = "tree" if options.reproducible else options.merge
+    merge = "tree" if reproducible else options.merge
     absent(cache.tokens, merge, options.output, witness, canonical=canonical)
     if cache.mesh.heads.size > 1:
         _told(witness, cache.mesh.heads)
@@ -325,10 +326,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if cache.padding is not None and options.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{options.mask}", fix)
-    if not isinstance(options.reproducible, bool):
-        raise KernelError("decode reproducible", "True or False", repr(options.reproducible), "say one of them")
+    check_reproducible("decode reproducible", options.reproducible, cache.tokens.size, options.merge)
     if options.reproducible:
-        check_reproducible("decode reproducible", cache.tokens.size, options.merge)
         _check_dealt(cache)
     if askable(q.device):
         _check_length(q, cache, options)
@@ -343,8 +342,12 @@ def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
         options.mask.check_length("decode mask", cache.length)
 
 
-def check_reproducible(subject: str, ranks: int, merge: str) -> None:
-    """Raise unless the same bits can be had on so many ranks along queries and keys."""
+def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
+    """Raise unless the same bits are not asked for, or can be had on so many ranks along queries and keys."""
+    if not isinstance(reproducible, bool):
+        raise KernelError(subject, "True or False", repr(reproducible), "say one of them")
+    if not reproducible:
+        return
     expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
     if ranks & (ranks - 1):
         fix = "use a power of two of ranks, or leave it out"

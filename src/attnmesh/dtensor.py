@@ -23,11 +23,17 @@ class Unwrapped(NamedTuple):
     key_length: int
 
 
+def first_of(*tensors: object) -> DTensor:
+    """The first DTensor among them: by its mesh ranks ask each other."""
+    return next(x for x in tensors if isinstance(x, DTensor))
+
+
 def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layout: Layout) -> Unwrapped:
     """Local shards of DTensors whose tokens are sharded along the mesh's axes, or the error that names what differs."""
+    first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, DTensor) or x.device_mesh != q.device_mesh or x.placements != q.placements:
-            given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__}, q {q.placements}"
+        if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
+            given = f"{name} {x.placements if isinstance(x, DTensor) else type(x).__name__} beside {first.placements}"
             fix = "redistribute them alike"
             raise MeshError("attention", "q, k and v as DTensors of one mesh and one placement", given, fix)
     if mesh is not None and mesh != q.device_mesh:

@@ -108,8 +108,11 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
 
 def share(numbers: Sequence[int], axes: Sequence[Axis], device: torch.device) -> list[list[int]]:
     """Every rank's numbers, by number of shard: `axes` from the outermost to the innermost."""
-    if any(axis.group is not None and dist.get_backend(axis.group) == "gloo" for axis in axes):
+    backends = {dist.get_backend(axis.group) for axis in axes if axis.group is not None}
+    if "gloo" in backends:
         device = torch.device("cpu")  # also where ranks of gloo compute on a GPU
+    elif "nccl" in backends and device.type != "cuda":
+        device = torch.device("cuda")  # also where a rank was given what lies nowhere, and says so
     table = torch.tensor([numbers], dtype=torch.int64, device=device)
     for axis in reversed(axes):
         if axis.group is not None:

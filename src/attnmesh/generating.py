@@ -81,8 +81,7 @@ def generate(
         asked = prepare(model, prompt, prompt_file, raw, max_new_tokens, world, mesh, status)
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         sampled = {name: value for name, value in options.items() if value is not None and temperature != 0}
-        if reproducible:
-            check_reproducible("--reproducible", asked.shape.queries * asked.shape.keys, merge)
+        check_reproducible("--reproducible", reproducible, asked.shape.queries * asked.shape.keys, merge)
         request = Request(
             asked.place,
             asked.ids,

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError
 
@@ -89,14 +89,20 @@ def elements(shape: Shape, q_heads: int, kv_heads: int, *, training: bool = True
 
 def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = True) -> list[Shape]:
     """All shapes that so many ranks and heads allow, that on which training or prefill sends least first."""
-    if min(ranks, q_heads, kv_heads) < 1 or q_heads % kv_heads:
-        given = f"{ranks} ranks, {q_heads} query heads, {kv_heads} key heads"
-        raise MeshError(
-            "mesh_shape", "at least one of each, whole groups of heads", given, "pass the model's head counts"
-        )
+    check_heads("mesh_shape", ranks, q_heads, kv_heads)
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [Shape(h, r, ranks // h // r) for h in sizes if kv_heads % h == 0 for r in sizes if ranks // h % r == 0]
     return sorted(shapes, key=lambda shape: sum(elements(shape, q_heads, kv_heads, training=training)))
+
+
+def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
+    """Raise unless there are ranks, and heads that can be grouped."""
+    counts = ranks, q_heads, kv_heads
+    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
+    if not whole or q_heads % kv_heads:
+        given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
+        fix = "pass the model's head counts"
+        raise MeshError(subject, "at least one of each, whole groups of heads", given, fix)
 
 
 def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
@@ -106,13 +112,6 @@ def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
     (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
     """
     return mesh_shapes(ranks, q_heads, kv_heads)[0]
-
-
-def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> DeviceMesh:
-    """A `DeviceMesh` of that shape whose neighbours in rank, those of one host, share the axis that carries most."""
-    sent = elements(shape, q_heads, kv_heads)._asdict()
-    names = tuple(sorted(AXES, key=lambda name: sent[name]))
-    return init_device_mesh(device_type, tuple(getattr(shape, name) for name in names), mesh_dim_names=names)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,13 @@ from math import ceil
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.agree import agreed, told
 from attnmesh.cluster import Cluster
 from attnmesh.cost import cost, leanest
 from attnmesh.cost_decode import MERGES
 from attnmesh.errors import ClusterError, MeshError
 from attnmesh.layout import Contiguous, Layout, Striped, Zigzag
+from attnmesh.making import check_device_type, everyone
 from attnmesh.mask import FAR
 from attnmesh.mesh import AXES, Shape
 from attnmesh.schedule import EXCHANGES
@@ -61,10 +63,17 @@ class Plan:
 
     def init_mesh(self, device_type: str) -> DeviceMesh:
         """The `DeviceMesh` of this plan: ranks of a host share a tile of it. All ranks ask at once."""
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != self.shape.ranks:
-            fix = f"start {self.shape.ranks} ranks, or plan for as many as there are"
-            raise MeshError("Plan.init_mesh", f"a world of {self.shape.ranks} ranks", f"{world}", fix)
+        ranks = self.shape.ranks
+
+        def check() -> None:
+            check_device_type("Plan.init_mesh", device_type)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if world != ranks:
+                fix = f"start {ranks} ranks, or plan for as many as there are"
+                raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", f"{world}", fix)
+
+        call = told("Plan.init_mesh", device_type=device_type, shape=self.shape, tile=self.tile)
+        agreed(*everyone(), check, call)
         return DeviceMesh(device_type, placed(self.shape, self.tile), mesh_dim_names=AXES)
 
     def explain(self) -> str:

@@ -100,7 +100,7 @@ def begin(path: Path, layers: Layers, more: Mapping[str, Tensor], note: str = ""
 
     def conclude(error: StoreError | None) -> None:
         agree(mesh, device, error or "save")
-        agreed(mesh, device, lambda: _publish(path, header) if layers.first else None, lambda _: "save")
+        agreed(mesh, device, lambda: _publish(path, header) if layers.first else None, "save")
 
     return Saving(lambda: _save(path, saving, layers, more if layers.first else {}), conclude)
 

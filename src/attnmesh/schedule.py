@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.errors import KernelError
 from attnmesh.kernel.blocks import Band
 from attnmesh.layout import Layout, decode_layout, encode_layout
 from attnmesh.mask import Mask
@@ -36,6 +37,13 @@ class Exchange(NamedTuple):
 
 
 EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
+
+
+def check_exchange(subject: str, exchange: str) -> None:
+    """Raise unless there is an exchange of that name, or one is to be chosen."""
+    if not isinstance(exchange, str) or exchange not in ("auto", *EXCHANGES):
+        raise KernelError(subject, f"one of auto, {', '.join(EXCHANGES)}", repr(exchange), 'leave it at "auto"')
+
 
 Picks = tuple[tuple[int, Tensor], ...]
 """For each peer that is concerned, which tokens: indices, ascending."""

@@ -77,8 +77,9 @@ def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
 
 
 def _dim(subject: str, x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
         check_tensor(subject, x)
-    if not -x.ndim <= dim < x.ndim:
-        raise ShapeError(subject, f"a dim of the tensor's {x.ndim}", f"dim {dim}", "say along which dim the tokens lie")
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        fix = "say along which dim the tokens lie"
+        raise ShapeError(subject, f"a dim of the tensor's {x.ndim}", f"dim {dim!r}", fix)
     return dim % x.ndim

@@ -23,8 +23,9 @@ from attnmesh.bench.timing import Timing, resident
 from attnmesh.cache import KVCache
 from attnmesh.exchange import share
 from attnmesh.hf.load import open_model
+from attnmesh.making import init_mesh
 from attnmesh.mask import Mask
-from attnmesh.mesh import Mesh, Shape, init_mesh
+from attnmesh.mesh import Mesh, Shape
 from attnmesh.partial import with_sinks
 from attnmesh.ranks import run_on_ranks
 from attnmesh.shaped import World, run_on

@@ -143,9 +143,11 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
     if longest is not None and ids.shape[1] > longest:
         fix = "shorten the prompt, or use a model with a longer context"
         raise ShapeError("generate input_ids", f"at most {longest} tokens, the model's context", f"{ids.shape[1]}", fix)
-    if attention_mask is not None and tuple(getattr(attention_mask, "shape", ())) != tuple(ids.shape):
-        given = str(tuple(getattr(attention_mask, "shape", ())))
-        fix = "pass the tokenizer's; a 4D or additive mask cannot be served"
+    fix = "pass the tokenizer's; a 4D or additive mask cannot be served"
+    if attention_mask is not None and not isinstance(attention_mask, Tensor):
+        raise DtypeError("generate attention_mask", "a tensor", type(attention_mask).__name__, fix)
+    if attention_mask is not None and attention_mask.shape != ids.shape:
+        given = str(tuple(attention_mask.shape))
         raise ShapeError("generate attention_mask", f"2D, {tuple(ids.shape)}", given, fix)
     if attention_mask is not None:
         check_left(attention_mask)

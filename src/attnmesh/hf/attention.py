@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from attnmesh.agree import agree
 from attnmesh.attention import attention
 from attnmesh.cache import KVCache
-from attnmesh.errors import KernelError, MaskError, ShapeError
+from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import Fresh
 from attnmesh.hf.mask import Seen
@@ -56,8 +57,15 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The output (batch, length, heads, dim), and no weights. Without a cache and without shards a call is local."""
-    _check(module, dropout, more)
-    seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
+    try:
+        _check(module, dropout, more)
+        seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
+    except InputError as error:
+        if isinstance(key, Fresh):
+            key.layer.refuse(error)
+        elif isinstance(attention_mask, Seen) and attention_mask.shards is not None:  # the others are about to ask
+            agree(Mesh.of(attention_mask.shards.mesh), query.device, error)
+        raise
     asked = Asked(seen.mask, scaling, s_aux)
     if isinstance(key, Fresh):
         _check_caching(more)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -59,17 +60,18 @@ def shard_batch(
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    batch, here = {**batch, **more}, Mesh.of(mesh)
+    here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
     call: str | InputError
     try:
         check_layout("shard_batch layout", layout)
+        batch = _joined(batch, more)
         _check(batch, here.shape.ranks)
+        device = batch["input_ids"].device
         tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-        call = told("shard_batch", **{"layout": layout, **fingerprints(tensors)})
+        others = {name: x for name, x in batch.items() if name not in tensors}
+        call = told("shard_batch", **{"layout": layout, **fingerprints(tensors), **others})
     except InputError as error:
         call = error
-    ids = batch.get("input_ids")
-    device = ids.device if isinstance(ids, Tensor) else torch.device("cpu")
     agree(here, device, call)
     positions, documents = _positions(batch)
     whole = {"input_ids": batch["input_ids"], "position_ids": positions}
@@ -83,6 +85,13 @@ def shard_batch(
         part |= {"labels": part["shift_labels"], "num_items_in_batch": count.to(device) / here.shape.ranks}
     shards = Shards(mesh, layout, batch["input_ids"].shape[1], tuple(part["input_ids"].shape), documents)
     return {**part, "use_cache": False, "attention_mask": shards}
+
+
+def _joined(batch: object, more: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        given, fix = type(batch).__name__, "pass what a collator made, or a dict"
+        raise DtypeError("shard_batch", "a mapping of names to tensors", given, fix)
+    return {**batch, **more}
 
 
 def _shifted(batch: Mapping[str, Any]) -> Tensor | None:
@@ -126,6 +135,10 @@ def _check(batch: Mapping[str, Any], ranks: int) -> None:
             given = str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
             fix = "pass one of each token" + ("; a 4D or additive mask cannot be served" * (name == "attention_mask"))
             raise ShapeError(f"shard_batch {name}", f"shape {tuple(ids.shape)}", given, fix)
+    count = batch.get("num_items_in_batch")
+    if count is not None and not (isinstance(count, Tensor) and count.numel() == 1) and not isinstance(count, Real):
+        given, fix = repr(count), "count the labels that are to be learned, or leave it out"
+        raise DtypeError("shard_batch num_items_in_batch", "a number", given, fix)
     _check_padding(batch)
     positions = batch.get("position_ids")
     if positions is not None and not torch.equal(positions.diff(), positions[:1].expand_as(positions).diff()):

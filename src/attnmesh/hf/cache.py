@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,17 +13,19 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.across import check_merge
-from attnmesh.agree import check_checked
+from attnmesh.agree import agree, agreed, check_checked, told
 from attnmesh.cache import KVCache, load_layers, save_layers
 from attnmesh.deal import check_copies
 from attnmesh.decode import check_reproducible, decode
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.exchange import share
 from attnmesh.hf.opaque import FAMILIES, Opaque
+from attnmesh.kernel.choose import check_kernel
 from attnmesh.mask import Mask
-from attnmesh.mesh import Mesh, flat_axis
+from attnmesh.mesh import Mesh, Shape
 from attnmesh.recover import recover
 from attnmesh.saved import Saving
+from attnmesh.schedule import check_exchange
 
 NAME = "attnmesh"
 """The name of the plug-ins in transformers."""
@@ -82,6 +84,18 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.kv.reserve(_grown(self.kv.length + more))
         return self.kv
 
+    def refuse(self, error: InputError) -> NoReturn:
+        """Raise what is wrong with new tokens on all ranks, if they ask each other when these come."""
+
+        def check() -> NoReturn:
+            raise error
+
+        if self.kv is None:  # the others are about to make room, and ask
+            agree(Mesh.of(self.cache.mesh), self.cache.device, error)
+        else:
+            self.kv.ask("append", check, dict)
+        raise error
+
     def get_seq_length(self) -> int:
         """Tokens so far, of all ranks."""
         return 0 if self.kv is None else self.kv.length
@@ -100,16 +114,24 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last tokens, given as a negative number."""
-        if tokens_to_remove > 0:
-            fix = "pass a negative number: how many tokens to remove"
-            raise ShapeError("crop", "0 or a negative number", str(tokens_to_remove), fix)
-        if self.kv is not None and tokens_to_remove < 0:
+
+        def check() -> tuple[()]:
+            if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+                fix = "pass a negative number: how many tokens to remove"
+                raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
+            return ()
+
+        if self.kv is None:
+            check()
+            return
+        self.kv.ask("crop", check, lambda: {"by": tokens_to_remove})
+        if tokens_to_remove < 0:
             self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence b becomes what sequence `beam_idx[b]` was; there may be more or fewer."""
         if self.kv is not None:
-            self.kv.reorder(beam_idx.long())
+            self.kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
@@ -139,22 +161,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
         checked: bool | None = None,
         copies: int = 1,
     ) -> None:
-        if not isinstance(config, PreTrainedConfig):
-            fix = "pass model.config"
-            raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
+        here, self.device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
+        options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
+        options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
+        agreed(here, self.device, lambda: _check(config, here.shape, options), told("ShardedCache", **options))
         self.config = config.get_text_config(decoder=True)
-        check_layers(config)
-        check_merge("ShardedCache", merge, "replicated")
-        check_checked("ShardedCache", checked)
-        tokens = flat_axis(mesh, ("queries", "keys"))
-        check_copies(copies, tokens.size)
-        if capacity is not None and (isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1):
-            fix = "count prompt and new tokens, or leave it out"
-            raise ShapeError("ShardedCache capacity", "None or a whole number, 1 or more", repr(capacity), fix)
-        here = Mesh.of(mesh).shape
-        if reproducible:
-            check_reproducible("ShardedCache reproducible", here.queries * here.keys, merge)
-        self.mesh, self.ranks = mesh, here.ranks
+        self.mesh, self.ranks = mesh, here.shape.ranks
         self.capacity, self.block = capacity, block
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
         self.checked, self.copies = checked, copies
@@ -271,6 +283,28 @@ class ShardedCache(Cache):  # type: ignore[misc]
             twin.layers.append(ShardedLayer(twin))
             twin.layers[-1].kv, twin.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
         return twin
+
+
+def _check(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
+    if not isinstance(config, PreTrainedConfig):
+        fix = "pass model.config"
+        raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
+    check_layers(config)
+    check_merge("ShardedCache", options["merge"], "replicated")
+    check_kernel(options["kernel"])
+    check_exchange("ShardedCache exchange", options["exchange"])
+    check_checked("ShardedCache", options["checked"])
+    for name, expected, fix in (
+        ("capacity", "None or a whole number, 1 or more", "count prompt and new tokens, or leave it out"),
+        ("block", "a whole number, 1 or more", "leave it at 16"),
+    ):
+        given = options[name]
+        whole = isinstance(given, int) and not isinstance(given, bool) and given >= 1
+        if not whole and (given is not None or name == "block"):
+            raise ShapeError(f"ShardedCache {name}", expected, repr(given), fix)
+    ranks = shape.queries * shape.keys
+    check_copies(options["copies"], ranks)
+    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
 
 
 def check_layers(config: PreTrainedConfig) -> None:

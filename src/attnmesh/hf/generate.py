@@ -44,7 +44,7 @@ def generate(
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
-    here, settings = Mesh.of(mesh if cache is None else getattr(cache, "mesh", None)), Settings(model, options)
+    here, settings = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), Settings(model, options)
     folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
     own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": folder}
     agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
