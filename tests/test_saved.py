@@ -223,3 +223,69 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a file that KVCache\.save wrote"):
         am.KVCache.load(tmp_path / "cache", None)
     assert not (tmp_path / "run").exists()
+
+
+def called(act: str, path: Path) -> str:
+    """What comes of a path that is one on the first rank alone."""
+    cache, one = cache_of(20, 2), dist.get_rank() == 1
+    paths: dict[str, object] = {"no path": None, "a number": 5, "too long": path / ("x" * 5000), "another": path / "b"}
+    verb, kind = act.split(" ", 1)
+    cache.save(path / "a")
+    cache.append(*torch.ones(2, 1, 2, 1, 8).unbind())
+    folder = paths[kind] if one else path / "a"
+    try:
+        cache.save(folder) if verb == "save" else am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
+    except StoreError as error:
+        return str(error)
+    return "nothing"
+
+
+SAID = {
+    "save no path": "save: expected the path of a folder, given None of type NoneType. Fix: pass its path",
+    "load no path": "load: expected the path of a folder, given None of type NoneType. Fix: pass its path",
+    "save a number": "save: expected the path of a folder, given 5 of type int",
+    "load a number": "load: expected the path of a folder, given 5 of type int",
+    "save too long": "save: expected a folder that can be written to, given ",
+    "load too long": "load: expected a folder that KVCache.save wrote, given ",
+    "load another": "load: expected a folder that KVCache.save wrote, given ",
+}
+
+
+@pytest.mark.parametrize("act", SAID)
+def test_a_path_that_one_rank_is_given_wrong_is_refused_by_all(pool: Pool, tmp_path: Path, act: str) -> None:
+    one, other = pool.run(2, called, act, tmp_path, deadline=20)
+    assert one == other
+    assert one.startswith(SAID[act])
+
+
+def saved_apart(path: Path) -> list[str]:
+    """Each rank has a folder of its own, as where hosts share no disk; then both load what the other does not have."""
+    cache, said = cache_of(200, 2), []
+    mesh = cache.device_mesh
+    try:
+        cache.save(path / str(dist.get_rank()))
+    except StoreError as error:
+        said.append(str(error))
+    twins = [am.KVCache(None, **SIZES) for _ in range(2)]
+    for number, twin in enumerate(twins):
+        twin.append(*torch.full((2, 1, 2, 9, 8), float(number)).unbind())
+    if dist.get_rank() == 0:
+        for number, twin in enumerate(twins):
+            twin.save(path / f"twin {number}")
+    dist.barrier()
+    try:
+        am.KVCache.load(path / f"twin {dist.get_rank()}", mesh)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+SIZES = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 20, "dtype": torch.float32}
+
+
+def test_folders_of_one_name_on_disks_of_their_own_are_noticed(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, saved_apart, tmp_path, deadline=20)
+    assert one == other
+    assert len(one) == 2
+    assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]
+    assert "load: expected the same call on every rank, given:\n    shards  of" in one[1]

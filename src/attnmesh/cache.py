@@ -22,7 +22,7 @@ from attnmesh.hosts import board_of, hosts, rounds
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.room import Room
-from attnmesh.saved import Header, Layers, Saving, Share, begin, check_memory, fill, more_of, opened
+from attnmesh.saved import Header, Layers, Saving, Share, begin, check_memory, fill, folder_of, more_of, opened
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
 
@@ -397,7 +397,7 @@ def save_layers(
         cache._finish_saving()
     real = {} if first.padding is None else {"real": first.padding.real[:, : first.length]}
     layers = Layers(first.mesh, first.device, shares, first.length, first.used, bool(real))
-    saving = begin(Path(path), layers, real | dict(more or {}), note)
+    saving = begin(path, layers, real | dict(more or {}), note)
     for cache in caches:
         cache._saving = saving
     if wait:
@@ -415,9 +415,10 @@ def load_layers(
     checked: bool | None = None,
 ) -> tuple[list[KVCache], dict[str, Tensor], str]:
     """What `save_layers` wrote, on any number of ranks: the caches, what more there was, and its note."""
-    folder, here, found = Path(path), Mesh.of(mesh), _device(mesh, device)
+    here, found = Mesh.of(mesh), _device(mesh, device)
 
-    def read() -> tuple[Header, tuple[Sizes, ...], dict[str, Tensor]]:
+    def read() -> tuple[Header, Path, tuple[Sizes, ...], dict[str, Tensor]]:
+        folder = folder_of("load", path)
         header = opened(folder)
         if layers not in (None, len(header.sizes)):
             given, fix = f"{len(header.sizes)} in {folder}", "load the layers of a model with hf.ShardedCache.load"
@@ -430,9 +431,9 @@ def load_layers(
                 given, fix = f"{header.length} in a capacity of {each.capacity}", "say a larger capacity="
                 raise ShapeError("load", "room for the tokens that were saved", given, fix)
         check_memory(sizes, here, found)
-        return header, sizes, more_of(folder, header)
+        return header, folder, sizes, more_of(folder, header)
 
-    header, sizes, more = agreed(here, found, read, lambda told_of: told("load", of=told_of[0], capacity=capacity))
+    header, folder, sizes, more = agreed(here, found, read, lambda came: told("load", of=came[0], capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked) for each in sizes]
     with torch.no_grad():
         shares = [cache._share() for cache in caches]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread, get_native_id
 from typing import NamedTuple
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -86,17 +87,24 @@ class Header(NamedTuple):
     ranks: int
     saving: int
     note: str
+    name: str = ""  # that no other saving has
 
 
 # --- saving ---
 
 
-def begin(path: Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
+def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
     """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
     mesh, device, first = layers.mesh, layers.device, layers.shares[0]
-    saving = agreed(mesh, device, lambda: _next(path), lambda number: told("save", saving=number, note=note))
+
+    def look() -> tuple[Path, int]:
+        path = folder_of("save", folder)
+        return path, _next(path)
+
+    path, saving = agreed(mesh, device, look, lambda found: told("save", saving=found[1], note=note))
     sizes = tuple(share.sizes for share in layers.shares)
-    header = Header(sizes, layers.padded, layers.length, first.heads.size, first.tokens.size, saving, note)
+    heads, ranks = first.heads.size, first.tokens.size
+    header = Header(sizes, layers.padded, layers.length, heads, ranks, saving, note, uuid4().hex)
 
     def conclude(error: StoreError | None) -> None:
         agree(mesh, device, error or "save")
@@ -105,12 +113,21 @@ def begin(path: Path, layers: Layers, more: Mapping[str, Tensor], note: str = ""
     return Saving(lambda: _save(path, saving, layers, more if layers.first else {}), conclude)
 
 
+def folder_of(subject: str, folder: object) -> Path:
+    """A path, if it is one."""
+    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
+        fix = "pass its path as a str or a pathlib.Path"
+        raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
+    return Path(folder)
+
+
 def _next(path: Path) -> int:
     """The number of the next saving; a folder that holds something else is left alone."""
-    if (path / MANIFEST).exists():
-        return opened(path).saving + 1
-    if path.exists() and not path.is_dir():
-        raise StoreError("save", "a folder that can be written to", str(path), "check the path")
+    with _writing(path):
+        if (path / MANIFEST).exists():
+            return opened(path).saving + 1
+        if path.exists() and not path.is_dir():
+            raise StoreError("save", "a folder that can be written to", str(path), "check the path")
     return 1
 
 
@@ -153,7 +170,8 @@ def pieces(used: int) -> Iterator[tuple[int, int]]:
 def _publish(path: Path, header: Header) -> None:
     """From now on this saving is the one that is loaded; older ones go."""
     said = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in header.sizes]}
-    said |= {name: getattr(header, name) for name in ("padded", "length", "heads", "ranks", "saving", "note")}
+    said |= {name: value for name, value in header._asdict().items() if name != "sizes"}
+    _check_whole(path, header)
     fresh = path / f"{MANIFEST}.part"
     with _writing(path), fresh.open("w") as file:
         json.dump(said, file)
@@ -163,6 +181,22 @@ def _publish(path: Path, header: Header) -> None:
     for other in path.iterdir():
         if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
             shutil.rmtree(other, ignore_errors=True)
+
+
+def _check_whole(path: Path, header: Header) -> None:
+    """Raise unless all ranks' files are here: hosts may have folders of that name on disks of their own."""
+    stops: dict[tuple[int, int], int] = {}
+    for heads, tokens, stop, _ in _files(path, header):
+        stops[heads, tokens] = max(stop, stops.get((heads, tokens), 0))
+    found = sum(stops.values()) // header.heads
+    if found != header.length:
+        given, fix = (
+            f"{found} of {header.length} tokens in {path}",
+            "name one folder on all ranks, on a disk they share",
+        )
+        raise StoreError(
+            "save", "a folder that all ranks write to", f"{found} of {header.length} tokens in {path}", fix
+        )
 
 
 @contextmanager
@@ -225,7 +259,7 @@ def opened(path: Path) -> Header:
             said = json.loads(file.read(LONGEST))
         version = said["version"] if said["format"] == "attnmesh cache" else None
         numbers = [whole(said[name]) for name in ("length", "heads", "ranks", "saving")]
-        sizes, padded, note = said["sizes"], said["padded"], str(said.get("note", ""))
+        sizes, padded, note, name = said["sizes"], said["padded"], str(said["note"]), str(said["name"])
         codes = [[whole(x) for x in code] for code in sizes] if version == VERSION else []
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
@@ -235,7 +269,7 @@ def opened(path: Path) -> Header:
         raise StoreError("load", f"a cache of version {VERSION}", f"version {version!r}", fix)
     try:
         length, heads, ranks, saving = numbers
-        header = Header(tuple(map(Sizes.decode, codes)), padded is True, length, heads, ranks, saving, note)
+        header = Header(tuple(map(Sizes.decode, codes)), padded is True, length, heads, ranks, saving, note, name)
     except (ValueError, IndexError, TypeError) as error:
         raise StoreError("load", "the sizes of a cache", f"{sizes!r} in {path}", FIX) from error
     if not header.sizes or not header.heads or not header.ranks or not all(_fits(header, x) for x in header.sizes):
@@ -282,7 +316,7 @@ def fill(shares: Sequence[Share], path: Path, header: Header) -> int:
     """Read this rank's tokens, wherever they were; how many they are."""
     share = shares[0]
     held, found = share.deal.count(share.tokens.index, header.length), [0] * len(shares)
-    for h, file in _files(path, header):
+    for h, _, _, file in _files(path, header):
         stored = Stored(file)
         columns = stored.read("columns")
         if columns.dtype != torch.int64 or columns.ndim != 1:
@@ -303,17 +337,17 @@ def fill(shares: Sequence[Share], path: Path, header: Header) -> int:
     return held
 
 
-def _files(path: Path, header: Header) -> Iterator[tuple[int, Path]]:
-    """Those of the saving that is loaded, each with its place along the heads axis."""
+def _files(path: Path, header: Header) -> Iterator[tuple[int, int, int, Path]]:
+    """Those of a saving, each with its place along heads and tokens and how many of its tokens come before its end."""
     folder = path / str(header.saving)
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise StoreError("load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", FIX) from error
     for name in names:
-        place = re.fullmatch(r"(\d{1,9})\.(\d{1,9})\.\d+-\d+\.safetensors", name)
-        if place and int(place[1]) < header.heads and int(place[2]) < header.ranks:
-            yield int(place[1]), folder / name
+        numbers = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})\.[0-9]{1,15}-([0-9]{1,15})\.safetensors", name)
+        if numbers and int(numbers[1]) < header.heads and int(numbers[2]) < header.ranks:
+            yield int(numbers[1]), int(numbers[2]), int(numbers[3]), folder / name
 
 
 def _copy(
