@@ -190,13 +190,8 @@ def _check_whole(path: Path, header: Header) -> None:
         stops[heads, tokens] = max(stop, stops.get((heads, tokens), 0))
     found = sum(stops.values()) // header.heads
     if found != header.length:
-        given, fix = (
-            f"{found} of {header.length} tokens in {path}",
-            "name one folder on all ranks, on a disk they share",
-        )
-        raise StoreError(
-            "save", "a folder that all ranks write to", f"{found} of {header.length} tokens in {path}", fix
-        )
+        given, fix = f"{found} of {header.length} tokens in {path}", "name one folder, on a disk that all ranks share"
+        raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 
 @contextmanager
