@@ -106,3 +106,18 @@ def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0
     assert "16.9" in text
     assert run("bench", "decode", "--ranks", "6")[0] == 2
+
+
+def test_the_faults_bench_measures_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small, and without the goals, which are for a machine that does nothing else."""
+    small = ("bench", "faults", "--ranks", "2", "--tokens", "70", "--max-new-tokens", "8", "--rounds", "2")
+    code, text = run(*small, "--json")
+    assert code == 0
+    checked, saved, recovered = json.loads(text)["rows"]
+    assert checked["rival"] == "checked=False"
+    assert saved["theirs"]["median"] > 0 < saved["ours"]["median"]
+    assert recovered["goal"] == 5.0
+    monkeypatch.setattr("attnmesh.bench.faults.rows", lambda request, threads: [])
+    code, text = run(*small, "-v")
+    assert code == 0
+    assert "A ratio of 0.95 is a cost of 5 %" in text

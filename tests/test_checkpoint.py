@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import MaxLengthCriteria
 
 from attnmesh import hf
 from attnmesh.errors import InputError
@@ -159,3 +160,15 @@ def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     done = subprocess.run([*command, *kept], capture_output=True, text=True, check=True, timeout=100)
     assert json.loads(done.stdout)["tokens"] == whole["tokens"]
     assert "going on from" in done.stderr
+
+
+def stopped_at(length: int) -> int:
+    """Criteria are objects of each rank's own, and yet the same."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    criteria = [MaxLengthCriteria(length)]
+    made = hf.generate(model, prompt(), mesh=mesh, max_new_tokens=NEW, do_sample=False, stopping_criteria=criteria)
+    return made.shape[1]
+
+
+def test_criteria_of_the_callers_own_are_asked_on_every_rank(pool: Pool) -> None:
+    assert pool.run(2, stopped_at, 51, deadline=30) == [51, 51]

@@ -13,12 +13,11 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread, get_native_id
+from threading import Thread
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -216,9 +215,6 @@ class Saving:
         self._thread.start()
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: those that decode go first
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
         try:
             self._act()
         except StoreError as error:

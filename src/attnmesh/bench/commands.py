@@ -1,4 +1,4 @@
-"""The commands `attnmesh bench kernel`, `prefill` and `decode`."""
+"""The commands `attnmesh bench ...`."""
 
 import shlex
 from collections.abc import Iterable
@@ -169,6 +169,41 @@ Milliseconds of a token are medians with quartiles, of the whole model, as rank 
 on from one prefilled cache. Memory is of the largest process; weights that ranks share are counted in each."""
 
 
+@bench.command(name="faults", short_help="What it costs to be ready for faults, and to go on after one.")
+def bench_faults(
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=64, help="Of the prompt.")] = 8000,
+    max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 192,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    out: OutFile = None,
+) -> None:
+    """Steps that are checked, writing while it is saved, and recovery from copies, beside doing without (minutes)."""
+    from attnmesh.bench import faults as faults_bench
+    from attnmesh.generating import prepare
+
+    with progress.status("reading the model") as status:
+        asked = prepare(model, " a" * tokens, None, True, max_new_tokens, ranks, "auto", status)
+        ids = asked.ids[:tokens]
+        status.update(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, savings and recoveries")
+        request = faults_bench.Request(asked.place, ids, max_new_tokens, asked.shape, asked.heads, rounds)
+        rows = faults_bench.rows(request, torch.get_num_threads())
+    words = f"--tokens {tokens} --max-new-tokens {max_new_tokens} --rounds {rounds}"
+    report = {"command": f"attnmesh bench faults --ranks {ranks} {words}", "machine": machine()}
+    if published({**report, "rows": [row.record() for row in rows]}, as_json, out):
+        return
+    console.print(_bench_table(rows, f"{ranks} ranks, milliseconds: median [quartiles]"))
+    if verbose:
+        console.print(FAULTS_EXPLAINED)
+
+
+FAULTS_EXPLAINED = """\
+A ratio of 0.95 is a cost of 5 %. Saving is all of it: the first writes the keys of the whole prompt, the others what is
+new, and what waits for the disk at the end counts. Recovery is that of all layers, one rank having come anew."""
+
+
 @bench.command(name="decode", short_help="Merges across ranks and whole steps beside other patterns.")
 def bench_decode(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine: 2, 4, 8, ...")] = 8,
@@ -274,8 +309,8 @@ rounded to bfloat16: no attention, but what PyTorch's products leave of the read
 resident size during a call beyond that before it."""
 
 
-def _bench_table(rows: Iterable[Row]) -> Table:
-    table = titled("kernel bench, milliseconds: median [quartiles]", "case", "rival")
+def _bench_table(rows: Iterable[Row], title: str = "kernel bench, milliseconds: median [quartiles]") -> Table:
+    table = titled(title, "case", "rival")
     for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of read rate"):
         table.add_column(name, justify="right")
     for row in rows:

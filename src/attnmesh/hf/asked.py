@@ -93,8 +93,11 @@ def _value(given: object) -> str:
     """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
     if isinstance(given, GenerationConfig):
         return repr(sorted(given.to_diff_dict().items(), key=str))
-    plain = isinstance(given, (bool, int, float, str, list, tuple, dict, Path, NoneType))
-    return repr(given) if plain else type(given).__name__
+    if isinstance(given, (list, tuple)):
+        return f"[{', '.join(map(_value, given))}]"
+    if isinstance(given, dict):
+        return repr({name: _value(value) for name, value in given.items()})
+    return repr(given) if isinstance(given, (bool, int, float, str, Path, NoneType)) else type(given).__name__
 
 
 def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
