@@ -1,14 +1,20 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
+import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh import shaped
-from attnmesh.errors import ClusterError, MeshError
+from attnmesh.errors import ClusterError, MeshError, RankFailure
+from attnmesh.mesh import AXES, Shape
+from attnmesh.ranks import run_on_ranks
 from tests import chaos
 from tests.chaos import HARMS, Outcome, Trouble
+from tests.mesh_problems import named_mesh
 from tests.test_shaped import needs_hosts
 
 
@@ -45,6 +51,27 @@ def test_harm_is_survived_or_named(trouble: Trouble, outcomes: dict[Trouble, Out
 
 def test_every_harm_is_tried() -> None:
     assert {trouble.harm for trouble in TROUBLES} == set(HARMS)
+
+
+def lost_beside_a_stray_note() -> tuple[int, ...]:
+    """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.set_deadline(1.0)
+    am.attention(x, x, x, mesh=mesh)
+    dist.distributed_c10d._get_default_store().set("attnmesh lost 1", "[0]")
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        else:
+            am.attention(x, x, x, mesh=mesh)
+    except RankFailure as error:
+        return error.ranks
+    return ()
+
+
+def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
+    assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
 
 
 @pytest.mark.parametrize("given", [0, -1.0, True, "soon", float("nan"), float("inf")])

@@ -1,11 +1,12 @@
 """Ranks that do the same work again and again, on this machine or on hosts made on it, until something is wrong.
 
-As torchrun has it, the store is kept by a process of its own, on hosts by one on the first; ranks find it by the
-address and the port that their environment names. All are processes of this machine, each in the network of its host,
-so that whoever started them can do them harm.
+As torchrun has it, the store is kept by an agent, a process of its own, on hosts by one on the first; or the first rank
+keeps it. Ranks find it by the address and the port that their environment names. All are processes of this machine,
+each in the network of its host, so that whoever started them can do them harm.
 """
 
 import ctypes
+import datetime
 import multiprocessing as mp
 import os
 import signal
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ NEW_NETWORK = 0x40000000
 
 STEPS = 3
 """Of the work that a rank has to do rightly after the harm before it says that it does."""
+
+PATIENCE = datetime.timedelta(minutes=5)
+"""Of the process groups: longer than anything here may take."""
 
 START = 60.0
 """Seconds that ranks have to get to work."""
@@ -62,8 +65,8 @@ class Said:
 class Ground:
     """Where ranks live; what was started here ends when the block does."""
 
-    def __init__(self, world: int | Hosts) -> None:
-        self.world, self.first, self.port = world, None, 0
+    def __init__(self, world: int | Hosts, agent: bool = True) -> None:
+        self.world, self.agent, self.first, self.port = world, agent, None, 0
         self._processes: list[Any] = []
         if isinstance(world, Hosts):
             lines = "\n".join([*links(world), "echo made", "exec sleep infinity"])
@@ -75,8 +78,11 @@ class Ground:
         try:
             if self.first is not None and self.first.stdout is not None:
                 assert self.first.stdout.readline() == "made\n", "hosts could not be made"
-            _, pipe = self.start(0, _keep_store, self.address, 0 if self.first is None else 29500)
+            keeper, pipe = self.start(0, _keep_store, self.address, 0 if self.first is None else 29500)
             self.port = pipe.recv()
+            if not self.agent:  # it has found a free port
+                keeper.kill()
+                keeper.join()
         except BaseException:
             self.__exit__()
             raise
@@ -122,7 +128,7 @@ class Ground:
 class Job:
     """What ranks are asked to do: which work, on which mesh. One may be late, or have its clock jump when told to.
 
-    Without an agent that keeps the store, the first rank does. Its process groups have so many seconds' patience.
+    Without an agent that keeps the store, the first rank does.
     """
 
     shape: Shape
@@ -132,7 +138,6 @@ class Job:
     late: tuple[int, float] = (0, 0.0)
     jump: float = 0.0
     agent: bool = True
-    patience: float = 300.0
 
 
 class Ranks:
@@ -217,7 +222,7 @@ def _join(job: Job, rank: int, place: tuple[str, int, str]) -> None:
     os.environ |= dict(zip(names, map(str, place), strict=True))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.shape.ranks)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(job.agent)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
+    dist.init_process_group("gloo", timeout=PATIENCE)
 
 
 def _work(job: Job, told: dict[str, Any], pipe: Connection) -> None:
@@ -239,11 +244,22 @@ def _work(job: Job, told: dict[str, Any], pipe: Connection) -> None:
 
 
 def _jump(seconds: float) -> None:
-    """What Python's own `time.time`, `time.time_ns` and `time.clock_gettime` say of the wall clock."""
+    """Turn the wall clock as Python tells it to this process.
+
+    Faked are `time.time`, `time.time_ns`, `time.clock_gettime` of the wall clock, and `now` of `datetime.datetime`. The
+    clocks that C++ asks, gloo and the store among it, and `time.monotonic` are the system's.
+    """
     now, now_ns, clock = time.time, time.time_ns, time.clock_gettime
     time.time = lambda: now() + seconds
     time.time_ns = lambda: now_ns() + int(seconds * 1e9)
     time.clock_gettime = lambda which: clock(which) + (seconds if which == time.CLOCK_REALTIME else 0.0)
+
+    class Turned(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "Turned":
+            return super().now(tz) + datetime.timedelta(seconds=seconds)
+
+    datetime.datetime = Turned  # type: ignore[misc]
 
 
 # --- works: each is made once, and then done again and again with the same answer ---

@@ -131,35 +131,34 @@ def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankF
     """Find out who is missing, tell the others, and hang up."""
     ranks = dist.get_process_group_ranks(axis.group)
     asked = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
-    # A line that breaks says whom it missed, a collective or a deadline does not: then all have to find that something
-    # is broken, to say that they are there.
-    patient = peer is None or "timed out" in str(error).lower()
+    late = peer is None or "timed out" in str(error).lower()  # a line that breaks tells who is lost, or has hung up
     heard = _leave([])  # here, and blaming nobody yet
-    if patient:
-        _hang_up()
-    missing = _missing(asked, patient=patient) if heard else _out_of_reach(asked)
+    _hang_up()  # all have to find that something is broken, to say that they are there
+    missing = _missing(asked, late=late) if heard else _out_of_reach(asked)
     if heard:
         _leave(missing)
-    if not patient:  # the note first: who finds the line dead reads it
-        _hang_up()
+    if dist.get_rank() == 0:
+        _go_last(missing)
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RankFailure(missing, step, axis.name, why)
 
 
-def _missing(ranks: Sequence[int], *, patient: bool) -> list[int]:
-    """Of these ranks those that leave no note; or whom they blame, who do. A broken line is news, a late word is not.
+def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
+    """Of these ranks those that leave no note; or whom they blame, who do.
 
-    Who has left a note but blames nobody yet is asking others: one that is silent itself is found out meanwhile.
+    A line that breaks says more than a late word, but not at once: of a rank that has waited in vain, gloo breaks all
+    lines before it can leave its note. Who has left one but blames nobody yet is asking others: one that is silent
+    itself is found out meanwhile.
     """
-    start = time.monotonic()
+    start, patience = time.monotonic(), GRACE if late else GRACE / 2
     while (notes := _notes(_beside(ranks))) is not None:
         blamed = sorted({other for rank in ranks for other in notes[rank] or []})
         silent = [rank for rank in ranks if notes[rank] is None]
         waited = time.monotonic() - start
-        if blamed or (silent and not patient):
-            return blamed or silent
-        if silent and waited > GRACE:
-            return _with_hosts(silent, notes)
+        if blamed:
+            return blamed
+        if silent and waited > patience:
+            return _with_hosts(silent, notes) if late else silent
         if waited > 2 * GRACE:
             return list(ranks)[: len(ranks) == 1]
         time.sleep(0.02)
@@ -170,6 +169,14 @@ def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) ->
     """These ranks, and the whole of hosts on which all are silent."""
     hosts = [_beside([rank]) for rank in silent]
     return sorted({*silent, *(rank for host in hosts if all(notes[x] is None for x in host) for rank in host)})
+
+
+def _go_last(missing: Sequence[int]) -> None:
+    """The first rank may keep the store, which goes with it: others have read it once they say whom they miss."""
+    others = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
+    end = time.monotonic() + GRACE / 2
+    while time.monotonic() < end and (notes := _notes(others)) is not None and not all(notes.values()):
+        time.sleep(0.02)
 
 
 def _out_of_reach(ranks: Sequence[int]) -> list[int]:
