@@ -19,7 +19,8 @@ from attnmesh.mesh import Shape
 from attnmesh.shaped import Hosts, ranks_of
 from attnmesh.shown import machine
 from tests.harms import HARMS, LATEST, SECOND, fault
-from tests.worlds import START, Ground, Job, Ranks, Said, length_of
+from tests.works import length_of
+from tests.worlds import START, Ground, Job, Ranks, Said
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
 HOSTS = ("2x1", "2x2", "3x1", "4x1")

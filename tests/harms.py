@@ -12,7 +12,7 @@ from attnmesh.shaped import LINK, Hosts
 from tests.worlds import Ranks, Said
 
 WHILE = 0.5
-"""Seconds for which a link is down that comes back: TCP tries again after 0.2, 0.6, 1.4 and 3, which is the deadline."""
+"""Seconds for which a link is down that comes back: TCP tries again after 0.2, 0.6, 1.4 and 3, and that is too late."""
 
 SECOND = 6.0
 """Seconds within which a second job on a port has to fail; so long its ranks that still try to join are borne with."""
@@ -92,7 +92,7 @@ def _fill_the_disk(ranks: Ranks, victim: int) -> None:
 def _start_another(ranks: Ranks, victim: int) -> Ranks:
     """On the same ground, address and port: its first rank finds the port taken, its others the first job's store.
 
-    A launcher ends all when one fails, and so does this; PyTorch lets others wait for each other for half an hour.
+    A launcher ends all when one fails, and so does this: PyTorch may let the others wait for each other for long.
     """
     job = replace(ranks.job, folder=ranks.job.folder / "second", agent=False)
     return Ranks(ranks.ground, job)
