@@ -239,10 +239,14 @@ def _key(rank: int, number: int | None) -> str:
 
 
 def _hang_up() -> None:
-    """Close all lines of this process: gloo closes a group's when a message does not come in time."""
+    """Close all lines of this process: gloo closes a group's when a message does not come in time.
+
+    A line that is dead already closes no other, so each of a group is tried.
+    """
     for line in list(_lines):
         line.hang_up()
     for group in list(distributed_c10d._world.pg_map):
         if isinstance(group, ProcessGroup) and group.size() > 1 and dist.get_backend(group) == "gloo":
-            with suppress(RuntimeError, ValueError):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 2**30).wait(MOMENT)
+            for peer in (peer for peer in range(group.size()) if peer != group.rank()):
+                with suppress(RuntimeError, ValueError):
+                    group.recv([torch.empty(1)], peer, 2**30).wait(MOMENT)
