@@ -56,8 +56,8 @@ fuzz: $(VENV)/ready            ## new random problems against float64, for SECON
 	$(RUN)/python -m tests.fuzz_command
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
-RUNS ?= 200
-chaos: $(VENV)/ready           ## ranks are killed and stopped at random moments, RUNS times (4 minutes), and what the others say
+RUNS ?= 240
+chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to harm at random moments, RUNS times (6 minutes)
 	$(RUN)/python -m tests.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do

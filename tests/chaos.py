@@ -2,221 +2,213 @@
 
 import argparse
 import json
-import multiprocessing as mp
-import os
-import signal
+import shlex
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import timedelta
-from itertools import product
-from multiprocessing.connection import Connection, wait
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-import attnmesh as am
-from attnmesh.errors import RankFailure
-from attnmesh.mesh import AXES, Shape
-from attnmesh.ranks import _leave_with_parent
-from tests.mesh_problems import named_mesh
+from attnmesh import saved, shaped
+from attnmesh.errors import ClusterError
+from attnmesh.mesh import Shape
+from attnmesh.shaped import Hosts, ranks_of
+from attnmesh.shown import machine
+from tests.harms import HARMS, LATEST, SECOND, fault
+from tests.works import length_of
+from tests.worlds import START, Ground, Job, Ranks, Said
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
-AT_ONCE = 3
-HARMS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+HOSTS = ("2x1", "2x2", "3x1", "4x1")
+RATES = ("20mbit", "100mbit")
+JUMPS = (-86400.0, -7200.0, 60.0, 10800.0, 1e6)
+AT_ONCE = 4
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """One rank's, while all do the same work again and again."""
+    """One rank's, or its host's, while all do the same work again and again."""
 
     seed: int
+    world: int | Hosts
     shape: Shape
     work: str
     harm: str
     victim: int
     after: float
+    late: float
+    jump: float
+    again: int  # ranks that load what was saved
+    agent: bool  # a process of its own keeps the store, and not the first rank
     deadline: float = 3.0
+
+    @property
+    def harmed(self) -> tuple[int, ...]:
+        """The victim, and where its host is harmed all on it."""
+        if not (HARMS[self.harm].whole and isinstance(self.world, Hosts)):
+            return (self.victim,)
+        first = self.victim // self.world.ranks * self.world.ranks
+        return tuple(range(first, first + self.world.ranks))
 
 
 @dataclass(frozen=True)
-class Said:
-    """By a survivor: what it raised, about whom, and so many seconds after the harm."""
+class Outcome:
+    """What came of a trouble: "right answer", "right error in time" or a failure, the slowest seconds, and the rest."""
 
-    kind: str
-    ranks: tuple[int, ...]
-    step: str
-    axis: str
+    verdict: str
     seconds: float
-    text: str
+    said: dict[int, Said]
+    more: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it should not have come."""
+        return self.verdict not in ("right answer", "right error in time")
 
 
-def draw(seed: int) -> Trouble:
-    """The trouble of that seed."""
-    random = Random(seed)
-    shape = random.choice(SHAPES)
+def can(hosts: bool) -> list[str]:
+    """The harms that can be done, with or without hosts."""
+    return [name for name, harm in HARMS.items() if hosts or not harm.on_hosts]
+
+
+def draw(seed: int, grounds: Sequence[str] = ("ranks", "hosts")) -> Trouble:
+    """The trouble of that seed: harms and works take turns, all else is random."""
+    random, names = Random(seed), can("hosts" in grounds)
+    harm = names[seed % len(names)]
+    works = HARMS[harm].works
+    on_hosts = HARMS[harm].on_hosts or random.choice(grounds) == "hosts"
+    world = Hosts.parse(f"{random.choice(HOSTS)}@{random.choice(RATES)}") if on_hosts else random.choice((2, 3, 4))
+    shape = random.choice([shape for shape in SHAPES if shape.ranks == ranks_of(world)])
     return Trouble(
         seed=seed,
+        world=world,
         shape=shape,
-        work=random.choice(list(WORKS)),
-        harm=random.choice(list(HARMS)),
+        work=works[(seed + seed // len(names)) % len(works)],
+        harm=harm,
         victim=random.randrange(shape.ranks),
         after=random.uniform(0.0, 0.6),
+        late=random.uniform(1.0, 5.0) if HARMS[harm].late else 0.0,
+        jump=random.choice(JUMPS),
+        again=random.choice((1, 2, 3, 4)),
+        # Where the first rank keeps it, nobody can tell a rank that is stopped from its host that is cut off.
+        agent=random.random() < 0.7 or (isinstance(world, Hosts) and world.ranks > 1),
     )
 
 
-def suffer(trouble: Trouble) -> dict[int, Said]:
-    """What each survivor says; nothing is left running."""
-    context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.interpreted", "torch._dynamo", "tests.chaos"])
-    processes, pipes = [], {}
-    with tempfile.TemporaryDirectory(prefix="attnmesh-chaos-") as folder:
-        try:
-            for rank in range(trouble.shape.ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_live, args=(trouble, rank, Path(folder) / "store", theirs))
-                process.start()
-                theirs.close()
-                processes.append(process)
-                pipes[ours] = rank
-            return _heard(trouble, processes, pipes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+def suffer(trouble: Trouble) -> Outcome:
+    """What comes of a trouble; nothing is left running."""
+    with tempfile.TemporaryDirectory(prefix="attnmesh-chaos-") as name:
+        folder = Path(name) / "cache"
+        late = trouble.victim, trouble.late
+        job = Job(trouble.shape, trouble.work, folder, trouble.deadline, late, trouble.jump, trouble.agent)
+        with Ground(trouble.world, trouble.agent) as ground:
+            outcome = _harmed(trouble, Ranks(ground, job))
+        if trouble.work == "saving" and not outcome.failed:
+            more = _lost_tokens(folder, trouble.again, outcome)
+            outcome = replace(outcome, verdict="lost tokens", more=more) if more else outcome
+        return outcome
 
 
-def _heard(trouble: Trouble, processes: list[Any], pipes: dict[Connection, int]) -> dict[int, Said]:
-    """First that each is at work; then harm is done; then what they say, until all have or the time is over."""
-    for pipe in pipes:
-        assert pipe.recv() == "at work"
+def _harmed(trouble: Trouble, ranks: Ranks) -> Outcome:
+    """Once all are at work harm is done; then what they say, until all have or the time is over."""
+    harm, everyone = HARMS[trouble.harm], range(trouble.shape.ranks)
+    began = ranks.heard(everyone, START)
+    if sorted(rank for rank, what in began.items() if what.kind == "at work") != list(everyone):
+        return Outcome("another error" if began else "hang", START, began, "before any harm was done")
     time.sleep(trouble.after)
-    os.kill(processes[trouble.victim].pid, HARMS[trouble.harm])
-    start = time.time()
-    survivors = {pipe: rank for pipe, rank in pipes.items() if rank != trouble.victim}
-    said: dict[int, Said] = {}
-    while len(said) < len(survivors) and time.time() - start < trouble.deadline + 15:
-        for pipe in wait([p for p, rank in survivors.items() if rank not in said], timeout=1.0):
-            rank = survivors[pipe]  # type: ignore[index]
-            try:
-                kind, ranks, step, axis, when, text = pipe.recv()  # type: ignore[union-attr]
-                said[rank] = Said(kind, ranks, step, axis, when - start, text)
-            except EOFError:
-                said[rank] = Said("died", (), "", "", time.time() - start, "")
-    return said
+    start, latest = time.monotonic(), trouble.deadline + LATEST + harm.more
+    others = harm.do(ranks, trouble.victim)
+    done = time.monotonic()
+    heard = [rank for rank in everyone if not (harm.mute and rank == trouble.victim)]
+    ranks.tell(heard)
+    said = {rank: replace(what, seconds=what.seconds - start) for rank, what in ranks.heard(heard, latest + 10).items()}
+    slowest = max((what.seconds for what in said.values()), default=0.0)
+    wrong = fault(harm, said, trouble.harmed, len(heard), latest + done - start)
+    right = all(what.kind == "right" for what in said.values())
+    outcome = Outcome(wrong or ("right answer" if right else "right error in time"), round(slowest, 2), said)
+    return outcome if others is None or wrong else _second(outcome, ranks, others)
 
 
-def _live(trouble: Trouble, rank: int, store: Path, pipe: Connection) -> None:
-    """A rank works until something is wrong, and says what."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=trouble.shape.ranks, timeout=timedelta(minutes=5)
+def _second(outcome: Outcome, ranks: Ranks, others: Ranks) -> Outcome:
+    """A second job on the same port has to fail in time, and none of its ranks may get to work or disturb the first."""
+    said = others.heard(range(others.job.shape.ranks), SECOND)
+    disturbed = ranks.heard(range(ranks.job.shape.ranks), 0.0)
+    errors = [what for what in said.values() if what.kind not in ("at work", "died")]
+    if errors and len(errors) == len(said) and not disturbed:
+        return outcome
+    return replace(
+        outcome,
+        verdict="another error" if said or disturbed else "hang",
+        more=f"the second job: {said}, the first: {disturbed}",
     )
-    am.set_deadline(trouble.deadline)
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    try:
-        step = WORKS[trouble.work](named_mesh(trouble.shape, AXES))
-        first = step()
-        dist.barrier()
-        pipe.send("at work")
-        while True:
-            if not all(torch.equal(x, y) for x, y in zip(step(), first, strict=True)):
-                pipe.send(("wrong", (), "", "", time.time(), "another answer than before"))
-                break
-    except RankFailure as error:
-        pipe.send(("RankFailure", error.ranks, error.step, error.axis, time.time(), str(error)))
-    except BaseException as error:
-        pipe.send((type(error).__name__, (), "", "", time.time(), str(error)))
-    os._exit(0)
 
 
-def _shards(mesh: Any) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return [torch.randn(1, heads, 64, 16, generator=generator) for heads in (4, 2, 2)]
+def _lost_tokens(folder: Path, ranks: int, outcome: Outcome) -> str:
+    """What is wrong with what a new world of so many ranks loads, after the last saving of which the old one knew."""
+    header, last = saved.opened(folder), max(what.saved for what in outcome.said.values())
+    most = last + 1 if outcome.verdict == "right error in time" else header.saving  # who is right goes on saving
+    if not last <= header.saving <= most or header.length != length_of(header.saving):
+        return f"{header.length} tokens of saving {header.saving}, after saving {last}"
+    with Ground(ranks) as ground:
+        again = Ranks(ground, Job(Shape(1, 1, ranks), "loading", folder, 30.0))
+        said = again.heard(range(ranks), START)
+        again.tell(range(ranks))
+        said |= again.heard([rank for rank, what in said.items() if what.kind == "at work"], START)
+    return "" if [what.kind for what in said.values()] == ["right"] * ranks else f"{ranks} ranks loaded: {said}"
 
 
-def _prefill(mesh: Any) -> Callable[[], tuple[Tensor, ...]]:
-    q, k, v = _shards(mesh)
-    return lambda: tuple(am.attention(q, k, v, mesh=mesh, exchange=name) for name in ("bulk", "pipelined", "ring"))
-
-
-def _training(mesh: Any) -> Callable[[], tuple[Tensor, ...]]:
-    heads = [x.requires_grad_() for x in _shards(mesh)]
-
-    def step() -> tuple[Tensor, ...]:
-        out = am.attention(*heads, mesh=mesh)
-        return out.detach(), *torch.autograd.grad(out.square().sum(), heads)
-
-    return step
-
-
-def _decoding(mesh: Any) -> Callable[[], tuple[Tensor, ...]]:
-    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=16, capacity=100, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    cache.append(*torch.randn(2, 1, 2, 60, 16, generator=generator))
-    q = torch.randn(1, 4, 1, 16, generator=generator)
-    return lambda: tuple(am.decode(q, cache, merge=merge) for merge in ("tree", "direct", "gather"))
-
-
-WORKS = {"prefill": _prefill, "training": _training, "decoding": _decoding}
-
-
-def suffered(seeds: Iterable[int]) -> Iterator[tuple[Trouble, dict[int, Said]]]:
-    """The troubles of these seeds, and what came of them: a few at a time, since they wait more than they work."""
-    troubles = [draw(seed) for seed in seeds]
+def suffered(troubles: Iterable[Trouble]) -> Iterator[tuple[Trouble, Outcome]]:
+    """The troubles, and what came of them: a few at a time, since they wait more than they work."""
+    troubles = list(troubles)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from zip(troubles, pool.map(suffer, troubles), strict=True)
 
 
-def verdict(trouble: Trouble, said: dict[int, Said]) -> str:
-    """Whether all survivors said the right thing in time."""
-    if len(said) < trouble.shape.ranks - 1:
-        return "hang"
-    if any(what.kind == "wrong" for what in said.values()):
-        return "wrong answer"
-    if any(what.kind != "RankFailure" for what in said.values()):
-        return "another error"
-    if any(what.ranks != (trouble.victim,) for what in said.values()):
-        return "another rank named"
-    if any(what.seconds > trouble.deadline + 5 for what in said.values()):
-        return "late"
-    return "named in time"
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """For each work and harm: runs, how many ended in which way, and the slowest seconds of a rank."""
+    lines = [f"{'work':10} {'harm':24} {'runs':>5} {'right answer':>13} {'right error in time':>20} {'slowest, s':>11}"]
+    pairs = [(work, name) for name, harm in HARMS.items() for work in harm.works]
+    for work, harm in sorted(pairs, key=lambda pair: pair[0]):
+        some = [record for record in records if (record["work"], record["harm"]) == (work, harm)]
+        if some:
+            right, told = (
+                sum(x["verdict"] == verdict for x in some) for verdict in ("right answer", "right error in time")
+            )
+            slowest = max(x["slowest"] for x in some)
+            lines.append(f"{work:10} {harm:24} {len(some):5} {right:13} {told:20} {slowest:11}")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Many troubles, and a table of what came of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--runs", type=int, default=240)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, help="also write a JSON with every run")
     asked = parser.parse_args()
-    records: list[dict[str, Any]] = []
-    for trouble, said in suffered(range(asked.first, asked.first + asked.runs)):
-        slowest = max((what.seconds for what in said.values()), default=0.0)
-        records.append({**vars(trouble), "verdict": verdict(trouble, said), "slowest": round(slowest, 2)})
-        if records[-1]["verdict"] != "named in time":
-            print(f"\n{trouble}: {records[-1]['verdict']}: {said}")
+    grounds = ["ranks", "hosts"]
+    try:
+        shaped.check_here()
+    except ClusterError as error:
+        print(f"without hosts, and what can be done to them alone: {error}")
+        grounds.remove("hosts")
+    start, records = time.monotonic(), []
+    for trouble, outcome in suffered(draw(seed, grounds) for seed in range(asked.first, asked.first + asked.runs)):
+        told = asdict(trouble) | {"world": str(trouble.world)}
+        records.append(told | {"verdict": outcome.verdict, "slowest": outcome.seconds})
+        if outcome.failed:
+            print(f"\n{trouble}: {outcome}")
         print(f"\r{len(records)} of {asked.runs}", end="", file=sys.stderr, flush=True)
-    print(f"\n{'work':10} {'harm':8} {'runs':>5} {'named in time':>14} {'slowest, s':>11}")
-    for work, harm in product(WORKS, HARMS):
-        some = [record for record in records if (record["work"], record["harm"]) == (work, harm)]
-        if some:
-            named = sum(record["verdict"] == "named in time" for record in some)
-            slowest = max(record["slowest"] for record in some)
-            print(f"{work:10} {harm:8} {len(some):5} {named:14} {slowest:11}")
+    print(f"\n{table(records)}\n{time.monotonic() - start:.0f} seconds")
     if asked.out:
-        command = f"python -m tests.chaos --runs {asked.runs} --first {asked.first}"
-        report = {"command": command, "torch": torch.__version__, "runs": records}
+        command = shlex.join(["python", "-m", "tests.chaos", *sys.argv[1:]])
+        report = {"command": command, "machine": machine(), "seconds": round(time.monotonic() - start), "runs": records}
         asked.out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(any(record["verdict"] != "named in time" for record in records))
+    sys.exit(any(record["verdict"] not in ("right answer", "right error in time") for record in records))
 
 
 if __name__ == "__main__":

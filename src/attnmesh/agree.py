@@ -16,6 +16,7 @@ from torch import Tensor
 from attnmesh import errors
 from attnmesh.errors import ArgumentError, InputError, MeshError
 from attnmesh.exchange import share
+from attnmesh.hosts import mesh_hosts
 from attnmesh.mesh import Mesh
 from attnmesh.partial import bits
 
@@ -86,6 +87,7 @@ def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Seq
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    mesh_hosts(mesh, device)  # who is lost later may take its host along
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
     table = share([digest, failed, *padded], mesh.axes, device)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:

@@ -3,14 +3,26 @@
 Who loses a rank leaves a note in the store that all ranks share, and hangs up on everyone. Whoever waited for it finds
 the line dead at once, reads the note, and blames the same rank and not the one that hung up. So all fail within moments
 of the first, who fails when a line breaks, or at the deadline.
+
+        host 0   rank 0   waits for rank 2 ... deadline: leaves "here", hangs up, asks for notes ... "2 and 3 are lost"
+                 rank 1   waits for rank 0 .......... a dead line: leaves "here", asks rank 0 ...... "2 and 3 are lost"
+                                                        |  the line between hosts is cut
+        host 1   rank 2   waits for rank 0 ... deadline: hangs up, cannot reach the store ......... "0 and 1 are lost"
+                 rank 3   waits for rank 2 .......... a dead line, cannot reach the store ......... "0 and 1 are lost"
+
+A host of which nobody leaves a note is lost as a whole. Who cannot reach the store is cut off from where it is kept:
+from the first rank, and from all on its host.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import lru_cache
+from secrets import randbits
+from threading import Thread
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -21,7 +33,7 @@ from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh import Axis
 
 GRACE = 2.0
-"""Seconds that a rank which was not heard has to leave a note: it may be waiting itself."""
+"""Seconds that a rank which was not heard has to leave a note, as it may be waiting itself; and the store to answer."""
 
 LONGEST = 1e8
 """Seconds below which a deadline is one: three years."""
@@ -32,6 +44,8 @@ MOMENT = timedelta(milliseconds=1)
 _deadline: list[float | None] = [None]
 
 _lines: "WeakSet[Any]" = WeakSet()
+
+_processes: "dict[int, Process]" = {}
 
 
 def set_deadline(seconds: float | None) -> float | None:
@@ -59,6 +73,29 @@ def deadline() -> float | None:
 def hung_up_with(line: Any) -> None:
     """Have `line.hang_up()` called when a rank is lost."""
     _lines.add(line)
+
+
+class Process(NamedTuple):
+    """That of a rank: a number of its host, and one of its own, which no other job's has."""
+
+    host: int
+    number: int
+
+
+@lru_cache
+def own_number() -> int:
+    """Of this process."""
+    return randbits(62)
+
+
+def introduce(processes: Mapping[int, Process]) -> None:
+    """Tell whose notes are to be believed, and who stands beside whom, by ranks of the world."""
+    _processes.update(processes)
+
+
+def part() -> None:
+    """Forget who the ranks were: their numbers are another world's now."""
+    _processes.clear()
 
 
 def awaited(work: Any, axis: Axis, step: str, peer: int | None = None) -> None:
@@ -98,62 +135,123 @@ class Watched:
 def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
     """Find out who is missing, tell the others, and hang up."""
     ranks = dist.get_process_group_ranks(axis.group)
-    _leave([])  # here, and blaming nobody yet
-    if peer is None:  # a collective does not say whom it missed: all in it have to find that it is broken
-        _hang_up()
-        missing = _missing([rank for rank in ranks if rank != dist.get_rank()], patient=True)
+    asked = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
+    late = peer is None or "timed out" in str(error).lower()  # a line that breaks tells who is lost, or has hung up
+    heard = _leave([])  # here, and blaming nobody yet
+    _hang_up()  # all have to find that something is broken, to say that they are there
+    missing = _missing(asked, late=late) if heard else _out_of_reach(asked)
+    if heard:
         _leave(missing)
-    else:  # the note first: who finds the line dead reads it
-        missing = _missing([ranks[peer]], patient="timed out" in str(error).lower())
-        _leave(missing)
-        _hang_up()
+    if dist.get_rank() == 0:
+        _go_last(missing)
     why = str(error).splitlines()[0] if str(error) else type(error).__name__
     return RankFailure(missing, step, axis.name, why)
 
 
-def _missing(ranks: Sequence[int], *, patient: bool) -> list[int]:
-    """Of these ranks those that leave no note; or whom they blame, who do. A broken line is news, a late word is not.
+def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
+    """Of these ranks those that leave no note; or whom they blame, who do.
 
-    Who has left a note but blames nobody yet is asking others: one that is silent itself is found out meanwhile.
+    A line that breaks says more than a late word, but not at once: of a rank that has waited in vain, gloo breaks all
+    lines before it can leave its note. Who has left one but blames nobody yet is asking others: one that is silent
+    itself is found out meanwhile.
     """
-    start = time.monotonic()
-    while True:
-        notes = {rank: _note(rank) for rank in ranks}
-        blamed = sorted({other for note in notes.values() for other in note or []})
-        silent = [rank for rank, note in notes.items() if note is None]
+    start, patience = time.monotonic(), GRACE if late else GRACE / 2
+    while (notes := _notes(_beside(ranks))) is not None:
+        blamed = sorted({other for rank in ranks for other in notes[rank] or []})
+        silent = [rank for rank in ranks if notes[rank] is None]
         waited = time.monotonic() - start
-        if blamed or (silent and (not patient or waited > GRACE)) or waited > 2 * GRACE:
-            return blamed or silent or list(ranks)[: len(ranks) == 1]
+        if blamed:
+            return blamed
+        if silent and waited > patience:
+            return _with_hosts(silent, notes) if late else silent
+        if waited > 2 * GRACE:
+            return list(ranks)[: len(ranks) == 1]
         time.sleep(0.02)
+    return _out_of_reach(ranks)
+
+
+def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) -> list[int]:
+    """These ranks, and the whole of hosts on which all are silent."""
+    hosts = [_beside([rank]) for rank in silent]
+    return sorted({*silent, *(rank for host in hosts if all(notes[x] is None for x in host) for rank in host)})
+
+
+def _go_last(missing: Sequence[int]) -> None:
+    """The first rank may keep the store, which goes with it: others have read it once they say whom they miss."""
+    others = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
+    end = time.monotonic() + GRACE / 2
+    while time.monotonic() < end and (notes := _notes(others)) is not None and not all(notes.values()):
+        time.sleep(0.02)
+
+
+def _out_of_reach(ranks: Sequence[int]) -> list[int]:
+    """Whom to blame without the store: the first rank, where it is kept, with all on its host if that is another."""
+    keepers, here = _beside([0]), dist.get_rank()
+    if here == 0:
+        return list(ranks)[: len(ranks) == 1]
+    return [0] if here in keepers else keepers
+
+
+def _beside(ranks: Sequence[int]) -> list[int]:
+    """These ranks, and those that are known to stand on the same hosts."""
+    known = {rank: process.host for rank, process in _processes.items() if rank < dist.get_world_size()}
+    hosts = {known[rank] for rank in ranks if rank in known}
+    return sorted({*ranks, *(rank for rank, host in known.items() if host in hosts)})
 
 
 # --- notes that survivors leave in the store: whom they miss ---
 
 
-def _note(rank: int) -> list[int] | None:
-    """Whom a rank has said to miss, or None if it has said nothing."""
-    with suppress(Exception):  # the store may have gone with the rank that kept it
-        store = distributed_c10d._get_default_store()
-        if store.check([_key(rank)]):
-            return [int(other) for other in json.loads(store.get(_key(rank)))]
-    return None
+def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:
+    """Whom these ranks have said to miss, None for one that has said nothing; None if nobody can be asked."""
+
+    def read(store: Any) -> dict[int, list[int] | None]:
+        keys = {rank: _key(rank, _processes[rank].number if rank in _processes else None) for rank in ranks}
+        return {rank: json.loads(store.get(key)) if store.check([key]) else None for rank, key in keys.items()}
+
+    return _asked(read)  # type: ignore[no-any-return]
 
 
-def _leave(missing: Sequence[int]) -> None:
-    """Say whom this rank misses."""
-    with suppress(Exception):
-        distributed_c10d._get_default_store().set(_key(dist.get_rank()), json.dumps(list(missing)))
+def _leave(missing: Sequence[int]) -> bool:
+    """Say whom this rank misses, to those who know it and to those who do not yet; whether it has been heard."""
+    keys = [_key(dist.get_rank(), number) for number in (None, own_number())]
+
+    def write(store: Any) -> bool:
+        for key in keys:
+            store.set(key, json.dumps(list(missing)))
+        return bool(store.check(keys))  # that a line takes what is written says nothing
+
+    return _asked(write) is True
 
 
-def _key(rank: int) -> str:
-    return f"attnmesh lost {rank}"
+def _asked(ask: Callable[[Any], Any]) -> Any:
+    """What comes of asking the store; None if it has gone, or is out of reach: one would wait for it for minutes."""
+    answers: list[Any] = []
+
+    def wait() -> None:
+        with suppress(Exception):
+            answers.append(ask(distributed_c10d._get_default_store()))
+
+    thread = Thread(target=wait, name="attnmesh asking", daemon=True)
+    thread.start()
+    thread.join(GRACE)
+    return answers[0] if answers else None
+
+
+def _key(rank: int, number: int | None) -> str:
+    """Where a rank's note lies: a rank of another job that has strayed to this store has another number."""
+    return f"attnmesh lost {rank}" if number is None else f"attnmesh lost {rank} {number}"
 
 
 def _hang_up() -> None:
-    """Close all lines of this process: gloo closes a group's when a message does not come in time."""
+    """Close all lines of this process: gloo closes a group's when a message does not come in time.
+
+    A line that is dead already closes no other, so each of a group is tried.
+    """
     for line in list(_lines):
         line.hang_up()
     for group in list(distributed_c10d._world.pg_map):
         if isinstance(group, ProcessGroup) and group.size() > 1 and dist.get_backend(group) == "gloo":
-            with suppress(RuntimeError, ValueError):
-                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), 2**30).wait(MOMENT)
+            for peer in (peer for peer in range(group.size()) if peer != group.rank()):
+                with suppress(RuntimeError, ValueError):
+                    group.recv([torch.empty(1)], peer, 2**30).wait(MOMENT)

@@ -10,7 +10,7 @@ from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
 from attnmesh.cost_decode import Line, Payload, merge_seconds
 from attnmesh.exchange import share
-from attnmesh.hosts import host_numbers, hosts
+from attnmesh.hosts import hosts, mesh_hosts
 from attnmesh.layout import Layout
 from attnmesh.mesh import Axis, Mesh, Shape, remembered
 from attnmesh.presets import PRESETS
@@ -38,7 +38,7 @@ SHORT = Payload(128.0, 128)
 @remembered()  # all ranks ask at once, the first time: none may forget before the others
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """The cluster that a mesh is on, and what of the mesh a host holds; hosts that hold no like tiles count alone."""
-    said = host_numbers(mesh.axes, device)
+    said = mesh_hosts(mesh, device)
     where = torch.tensor([said.index(host) for host in said]).reshape(tuple(mesh.shape))
     lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
     tile = Shape(*(int((line == 0).sum()) for line in lines))

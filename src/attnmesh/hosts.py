@@ -8,12 +8,14 @@ from pathlib import Path
 from secrets import randbits
 
 import torch
+import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh import board
 from attnmesh.board import Board
 from attnmesh.exchange import share
-from attnmesh.mesh import Axis, remembered
+from attnmesh.faults import Process, introduce, own_number
+from attnmesh.mesh import Axis, Mesh, remembered
 from attnmesh.tree import Round, by_residue, tree
 
 
@@ -21,6 +23,12 @@ from attnmesh.tree import Round, by_residue, tree
 def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
     return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
+
+
+@remembered()
+def mesh_hosts(mesh: Mesh, device: torch.device) -> list[int]:
+    """For each shard of a mesh a number of its host; the first time its ranks tell each other."""
+    return host_numbers(mesh.axes, device)
 
 
 @remembered()
@@ -73,4 +81,7 @@ def host_numbers(axes: Sequence[Axis], device: torch.device) -> list[int]:
     """For each shard a number of its host, which is a name and a network of its own. All ranks ask at once."""
     name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-    return [row[0] for row in share([number], axes, device)]
+    rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
+    said = share([number, rank, own_number()], axes, device)
+    introduce({rank: Process(host, number) for host, rank, number in said})
+    return [host for host, *_ in said]

@@ -170,6 +170,19 @@ SETTINGS = "net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_congestion_control
 
 def script(hosts: Hosts, folder: Path) -> str:
     """What the first process does: make switch and hosts, start torchrun on each, and wait."""
+    run = (
+        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
+    )
+    where = f"--master-addr {address(0)} --master-port 29500"
+    lines = [
+        f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.shaped {shlex.quote(str(folder / 'door'))} &"
+        for i in range(hosts.hosts)
+    ]
+    return "\n".join([*links(hosts), f"export GLOO_SOCKET_IFNAME={LINK} OMP_NUM_THREADS=1", *lines, "wait", ""])
+
+
+def links(hosts: Hosts) -> list[str]:
+    """Lines of a shell that make switch and hosts: host i is the network h{i}, its line to the switch up{i}."""
     # A burst of 4 ms or more goes at once, in packets as large as they come.
     shape = f"root tbf rate {hosts.rate:.0f}bit burst {max(131072, int(hosts.rate / 8 * 0.004))} limit 16mb"
     lines = [
@@ -183,25 +196,17 @@ def script(hosts: Hosts, folder: Path) -> str:
             f"ip netns add h{i}",
             f"ip link add up{i} type veth peer name {LINK} netns h{i}",
             f"ip link set up{i} master switch up",
-            f"ip -n h{i} addr add {_address(i)}/16 dev {LINK}",
+            f"ip -n h{i} addr add {address(i)}/16 dev {LINK}",
             f"ip -n h{i} link set {LINK} up && ip -n h{i} link set lo up",
             f"tc -n h{i} qdisc add dev {LINK} {shape}",
             f"tc qdisc add dev up{i} {shape}",
             f"ip netns exec h{i} sysctl -q -w {SETTINGS}",
         ]
-    run = (
-        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
-    )
-    where = f"--master-addr {_address(0)} --master-port 29500"
-    lines.append(f"export GLOO_SOCKET_IFNAME={LINK} OMP_NUM_THREADS=1")
-    lines += [
-        f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.shaped {shlex.quote(str(folder / 'door'))} &"
-        for i in range(hosts.hosts)
-    ]
-    return "\n".join([*lines, "wait", ""])
+    return lines
 
 
-def _address(host: int) -> str:
+def address(host: int) -> str:
+    """Of a host, on the switch."""
     return f"10.0.0.{host + 1}"
 
 

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from attnmesh.errors import RankFailure
+from attnmesh.faults import part
 from attnmesh.mesh import forget
 
 PATIENCE = timedelta(minutes=30)
@@ -49,6 +50,7 @@ def enter(
 def leave() -> None:
     """Let go of all meshes and process groups, also of those that a lost rank has broken."""
     forget()
+    part()
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
