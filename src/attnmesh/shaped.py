@@ -170,9 +170,8 @@ SETTINGS = "net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_congestion_control
 
 def script(hosts: Hosts, folder: Path) -> str:
     """What the first process does: make switch and hosts, start torchrun on each, and wait."""
-    run = (
-        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
-    )
+    run = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+    run += f" --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
     where = f"--master-addr {address(0)} --master-port 29500"
     lines = [
         f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.shaped {shlex.quote(str(folder / 'door'))} &"
