@@ -14,7 +14,7 @@ import mmap
 import os
 import platform
 from collections.abc import Sequence
-from ctypes import memmove
+from ctypes import CDLL, memmove
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -45,6 +45,9 @@ CHECK = 0.5
 """Seconds after which a rank that waits looks whether the other is still alive."""
 
 FOLDER = Path("/dev/shm")
+
+_yield = CDLL(None).sched_yield if os.name == "posix" else int
+"""Let others go first: also other threads of this process, which would not if Python's own way were taken."""
 
 
 class Board:
@@ -104,7 +107,7 @@ class Board:
                 return
         start = checked = monotonic()
         while words[word] < count:
-            os.sched_yield()
+            _yield()
             now = monotonic()
             if now - start > self.cold:
                 sleep(NAP)

@@ -22,7 +22,7 @@ from attnmesh.hosts import board_of, hosts, rounds
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.room import Room
-from attnmesh.saved import Header, Layers, Saving, Share, begin, check_memory, fill, folder_of, more_of, opened
+from attnmesh.saved import Header, Known, Layers, Saving, Share, begin, check_memory, fill, folder_of, more_of, opened
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
 
@@ -74,6 +74,7 @@ class KVCache:
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
         self._shards = 0, [0] * self.tokens.size  # up to which token each rank holds how many, before dealing goes on
         self._saving: Saving | None = None
+        self._known = Known(1)
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
@@ -101,7 +102,7 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same tokens in tensors of its own, on the same mesh."""
         twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "_saving": None, "room": self.room.twin()}
+        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": Known(1), "room": self.room.twin()}
         twin.copies = {index: room.twin() for index, room in self.copies.items()}
         start, counts = self._shards
         twin._shards = start, list(counts)
@@ -225,6 +226,7 @@ class KVCache:
             self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
         for room in self.rooms:
             room.cut(length)
+        self._known.forget(self.used)
         self._most = length
 
     @torch.no_grad()
@@ -250,6 +252,7 @@ class KVCache:
         index = batch_index.to(self.device)
         for room in self.rooms:
             room.reorder(index)
+        self._known.forget()
         self.stamp = stamp(self.stamp, index)
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
@@ -396,10 +399,12 @@ def save_layers(
     for cache in caches:
         cache._finish_saving()
     real = {} if first.padding is None else {"real": first.padding.real[:, : first.length]}
-    layers = Layers(first.mesh, first.device, shares, first.length, first.used, bool(real))
+    known = first._known if all(cache._known is first._known for cache in caches) else Known(len(caches))
+    known = known if known.layers == len(caches) else Known(len(caches))
+    layers = Layers(first.mesh, first.device, shares, first.length, first.used, bool(real), known)
     saving = begin(path, layers, real | dict(more or {}), note)
     for cache in caches:
-        cache._saving = saving
+        cache._saving, cache._known = saving, known
     if wait:
         saving.wait()
     return saving

@@ -54,6 +54,18 @@ class Share(NamedTuple):
     deal: Deal
 
 
+class Known(dict[tuple[int, int], Mapping[str, int]]):
+    """The sums of files that were saved, by the slots that they hold, as long as what is in these stays the same."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = layers
+
+    def forget(self, used: int = 0) -> None:
+        """Slots from `used` on are to hold something else."""
+        for start, stop in [piece for piece in self if piece[1] > used]:
+            del self[start, stop]
+
+
 @dataclass(frozen=True)
 class Layers:
     """The layers of a model, all of the same tokens, as this rank has them."""
@@ -64,6 +76,7 @@ class Layers:
     length: int
     used: int
     padded: bool
+    known: "Known"
 
     @property
     def place(self) -> str:
@@ -142,7 +155,8 @@ def _save(path: Path, saving: int, layers: Layers, more: Mapping[str, Tensor]) -
                 tensors[f"keys {number}"] = share.keys[:, :, start:stop]
                 tensors[f"values {number}"] = share.values[:, :, start:stop]
             name = f"{layers.place}{start}-{stop}.safetensors"
-            keep(folder / name, tensors, last / name)
+            known = layers.known.get((start, stop))
+            layers.known[start, stop] = keep(folder / name, tensors, last / name, known)
             names.add(name)
         if more:
             keep(folder / MORE, more)

@@ -49,17 +49,23 @@ class Entry(NamedTuple):
     sum: int
 
 
-def keep(path: Path, tensors: Mapping[str, Tensor], other: Path | None = None) -> None:
-    """Write them, unless this file holds them already, or the other one, to which it then becomes a link."""
-    sums = {name: int(digest(x)) for name, x in tensors.items()}
+def keep(
+    path: Path, tensors: Mapping[str, Tensor], other: Path | None = None, sums: Mapping[str, int] | None = None
+) -> Mapping[str, int]:
+    """Write them, unless this file holds them already, or the other one, to which it then becomes a link.
+
+    Their sums, which need not be made once more if they are known.
+    """
+    sums = sums or {name: int(digest(x)) for name, x in tensors.items()}
     if _holds(path, tensors, sums):
-        return
+        return sums
     if other is not None and _holds(other, tensors, sums):
         with suppress(OSError):  # a disk that has no links has it written once more
             path.unlink(missing_ok=True)
             os.link(other, path)
-            return
+            return sums
     write(path, tensors, sums)
+    return sums
 
 
 def _holds(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> bool:
