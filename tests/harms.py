@@ -113,7 +113,7 @@ HARMS = {
 
 
 def fault(harm: Harm, said: dict[int, Said], harmed: tuple[int, ...], expected: int, latest: float) -> str:
-    """What is wrong with what ranks said of a harm, if anything is; `latest` seconds after it all have to have said it."""
+    """What is wrong with what ranks said of a harm, if anything is; they have `latest` seconds for it."""
     if len(said) < expected:
         return "hang"
     kinds = {what.kind for what in said.values()}
