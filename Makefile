@@ -57,7 +57,7 @@ fuzz: $(VENV)/ready            ## new random problems against float64, for SECON
 	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
 RUNS ?= 240
-chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to harm at random moments, RUNS times (6 minutes)
+chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to harm at random moments, RUNS times (5 minutes)
 	$(RUN)/python -m tests.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do

@@ -120,14 +120,13 @@ def _harmed(trouble: Trouble, ranks: Ranks) -> Outcome:
     if sorted(rank for rank, what in began.items() if what.kind == "at work") != list(everyone):
         return Outcome("another error" if began else "hang", START, began, "before any harm was done")
     time.sleep(trouble.after)
-    start, latest = time.monotonic(), trouble.deadline + LATEST + harm.more
     others = harm.do(ranks, trouble.victim)
-    done = time.monotonic()
+    done, latest = time.monotonic(), trouble.deadline + LATEST + harm.more
     heard = [rank for rank in everyone if not (harm.mute and rank == trouble.victim)]
     ranks.tell(heard)
-    said = {rank: replace(what, seconds=what.seconds - start) for rank, what in ranks.heard(heard, latest + 10).items()}
+    said = {rank: replace(what, seconds=what.seconds - done) for rank, what in ranks.heard(heard, latest + 10).items()}
     slowest = max((what.seconds for what in said.values()), default=0.0)
-    wrong = fault(harm, said, trouble.harmed, len(heard), latest + done - start)
+    wrong = fault(harm, said, trouble.harmed, len(heard), latest)
     right = all(what.kind == "right" for what in said.values())
     outcome = Outcome(wrong or ("right answer" if right else "right error in time"), round(slowest, 2), said)
     return outcome if others is None or wrong else _second(outcome, ranks, others)

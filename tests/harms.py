@@ -113,7 +113,7 @@ HARMS = {
 
 
 def fault(harm: Harm, said: dict[int, Said], harmed: tuple[int, ...], expected: int, latest: float) -> str:
-    """What is wrong with what ranks said of a harm, if anything is; `latest` is when the last may have said it."""
+    """What is wrong with what ranks said of a harm, if anything is; they have `latest` seconds for it."""
     if len(said) < expected:
         return "hang"
     kinds = {what.kind for what in said.values()}
@@ -132,7 +132,7 @@ def fault(harm: Harm, said: dict[int, Said], harmed: tuple[int, ...], expected: 
 
 
 def _named_right(harm: Harm, cut: bool, named: tuple[int, ...], harmed: tuple[int, ...]) -> bool:
-    """Whoever is cut off sees the others lost, of whom it may not know all; a slow link leaves all alive."""
-    if cut:
-        return bool(named or harm.right) and not set(named) & set(harmed)
-    return set(named) <= set(harmed) if harm.right else named == harmed
+    """Whoever is cut off sees the others lost, of whom it may not know all; of a slow link all ends are alive."""
+    if harm.right:
+        return True
+    return bool(named) and not set(named) & set(harmed) if cut else named == harmed

@@ -149,7 +149,7 @@ def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankF
 
 
 def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
-    """Of these ranks those that leave no note; or whom they blame, who do.
+    """Of these ranks those that leave no note; or whom those blame who do, on their hosts.
 
     A line that breaks says more than a late word, but not at once: of a rank that has waited in vain, gloo breaks all
     lines before it can leave its note. Who has left one but blames nobody yet is asking others: one that is silent
@@ -157,7 +157,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
     """
     start, patience = time.monotonic(), GRACE if late else GRACE / 2
     while (notes := _notes(_beside(ranks))) is not None:
-        blamed = sorted({other for rank in ranks for other in notes[rank] or []})
+        blamed = sorted({other for note in notes.values() for other in note or []})
         silent = [rank for rank in ranks if notes[rank] is None]
         waited = time.monotonic() - start
         if blamed:
@@ -179,7 +179,7 @@ def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) ->
 def _go_last(missing: Sequence[int]) -> None:
     """The first rank may keep the store, which goes with it: others have read it once they say whom they miss."""
     others = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
-    end = time.monotonic() + GRACE / 2
+    end = time.monotonic() + GRACE
     while time.monotonic() < end and (notes := _notes(others)) is not None and not all(notes.values()):
         time.sleep(0.02)
 
