@@ -276,9 +276,13 @@ class KVCache:
         *,
         capacity: int | None = None,
         device: torch.device | str | None = None,
+        checked: bool | None = None,
+        copies: int = 1,
     ) -> "KVCache":
         """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        (cache,), _, _ = load_layers(path, mesh, layers=1, capacity=capacity, device=device)
+        (cache,), _, _ = load_layers(
+            path, mesh, layers=1, capacity=capacity, device=device, checked=checked, copies=copies
+        )
         return cache
 
     def _share(self) -> Share:
@@ -418,6 +422,7 @@ def load_layers(
     capacity: int | None = None,
     device: torch.device | str | None = None,
     checked: bool | None = None,
+    copies: int = 1,
 ) -> tuple[list[KVCache], dict[str, Tensor], str]:
     """What `save_layers` wrote, on any number of ranks: the caches, what more there was, and its note."""
     here, found = Mesh.of(mesh), _device(mesh, device)
@@ -439,7 +444,7 @@ def load_layers(
         return header, folder, sizes, more_of(folder, header)
 
     header, folder, sizes, more = agreed(here, found, read, lambda came: told("load", of=came[0], capacity=capacity))
-    caches = [KVCache(mesh, **vars(each), device=device, checked=checked) for each in sizes]
+    caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
     with torch.no_grad():
         shares = [cache._share() for cache in caches]
         agreed(here, found, lambda: fill(shares, folder, header), "load")
