@@ -232,7 +232,7 @@ def test_an_interrupt_ends_all_ranks_within_5_seconds(launch: str, tmp_path: Pat
     if launch == "torchrun":
         start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
-        time.sleep(14)  # prefilling, or decoding
+        time.sleep(11)  # prefilling, or decoding
         assert running.poll() is None
         began = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does

@@ -117,6 +117,44 @@ def test_what_nobody_has_is_told_by_name(pool: Pool) -> None:
     assert said[0].startswith("recover: expected a rank or a copy of each shard, given none of [(0, 1)], along heads")
 
 
+def called_wrong(kind: str) -> str:
+    mesh = meshed((1, 1, 2))
+    cache, one = filled(mesh, 2, False), dist.get_rank() == 1
+    given: dict[str, tuple[Any, dict[str, Any]]] = {
+        "no list": (cache if one else [cache], {}),
+        "no cache": ([1] if one else [cache], {}),
+        "an option": ([cache], {"block": 3} if one else {}),
+        "copies": ([cache], {"copies": 1 + one}),
+        "capacity": ([cache], {"capacity": 30}),
+        "nobody": (None, {}),
+        "other layers": ([cache] * (1 + one), {}),
+    }
+    caches, options = given[kind]
+    try:
+        am.recover(caches, mesh, **options)
+    except ValueError as error:
+        return str(error)
+    return "recovered"
+
+
+WRONG = {
+    "no list": "recover: expected a list of caches, one a layer, given KVCache. Fix: pass [cache]",
+    "no cache": "recover: expected a list of caches, one a layer, given list. Fix: pass [cache]",
+    "an option": "recover: expected copies, capacity, checked or device, given block=. Fix: see help",
+    "copies": "recover: expected the same call on every rank, given:\n    shards  copies\n    0       1\n    1   ",
+    "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: say",
+    "nobody": "recover: expected caches on some rank, given None on all. Fix: pass what is left",
+    "other layers": "recover: expected the same caches on every rank, given ranks whose sizes differ. Fix: pass",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_all_ranks_raise_alike(pool: Pool, kind: str) -> None:
+    one, other = pool.run(2, called_wrong, kind, deadline=20)
+    assert one == other
+    assert one.startswith(WRONG[kind])
+
+
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])
 def test_copies_that_cannot_be_are_refused(copies: Any) -> None:
     with pytest.raises(ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are dealt to, given"):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, texts, told
+from attnmesh.agree import agreed, texts, told
 from attnmesh.cache import KVCache
-from attnmesh.errors import InputError, MeshError
+from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError
 from attnmesh.exchange import blank, share, swap
 from attnmesh.mesh import AXES, Mesh, flat_axis
 from attnmesh.room import Room
@@ -29,14 +29,15 @@ def recover(caches: Sequence[KVCache] | None, mesh: DeviceMesh | None, **options
     A rank that is new passes None. All come to the tokens that every one of them has in every layer: some may have been
     a step ahead. `options` are those of `KVCache`: `copies`, `capacity`, `checked`, `device`.
     """
-    here = Mesh.of(mesh)
-    device = torch.device(options.get("device") or (mesh.device_type if mesh is not None else "cpu"))
+    here, device = Mesh.of(mesh), torch.device(mesh.device_type if mesh is not None else "cpu")
+    call = told("recover", **{name: options[name] for name in sorted(options)})
+    agreed(here, device, lambda: _check(caches, options), call)
     said = [json.loads(text) for text in texts(here, device, json.dumps(_told_of(caches)))]
     known = [each for each in said if each]
-    fault = _fault(known, here)
-    agree(here, device, fault or told("recover", **{name: options[name] for name in sorted(options)}))
+    length = min((each["length"] for each in known), default=0)
+    if fault := _fault(known, here, options.get("capacity"), length):
+        raise fault  # as all ranks do, who have heard the same
     sizes = [Sizes.decode(code) for code in known[0]["sizes"]]
-    length = min(each["length"] for each in known)
     sources = _sources(said)
     made = [KVCache(mesh, **{**vars(each), **options}) for each in sizes]
     moves = _Moves(caches, made[0], length, sources)
@@ -80,38 +81,45 @@ class _Moves:
 
     def fill(self, cache: KVCache, old: KVCache | None, real: Tensor | None) -> None:
         """Send what others are to have of an old layer, and write what comes."""
-        none, room, sizes = torch.empty(0, dtype=torch.int64, device=cache.device), cache.room, cache.sizes
-        parts: list[list[Tensor]] = [[none] for _ in self.ranks]
+        none = torch.empty(0, dtype=torch.int64, device=cache.device)
+        wanted, places = self._wanted(cache, none)
+        came = swap(self._parts(cache, old, none), wanted, self.axis)
+        for line, first, heads in places:
+            tokens, k, v = came[line][first : first + 3]
+            slots = cache.room.deal.slot(tokens)
+            cache.room.columns.index_copy_(0, slots, tokens)
+            cache.keys[:, heads].index_copy_(2, slots, k)
+            cache.values[:, heads].index_copy_(2, slots, v)
+        cache.filled(self.length, real)
+
+    def _parts(self, cache: KVCache, old: KVCache | None, none: Tensor) -> list[tuple[Tensor, ...]]:
+        """For each rank in line its heads and tokens of what comes from here."""
+        parts: list[tuple[Tensor, ...]] = [(none,)] * len(self.ranks)
         for place in self._sent_by(cache.mesh.shard):
             theirs = _room(old, place)  # type: ignore[arg-type]
             tokens = theirs.columns[: theirs.before(self.length)]
             owners = cache.room.deal.owner(tokens)
             for line, heads, index in self.ranks:
-                both, of, _ = self._shared(sizes, place, heads)
+                both, of, _ = self._shared(cache.sizes, place, heads)
                 mine = (owners == index).nonzero().flatten()
                 if both:
-                    parts[line] += [
-                        tokens[mine],
-                        *(x[:, of].index_select(2, mine) for x in (theirs.keys, theirs.values)),
-                    ]
-        wanted: list[list[Tensor]] = [[none] for _ in self.ranks]
-        into: list[tuple[int, int, slice]] = []
+                    k, v = (x[:, of].index_select(2, mine) for x in (theirs.keys, theirs.values))
+                    parts[line] += tokens[mine], k, v
+        return parts
+
+    def _wanted(self, cache: KVCache, none: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
+        """What will come of each rank in line; and of each shard in it where it is, and to which heads it goes."""
+        wanted: list[tuple[Tensor, ...]] = [(none,)] * len(self.ranks)
+        places: list[tuple[int, int, slice]] = []
         for shard, (line, _, _) in enumerate(self.ranks):
             for place in self._sent_by(shard):
-                both, _, heads_here = self._shared(sizes, place, cache.mesh.heads.index)
+                both, _, heads = self._shared(cache.sizes, place, cache.mesh.heads.index)
                 count = self.counts[shard][str(place)][cache.tokens.index]
                 if both:
-                    into.append((line, len(wanted[line]), heads_here))
-                    kv = (room.keys[:, heads_here], room.values[:, heads_here])
-                    wanted[line] += [blank(room.columns, count, 0), *(blank(x, count) for x in kv)]
-        came = swap([tuple(x) for x in parts], [tuple(x) for x in wanted], self.axis)
-        for line, first, heads_here in into:
-            tokens, k, v = came[line][first : first + 3]
-            slots = room.deal.slot(tokens)
-            room.columns.index_copy_(0, slots, tokens)
-            room.keys[:, heads_here].index_copy_(2, slots, k)
-            room.values[:, heads_here].index_copy_(2, slots, v)
-        cache.filled(self.length, real)
+                    places.append((line, len(wanted[line]), heads))
+                    k, v = (blank(x[:, heads], count) for x in (cache.keys, cache.values))
+                    wanted[line] += blank(cache.room.columns, count, 0), k, v
+        return wanted, places
 
     def real(self, padded: bool) -> Tensor | None:
         """Which tokens are real, as the first rank knows that has any."""
@@ -140,7 +148,19 @@ def _told_of(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
     }
 
 
-def _fault(known: list[dict[str, Any]], here: Mesh) -> InputError | None:
+def _check(caches: object, options: dict[str, Any]) -> None:
+    if caches is not None and not (
+        isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)
+    ):
+        fix = "pass [cache], or None on a rank that is new"
+        raise DtypeError("recover", "a list of caches, one a layer", type(caches).__name__, fix)
+    for name in options:
+        if name not in ("copies", "capacity", "checked", "device"):
+            fix = "see help(attnmesh.recover)"
+            raise ArgumentError("recover", "copies, capacity, checked or device", f"{name}=", fix)
+
+
+def _fault(known: list[dict[str, Any]], here: Mesh, capacity: object, length: int) -> InputError | None:
     """What every rank finds wrong with what all said, if anything is."""
     if not known:
         fix = "pass what is left of the caches on the ranks that had them"
@@ -155,6 +175,9 @@ def _fault(known: list[dict[str, Any]], here: Mesh) -> InputError | None:
     if lost:
         given, fix = f"none of {lost}, along heads and tokens", "load a checkpoint, or prefill once more"
         return MeshError("recover", "a rank or a copy of each shard", given, fix)
+    if isinstance(capacity, int) and capacity < length:
+        given = f"{length} in a capacity of {capacity}"
+        return ShapeError("recover", "room for the tokens that are left", given, "say a larger capacity=")
     if known[0]["sizes"][0][1] % here.heads.size:
         given = f"{known[0]['sizes'][0][1]} key heads and a heads axis of {here.heads.size}"
         return MeshError("recover", "key heads that the heads axis divides", given, "give those ranks to the keys axis")

@@ -17,26 +17,21 @@ from transformers.utils import logging
 
 import attnmesh as am
 from attnmesh import hf
+from attnmesh.bench import model
 from attnmesh.bench.rows import Row
 from attnmesh.bench.timing import Timing, race
 from attnmesh.hf.checkpoint import Checkpoint, Keeping
 from attnmesh.hf.load import open_model
 from attnmesh.making import init_mesh
-from attnmesh.mesh import Shape
 from attnmesh.ranks import run_on_ranks
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(model.Request):
     """What is measured."""
 
-    model: str
-    ids: tuple[int, ...]
-    new: int
-    shape: Shape
-    heads: tuple[int, int]
     rounds: int = 3
     every: int = 64
 
@@ -51,19 +46,19 @@ def rows(request: Request, threads: int) -> list[Row]:
 
 def _measured(request: Request) -> list[Row]:
     logging.disable_progress_bar()
-    model = open_model(request.model, "auto", CPU)
+    served = open_model(request.model, "auto", CPU)
     mesh, ids = init_mesh("cpu", request.shape, *request.heads), torch.tensor([request.ids])
     options: dict[str, Any] = {"capacity": ids.shape[1] + request.new, "copies": 2}
-    cache = hf.ShardedCache(model.config, mesh, **options)
+    cache = hf.ShardedCache(served.config, mesh, **options)
     start = perf_counter()
-    hf.prefill(model, ids, cache)
+    hf.prefill(served, ids, cache)
     prefill = perf_counter() - start
     layer = cache.layers[0].kv
     width, q_heads = layer.sizes.head_dim, request.heads[0]
     return [
         _checked(layer, torch.randn(1, q_heads, 1, width).to(layer.sizes.dtype)),
-        _saved(model, ids, cache, request),
-        _recovered(model, mesh, cache, options, prefill, request.rounds),
+        _saved(served, ids, cache, request),
+        _recovered(served, mesh, cache, options, prefill, request.rounds),
     ]
 
 
@@ -79,7 +74,7 @@ def _checked(cache: am.KVCache, q: Tensor) -> Row:
     return Row(case, "checked=False", timings["unchecked"], timings["checked"], 0.95)
 
 
-def _saved(model: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) -> Row:
+def _saved(served: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) -> Row:
     """The seconds of all tokens together, a token's share of them, in turns; what waits for the disk included."""
     measured: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(2 * request.rounds + 1):
@@ -93,7 +88,9 @@ def _saved(model: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) ->
             keeping = [Keeping(checkpoint, cache, ids.shape[1], None)] if saving else []
             dist.barrier()
             start = perf_counter()
-            hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keeping)
+            hf.generate(
+                served, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keeping
+            )
             checkpoint.wait()
             seconds = perf_counter() - start
             dist.barrier()  # before the folder goes
@@ -104,7 +101,7 @@ def _saved(model: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) ->
 
 
 def _recovered(
-    model: Any, mesh: Any, cache: hf.ShardedCache, options: dict[str, Any], prefill: float, rounds: int
+    served: Any, mesh: Any, cache: hf.ShardedCache, options: dict[str, Any], prefill: float, rounds: int
 ) -> Row:
     """What a rank held, from copies, on ranks of which one comes anew."""
     mine = None if dist.get_rank() == 1 else cache
@@ -112,7 +109,7 @@ def _recovered(
     for _ in range(rounds + 1):
         dist.barrier()
         start = perf_counter()
-        found = hf.ShardedCache.recover(mine, model.config, mesh, **options)
+        found = hf.ShardedCache.recover(mine, served.config, mesh, **options)
         dist.barrier()
         seconds.append(perf_counter() - start)
         del found
