@@ -33,7 +33,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import answer, generating, planning, probing, proof, report, schemes, shown
 from attnmesh import plan as planner
-from attnmesh.bench import commands, decode, kernel, prefill
+from attnmesh.bench import commands, decode, faults, kernel, prefill
 from attnmesh.bench import model as whole_model
 from attnmesh.bench import plan as plan_bench
 from attnmesh.bench.timing import Timing
@@ -405,6 +405,7 @@ def stand_in(sandbox: Sandbox) -> None:
     )
     said = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
     vars(whole_model).update(rows=lambda request, threads, world: on(world, [said, said]))
+    vars(faults).update(rows=lambda request, threads: on(request.shape.ranks, [compared]))
     vars(plan_bench).update(report=measured_plans)
     vars(probing).update(run_on=lambda world, function: on(world, [HERE]))
     vars(planning).update(plans_for=priced)

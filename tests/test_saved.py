@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh import saved, store
+from attnmesh import saving, store
 from attnmesh.errors import StoreError
 from attnmesh.mesh import AXES, Shape
 from attnmesh.store import Stored, keep
@@ -91,11 +91,11 @@ def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> 
 def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
     cache, twin = cache_of(3000), cache_of(3000)
-    slow = saved.keep
-    monkeypatch.setattr(saved, "keep", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
-    saving = cache.save(tmp_path, wait=False)
+    slow = saving.keep
+    monkeypatch.setattr(saving, "keep", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
+    under_way = cache.save(tmp_path, wait=False)
     cache.truncate(100)
-    assert saving.written
+    assert under_way.written
     cache.append(*torch.zeros(2, 1, 2, 500, 8).unbind())
     saving.wait()
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(twin))

@@ -19,10 +19,12 @@ from attnmesh.deal import check_copies, check_cover, cover, kept_by
 from attnmesh.errors import DeviceError, InputError, ShapeError, StoreError
 from attnmesh.exchange import blank, share, swap, trade
 from attnmesh.hosts import board_of, hosts, rounds
+from attnmesh.loading import check_memory, fill, more_of
 from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.room import Room
-from attnmesh.saved import Header, Known, Layers, Saving, Share, begin, check_memory, fill, folder_of, more_of, opened
+from attnmesh.saved import Header, Known, Layers, Share, folder_of, opened
+from attnmesh.saving import Saving, begin
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
 

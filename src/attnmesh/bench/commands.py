@@ -173,7 +173,7 @@ on from one prefilled cache. Memory is of the largest process; weights that rank
 def bench_faults(
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=64, help="Of the prompt.")] = 8000,
+    tokens: Annotated[int, typer.Option(min=64, max=1_000_000, help="Of the prompt.")] = 8000,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 192,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
     as_json: AsJson = False,
@@ -185,7 +185,8 @@ def bench_faults(
     from attnmesh.generating import prepare
 
     with progress.status("reading the model") as status:
-        asked = prepare(model, " a" * tokens, None, True, max_new_tokens, ranks, "auto", status)
+        world = ranks_of(world_of(ranks, None))
+        asked = prepare(model, " a" * tokens, None, True, max_new_tokens, world, "auto", status)
         ids = asked.ids[:tokens]
         status.update(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, savings and recoveries")
         request = faults_bench.Request(asked.place, ids, max_new_tokens, asked.shape, asked.heads, rounds)

@@ -65,7 +65,7 @@ def agree_on(
             _check_cache(cache, ids)
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         held = 0 if cache is None else cache.get_seq_length()
-        asked = {name: _value(given) for name, given in sorted(options.items()) if name != "streamer"}
+        asked = {name: value_of(given) for name, given in sorted(options.items()) if name != "streamer"}
         call = told("generate", **{**prompt, "held": held, **asked})
     except InputError as error:
         call = error
@@ -89,14 +89,14 @@ def check_model(model: PreTrainedModel) -> None:
         raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
 
 
-def _value(given: object) -> str:
+def value_of(given: object) -> str:
     """An option as ranks tell each other of it: by its value if it is one, else by its kind."""
     if isinstance(given, GenerationConfig):
         return repr(sorted(given.to_diff_dict().items(), key=str))
     if isinstance(given, (list, tuple)):
-        return f"[{', '.join(map(_value, given))}]"
+        return f"[{', '.join(map(value_of, given))}]"
     if isinstance(given, dict):
-        return repr({name: _value(value) for name, value in given.items()})
+        return repr({name: value_of(value) for name, value in given.items()})
     return repr(given) if isinstance(given, (bool, int, float, str, Path, NoneType)) else type(given).__name__
 
 
@@ -106,7 +106,7 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     harmless = {"use_cache": True, "guidance_scale": 1.0}
     for name, given in refused.items():
         if given not in (None, harmless.get(name, False)):
-            expected, given = "options that can be served over a mesh", f"{name}={_value(given)}"
+            expected, given = "options that can be served over a mesh", f"{name}={value_of(given)}"
             raise ArgumentError("generate", expected, given, REFUSED[name])
     if not isinstance(options.get("checkpoint"), (NoneType, Path)):
         fix = "pass attnmesh.hf.Checkpoint(folder)"

@@ -24,7 +24,7 @@ from attnmesh.kernel.choose import check_kernel
 from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh, Shape
 from attnmesh.recover import recover
-from attnmesh.saved import Saving
+from attnmesh.saving import Saving
 from attnmesh.schedule import check_exchange
 
 NAME = "attnmesh"

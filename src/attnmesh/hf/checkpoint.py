@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from attnmesh.agree import agreed, digest, told
 from attnmesh.errors import ArgumentError, KernelError, StoreError
-from attnmesh.hf.asked import Settings
+from attnmesh.hf.asked import Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
-from attnmesh.saved import MANIFEST, Saving
+from attnmesh.saved import MANIFEST
+from attnmesh.saving import Saving
 
 UNKEPT = {
     "stop_strings": "stop at tokens, by eos_token_id",
@@ -31,8 +32,11 @@ UNKEPT = {
 }
 """What depends on where a call began, and what to do instead."""
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
-"""Options by which tokens are sampled: with others a call is another one."""
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "eos_token_id")
+"""Options by which tokens are chosen, wherever they are set: with others a call is another one."""
+
+FREE = ("max_new_tokens", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask")
+"""Options of a call with which it is still the same."""
 
 SAMPLE = 1024
 """Numbers of each parameter by which a model is told from others."""
@@ -54,16 +58,6 @@ class Checkpoint:
         self.reached: Tensor | None = None  # once it has begun
         self._saving: Saving | None = None
 
-    def check(self, settings: Any, ids: Tensor) -> None:
-        """Raise unless what is asked for can be gone on with."""
-        beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
-        if len(ids) > 1 or beams > 1:
-            given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
-            raise KernelError("generate checkpoint", "one sequence", given, fix)
-        for name, fix in UNKEPT.items():
-            if settings[name] is not None:
-                raise KernelError("generate checkpoint", "options that can be gone on with", f"{name}=", fix)
-
     def begin(self, model: PreTrainedModel, ids: Tensor, cache: ShardedCache, settings: Settings) -> Tensor:
         """The tokens to go on from: those that were reached, with `cache` filled by theirs, or else the prompt.
 
@@ -76,9 +70,10 @@ class Checkpoint:
             return (self.folder / MANIFEST).exists()
 
         there = agreed(here, ids.device, look, lambda found: told("generate checkpoint", found=found))
-        sampled = {name: settings[name] for name in SAMPLING} if settings["do_sample"] else {}
-        sampled |= {"random": int(digest(random_state(ids.device)))} if sampled else {}
-        self.note, self.reached = _note(model, ids, sampled), ids
+        options = {name: value_of(given) for name, given in settings.options.items() if name not in FREE}
+        options |= {name: value_of(settings[name]) for name in SAMPLING}
+        options |= {"random": str(int(digest(random_state(ids.device))))} if settings["do_sample"] else {}
+        self.note, self.reached = _note(model, ids, options), ids
         if there:
             more, note = cache.restore(self.folder)
             tokens = more.get("tokens")
@@ -132,11 +127,11 @@ class Keeping(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _note(model: PreTrainedModel, ids: Tensor, sampled: dict[str, Any]) -> str:
-    """What tells a call from others: its prompt, how it samples, and of the model a little of each parameter."""
+def _note(model: PreTrainedModel, ids: Tensor, options: dict[str, str]) -> str:
+    """What tells a call from others: its prompt, its options, and of the model a little of each parameter."""
     some = {name: [str(x.dtype), list(x.shape), int(digest(_some(x)))] for name, x in model.named_parameters()}
     parameters = blake2b(json.dumps(some).encode(), digest_size=16).hexdigest()
-    return json.dumps({"model": parameters, "prompt": [ids.shape[1], int(digest(ids))], **sampled}, sort_keys=True)
+    return json.dumps({"model": parameters, "prompt": [ids.shape[1], int(digest(ids))], **options}, sort_keys=True)
 
 
 def _some(x: Tensor) -> Tensor:
