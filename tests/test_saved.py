@@ -97,7 +97,7 @@ def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pyt
     cache.truncate(100)
     assert under_way.written
     cache.append(*torch.zeros(2, 1, 2, 500, 8).unbind())
-    saving.wait()
+    under_way.wait()
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(twin))
 
 
