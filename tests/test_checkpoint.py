@@ -69,7 +69,7 @@ def broken_off_in_the_prompt(folder: Path) -> list[int]:
     model, ids = families.model("llama", "attnmesh"), prompt(130)
     checkpoint = hf.Checkpoint(folder)
     cache = hf.ShardedCache(model.config, mesh)
-    assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {})), ids)
+    assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
     hf.prefill(model, ids[:, :65], cache)
     checkpoint.save(cache, ids[:, :64])
     checkpoint.wait()
