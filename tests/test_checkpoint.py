@@ -172,3 +172,47 @@ def stopped_at(length: int) -> int:
 
 def test_criteria_of_the_callers_own_are_asked_on_every_rank(pool: Pool) -> None:
     assert pool.run(2, stopped_at, 51, deadline=30) == [51, 51]
+
+
+def used_twice(folder: Path) -> list[bool]:
+    """One checkpoint for two prompts, then for one that says nothing of how long it is to be."""
+    model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(folder / "a", every=4)
+    first = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    said = []
+    try:
+        hf.generate(model, prompt(50), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    except InputError as error:
+        said.append("another's in" in str(error))
+    again = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    said.append(torch.equal(first, again))
+    for more in ({}, {"max_length": 60}):
+        alone = hf.generate(model, prompt(), do_sample=False, **more)
+        kept = [
+            hf.generate(model, prompt(), do_sample=False, checkpoint=hf.Checkpoint(folder / str(more), every=4), **more)
+            for _ in range(2)
+        ]
+        said += [torch.equal(alone, each) for each in kept]
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_the_same_call_says_the_same_however_often(tmp_path: Path) -> None:
+    assert used_twice(tmp_path) == [True] * 6
+
+
+def broken_off_between_layers(length: int) -> bool:
+    """An error in the second of three layers; then the prompt goes on with what is there."""
+    model, ids = families.model("llama", "attnmesh"), prompt()
+    cache = hf.ShardedCache(model.config)
+    hf.prefill(model, ids, cache)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hf.generate(model, ids, cache=cache, max_new_tokens=length, do_sample=False)
+    handle.remove()
+    assert len({layer.kv.length for layer in cache.layers}) > 1
+    made = hf.generate(model, cache.tokens, cache=cache, max_new_tokens=length, do_sample=False)
+    return torch.equal(made, hf.generate(model, ids, max_new_tokens=length, do_sample=False))
+
+
+def test_layers_that_are_uneven_are_levelled() -> None:
+    assert broken_off_between_layers(8)

@@ -128,7 +128,11 @@ def called_wrong(kind: str) -> str:
         "capacity": ([cache], {"capacity": 30}),
         "nobody": (None, {}),
         "other layers": ([cache] * (1 + one), {}),
+        "a cut": ([cache], {}),
     }
+    if kind == "a cut" and one:
+        cache.checked = False
+        cache.truncate(cache.length - 1)
     caches, options = given[kind]
     try:
         am.recover(caches, mesh, **options)
@@ -144,6 +148,7 @@ WRONG = {
     "copies": "recover: expected the same call on every rank, given:\n    shards  copies\n    0       1\n    1   ",
     "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: say",
     "nobody": "recover: expected caches on some rank, given None on all. Fix: pass what is left",
+    "a cut": "recover: expected caches whose tokens only grew since all were alike, given ranks of which some were cut",
     "other layers": "recover: expected the same caches on every rank, given ranks whose sizes differ. Fix: pass",
 }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh import saving, store
+from attnmesh.cache import save_layers
 from attnmesh.errors import StoreError
 from attnmesh.mesh import AXES, Shape
 from attnmesh.store import Stored, keep
@@ -289,3 +290,31 @@ def test_folders_of_one_name_on_disks_of_their_own_are_noticed(pool: Pool, tmp_p
     assert len(one) == 2
     assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]
     assert "load: expected the same call on every rank, given:\n    shards  of" in one[1]
+
+
+def test_what_a_saving_that_was_cut_short_left_is_not_taken_for_the_next(tmp_path: Path) -> None:
+    """Which tokens were real: the next has no padding."""
+    sizes = {**SIZES, "batch": 2}
+    padded, plain = am.KVCache(None, **sizes), am.KVCache(None, **sizes)
+    padded.append(*torch.ones(2, 2, 2, 9, 8).unbind(), real=torch.rand(2, 9) > 0.5)
+    plain.append(*torch.ones(2, 2, 2, 9, 8).unbind())
+    padded.save(tmp_path)
+    (tmp_path / "cache.json").unlink()
+    plain.save(tmp_path)
+    assert am.KVCache.load(tmp_path, None).lengths.tolist() == [9, 9]
+
+
+def test_two_savings_at_a_time_are_one_after_the_other(tmp_path: Path) -> None:
+    cache = cache_of(300)
+    first = cache.save(tmp_path, wait=False)
+    cache.append(*torch.ones(2, 1, 2, 30, 8).unbind())
+    second = cache.save(tmp_path, wait=False)
+    assert first.concluded
+    first.wait()
+    second.wait()
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_layers_of_other_lengths_are_not_saved_as_one(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"layers of the same tokens, given layers of \[20, 30\] tokens"):
+        save_layers([cache_of(20), cache_of(30)], tmp_path)

@@ -34,7 +34,7 @@ def told(name: str, /, **fields: object) -> str:
     >>> told("decode", tokens=60, mask=None)
     'decode\\ntokens: 60'
     """
-    lines = [f"{field}: {value}" for field, value in fields.items() if value is not None]
+    lines = [f"{field}: {'-' if value == '' else value}" for field, value in fields.items() if value is not None]
     return "\n".join([name, *(" ".join(line.split()) for line in lines)])
 
 
@@ -87,7 +87,7 @@ def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Seq
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
-    mesh_hosts(mesh, device)  # who is lost later may take its host along
+    mesh_hosts(mesh)  # who is lost later may take its host along
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
     table = share([digest, failed, *padded], mesh.axes, device)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:

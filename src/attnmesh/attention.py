@@ -258,8 +258,8 @@ def _agreed(
         _check(here, options, q, k, v, sinks)
         call = _described(options, q, k, v, sinks)
     except InputError as error:
-        if checked is not False:
-            agree(here, device, error)
+        if options.length is None or checked or (checked is None and asked_each_time(device)):
+            agree(here, device, error)  # where the others ask too
         raise
     lengths = q.shape[2], k.shape[2]
     if checked or options.length is None or (checked is None and asked_each_time(device)):

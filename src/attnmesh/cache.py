@@ -77,6 +77,7 @@ class KVCache:
         self._shards = 0, [0] * self.tokens.size  # up to which token each rank holds how many, before dealing goes on
         self._saving: Saving | None = None
         self._known = Known(1)
+        self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
             rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
@@ -229,7 +230,7 @@ class KVCache:
         for room in self.rooms:
             room.cut(length)
         self._known.forget(self.used)
-        self._most = length
+        self._most, self.changes = length, self.changes + 1
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
@@ -255,7 +256,7 @@ class KVCache:
         for room in self.rooms:
             room.reorder(index)
         self._known.forget()
-        self.stamp = stamp(self.stamp, index)
+        self.stamp, self.changes = stamp(self.stamp, index), self.changes + 1
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens; every rank calls it.
@@ -403,11 +404,13 @@ def save_layers(
     """Write caches of the same tokens to a folder, as `KVCache.save` does one."""
     first, shares = caches[0], tuple(cache._share() for cache in caches)
     for cache in caches:
-        cache._finish_saving()
+        if cache._saving is not None and not cache._saving.concluded:
+            cache._saving.wait()  # or two would write to one place
     real = {} if first.padding is None else {"real": first.padding.real[:, : first.length]}
     known = first._known if all(cache._known is first._known for cache in caches) else Known(len(caches))
     known = known if known.layers == len(caches) else Known(len(caches))
-    layers = Layers(first.mesh, first.device, shares, first.length, first.used, bool(real), known)
+    lengths = tuple(cache.length for cache in caches)
+    layers = Layers(first.mesh, first.device, shares, lengths, first.used, bool(real), known)
     saving = begin(path, layers, real | dict(more or {}), note)
     for cache in caches:
         cache._saving, cache._known = saving, known
@@ -447,11 +450,12 @@ def load_layers(
 
     header, folder, sizes, more = agreed(here, found, read, lambda came: told("load", of=came[0], capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
+    real = more.pop("real", None) if header.padded else None
     with torch.no_grad():
         shares = [cache._share() for cache in caches]
         agreed(here, found, lambda: fill(shares, folder, header), "load")
         for cache in caches:
-            cache.filled(header.length, more.get("real"))
+            cache.filled(header.length, real)
     return caches, more, header.note
 
 

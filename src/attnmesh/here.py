@@ -38,7 +38,7 @@ SHORT = Payload(128.0, 128)
 @remembered()  # all ranks ask at once, the first time: none may forget before the others
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """The cluster that a mesh is on, and what of the mesh a host holds; hosts that hold no like tiles count alone."""
-    said = mesh_hosts(mesh, device)
+    said = mesh_hosts(mesh)
     where = torch.tensor([said.index(host) for host in said]).reshape(tuple(mesh.shape))
     lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
     tile = Shape(*(int((line == 0).sum()) for line in lines))

@@ -26,9 +26,9 @@ def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[
 
 
 @remembered()
-def mesh_hosts(mesh: Mesh, device: torch.device) -> list[int]:
+def mesh_hosts(mesh: Mesh) -> list[int]:
     """For each shard of a mesh a number of its host; the first time its ranks tell each other."""
-    return host_numbers(mesh.axes, device)
+    return host_numbers(mesh.axes, torch.device("cpu"))  # whatever a rank alone was given
 
 
 @remembered()

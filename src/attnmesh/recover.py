@@ -5,6 +5,7 @@ Those that are left leave the broken world and enter another, with new ranks or 
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def recover(caches: Sequence[KVCache] | None, mesh: DeviceMesh | None, **options
     length = min((each["length"] for each in known), default=0)
     if fault := _fault(known, here, options.get("capacity"), length):
         raise fault  # as all ranks do, who have heard the same
-    sizes = [Sizes.decode(code) for code in known[0]["sizes"]]
+    room = max(each["capacity"] for each in known)
+    sizes = [replace(Sizes.decode(code), capacity=room) for code in known[0]["sizes"]]
     sources = _sources(said)
     made = [KVCache(mesh, **{**vars(each), **options}) for each in sizes]
     moves = _Moves(caches, made[0], length, sources)
@@ -58,6 +60,11 @@ class _Moves:
         self.ranks = share(here, new.mesh.axes, new.device)  # by shard: where it is in line, and in the new mesh
         counts = texts(new.mesh, new.device, json.dumps(self._counts()))
         self.counts: list[dict[str, list[int]]] = [json.loads(text) for text in counts]
+        found = sum(sum(each) for held in self.counts for each in held.values())
+        heads = len({heads for heads, _ in sources})
+        if found != heads * length:
+            fix = "load a checkpoint, or prefill once more"
+            raise MeshError("recover", "every token once", f"{found // heads} of {length}", fix)
 
     def _counts(self) -> dict[str, list[int]]:
         """Of each old shard that comes from here, how many of its tokens go to each place of the new deal."""
@@ -140,9 +147,11 @@ def _told_of(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         return None
     first, heads = caches[0], caches[0].mesh.heads
     return {
-        "sizes": [cache.sizes.encode() for cache in caches],
+        "sizes": [replace(cache.sizes, capacity=1).encode() for cache in caches],
+        "capacity": max(cache.sizes.capacity for cache in caches),
         "mesh": [heads.size, first.tokens.size],
-        "length": min(cache.length for cache in caches),
+        "length": min(room.length for cache in caches for room in cache.rooms),
+        "changes": sorted({cache.changes for cache in caches}),
         "padded": first.padding is not None,
         "held": [[heads.index, room.index] for room in first.rooms],
     }
@@ -165,6 +174,9 @@ def _fault(known: list[dict[str, Any]], here: Mesh, capacity: object, length: in
     if not known:
         fix = "pass what is left of the caches on the ranks that had them"
         return MeshError("recover", "caches on some rank", "None on all", fix)
+    if len({change for each in known for change in each["changes"]}) > 1:
+        given, fix = "ranks of which some were cut or reordered once more", "load a checkpoint, or prefill once more"
+        return MeshError("recover", "caches whose tokens only grew since all were alike", given, fix)
     for name in ("sizes", "mesh", "padded"):
         if any(each[name] != known[0][name] for each in known):
             given, fix = f"ranks whose {name} differ", "pass the caches of one model, layer by layer, on every rank"

@@ -67,7 +67,7 @@ class Layers:
     mesh: Mesh
     device: torch.device
     shares: tuple[Share, ...]
-    length: int
+    lengths: tuple[int, ...]  # of all layers, which are to be the same
     used: int
     padded: bool
     known: "Known"

@@ -26,12 +26,15 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
 
     def look() -> tuple[Path, int]:
         path = folder_of("save", folder)
+        if len(set(layers.lengths)) > 1:
+            given, fix = f"layers of {sorted(set(layers.lengths))} tokens", "truncate them to the same length"
+            raise StoreError("save", "layers of the same tokens", given, fix)
         return path, _next(path)
 
     path, saving = agreed(mesh, device, look, lambda found: told("save", saving=found[1], note=note))
     sizes = tuple(share.sizes for share in layers.shares)
     heads, ranks = first.heads.size, first.tokens.size
-    header = Header(sizes, layers.padded, layers.length, heads, ranks, saving, note, uuid4().hex)
+    header = Header(sizes, layers.padded, layers.lengths[0], heads, ranks, saving, note, uuid4().hex)
 
     def conclude(error: StoreError | None) -> None:
         agree(mesh, device, error or "save")
@@ -67,6 +70,8 @@ def _save(path: Path, saving: int, layers: Layers, more: Mapping[str, Tensor]) -
             names.add(name)
         if more:
             keep(folder / MORE, more)
+        elif layers.first:
+            (folder / MORE).unlink(missing_ok=True)  # of a saving that was cut short
         for other in folder.glob(f"{layers.place}*"):  # of a saving that was cut short
             if other.name not in names:
                 other.unlink()
@@ -83,9 +88,9 @@ def _publish(path: Path, header: Header) -> None:
         file.flush()
         os.fsync(file.fileno())
         os.replace(fresh, path / MANIFEST)
-    for other in path.iterdir():
-        if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
-            shutil.rmtree(other, ignore_errors=True)
+        for other in path.iterdir():
+            if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _check_whole(path: Path, header: Header) -> None:
@@ -116,7 +121,8 @@ class Saving:
         """Begin to `act`; when all ranks have, `conclude`, or raise on all what went wrong on one."""
         self._act, self._conclude = act, conclude
         self._error: StoreError | None = None
-        self._concluded = False
+        self.concluded = False
+        self._failure: Exception | None = None
         self._thread = Thread(target=self._run, name="attnmesh saving")
         self._thread.start()
 
@@ -141,6 +147,12 @@ class Saving:
     def wait(self) -> None:
         """Until all ranks have written and what they wrote is what is loaded."""
         self.finish_writing()
-        if not self._concluded:
-            self._concluded = True
-            self._conclude(self._error)
+        if not self.concluded:
+            self.concluded = True
+            try:
+                self._conclude(self._error)
+            except Exception as error:
+                self._failure = error
+                raise
+        elif self._failure is not None:
+            raise self._failure

@@ -201,6 +201,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
         return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in (kv.keys, kv.values))
 
+    def level(self) -> None:
+        """All layers to the tokens that each of them has: a forward pass that was broken off leaves them uneven."""
+        kvs = [layer.kv for layer in self.layers if layer.kv is not None]
+        lengths = [kv.length for kv in kvs] + [0] * (len(self.layers) - len(kvs))
+        for kv in kvs if len(set(lengths)) > 1 else ():
+            kv.truncate(min(lengths))
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last tokens, given as a negative number."""
         super().crop(tokens_to_remove)
@@ -268,7 +275,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         known = torch.empty(0, 0) if cache is None or cache.tokens is None else cache.tokens
         lengths = [row[0] for row in share([known.shape[1]], first.mesh.axes, first.device)]
         length = min((n for n in lengths if n), default=0)  # some may be a token ahead
-        if length >= first.length:
+        if length and length >= first.length:
             known = known[:, :length] if len(known) else torch.zeros(first.sizes.batch, length, dtype=torch.int64)
             told = share(known.flatten().tolist(), first.mesh.axes, first.device)
             tokens = torch.tensor(next(row for row, n in zip(told, lengths, strict=True) if n))

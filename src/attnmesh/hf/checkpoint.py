@@ -73,7 +73,7 @@ class Checkpoint:
         options = {name: value_of(given) for name, given in settings.options.items() if name not in FREE}
         options |= {name: value_of(settings[name]) for name in SAMPLING}
         options |= {"random": str(int(digest(random_state(ids.device))))} if settings["do_sample"] else {}
-        self.note, self.reached = _note(model, ids, options), ids
+        self.note, self._saving, reached = _note(model, ids, options), None, ids
         if there:
             more, note = cache.restore(self.folder)
             tokens = more.get("tokens")
@@ -82,9 +82,10 @@ class Checkpoint:
                 raise StoreError("generate checkpoint", expected, f"another's in {self.folder}", fix)
             cache.tokens = tokens[:, : cache.get_seq_length()].to(ids.device)
             if tokens.shape[1] > ids.shape[1]:
-                self.reached = tokens.to(ids.device)
+                reached = tokens.to(ids.device)
                 set_random_state(ids.device, more.get("random"))
-        return self.reached
+        self.reached = reached
+        return reached
 
     def _check(self, settings: Settings, ids: Tensor, cache: ShardedCache) -> None:
         """Raise unless what is asked for can be gone on with."""

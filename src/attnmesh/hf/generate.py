@@ -68,6 +68,8 @@ def generate(
     _draw_alike(here, input_ids.device)
     if not assisted and beams == 1:
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), _Following(whole, attention_mask)]
+        if (settings["num_return_sequences"] or 1) == 1:
+            whole.tokens = _all_known(input_ids, attention_mask)  # as it is at the first of them
     made = model.generate(
         input_ids, past_key_values=whole, attention_mask=attention_mask, **{**options, "use_cache": True}
     )
@@ -98,21 +100,36 @@ def _kept(
     options: dict[str, Any],
 ) -> Any:
     """The same from where a checkpoint has come, keeping on what there is."""
-    options = dict(options)
     _draw_alike(Mesh.of(cache.mesh), prompt.device)
-    ids = checkpoint.begin(model, prompt, cache, settings) if checkpoint.reached is None else checkpoint.reached
-    for name in ("max_new_tokens", "min_new_tokens"):
-        if settings[name] is not None:
-            options[name] = settings[name] - (ids.shape[1] - prompt.shape[1])
-    if options.get("max_new_tokens", 1) < 1:
-        return ids[:, : prompt.shape[1] + settings["max_new_tokens"]]
+    if checkpoint.reached is None:
+        checkpoint.begin(model, prompt, cache, settings)
+    ids, checkpoint.reached = checkpoint.reached, None  # another call is another one's
+    assert ids is not None
+    made, total = ids.shape[1] - prompt.shape[1], _total(settings, prompt.shape[1])
+    if ids.shape[1] >= total:
+        if (streamer := options.get("streamer")) is not None:
+            streamer.put(ids[:, :total])
+            streamer.end()
+        return ids[:, :total]
+    least = settings["min_new_tokens"]
+    fewer = {"max_new_tokens": total - ids.shape[1], "min_new_tokens": None if least is None else max(0, least - made)}
+    options = {
+        name: given for name, given in options.items() if name not in ("max_length", "stopping_criteria")
+    } | fewer
     _prefill(model, ids, cache, None, chunk, lambda done: checkpoint.save(cache, ids[:, :done]))
     keeping = Keeping(checkpoint, cache, prompt.shape[1], settings["eos_token_id"])
     more = {**options, "attention_mask": torch.ones_like(ids), "use_cache": True, "prefill_chunk_size": None}
-    made = model.generate(ids, past_key_values=cache, stopping_criteria=[keeping], **more)
+    whole = model.generate(ids, past_key_values=cache, stopping_criteria=[keeping], **more)
     checkpoint.wait()
-    cache.tokens = _held(cache, getattr(made, "sequences", made), None)
-    return made
+    cache.tokens = _held(cache, getattr(whole, "sequences", whole), None)
+    return whole
+
+
+def _total(settings: Settings, prompt: int) -> int:
+    """Up to how many tokens, the prompt's included, as transformers understands it: 20 new ones unless it is told."""
+    if settings["max_new_tokens"] is not None:
+        return prompt + int(settings["max_new_tokens"])
+    return prompt + 20 if settings["max_length"] is None else int(settings["max_length"])
 
 
 def _inferred(ids: Tensor, settings: Settings) -> Tensor | None:
@@ -207,6 +224,7 @@ def _forward(
 
 def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
+    cache.level()
     length: int = cache.get_seq_length()
     shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
