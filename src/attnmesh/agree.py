@@ -27,6 +27,9 @@ SEPARATOR = "\x1f"
 NUMBERS = 4
 """That a rank may tell of beside its call: always as many, so that ranks hear each other whatever they call."""
 
+SAID = 2 + NUMBERS
+"""Numbers that a rank says, when all agree: the first two are of its call."""
+
 
 def told(name: str, /, **fields: object) -> str:
     """A call as ranks tell each other of it, a line for each thing that they have to agree on.

@@ -62,7 +62,7 @@ def _attention(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     exchange = EXCHANGES[way.exchange]
     job = _Job(way, workload, cluster, exchange, _travel(way, workload))
     spent = Cost(memory=_memory(way, workload, exchange))
-    agree_cost(way, 4, cluster, spent)
+    agree_cost(way, cluster, spent)
     _forward(job, spent)
     if workload.phase == "training":
         _backward(job, spent)

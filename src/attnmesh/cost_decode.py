@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from attnmesh.agree import SAID
 from attnmesh.cluster import Cluster
 from attnmesh.layout import Striped
 from attnmesh.tree import Round, tree
@@ -40,7 +41,7 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     products = 2 * rows * seen * (workload.head_dim + workload.values) / device.forward_rate
     spent.spend("kernel", device.call + max(read, products))
     if way.exchange in COLLECTIVE:
-        agree_cost(way, 2, cluster, spent)
+        agree_cost(way, cluster, spent)
     if line.ranks > 1:
         merge_cost(way.exchange, line, Payload(rows * workload.wide, workload.values), cluster, spent)
     if shape.heads > 1:
@@ -65,9 +66,9 @@ def _join_heads(way: Way, size: float, cluster: Cluster, spent: Cost) -> None:
     spent.send(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
 
 
-def agree_cost(way: Way, numbers: int, cluster: Cluster, spent: Cost) -> None:
-    """So many numbers of each rank to all, along one axis after the other."""
-    size = 8.0 * numbers
+def agree_cost(way: Way, cluster: Cluster, spent: Cost) -> None:
+    """What each rank says of its call to all, along one axis after the other."""
+    size = 8.0 * SAID
     for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
         if ranks > 1:
             line = Line(ranks, near, way.shape.ranks // ranks, way.tile.ranks // near)

@@ -20,7 +20,7 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         subject, expected, given, fix = self.args
-        given = f" {given}. " if "\n" not in given else f":\n{given}\n"  # a table of who gave what
+        given = f":\n{given}\n" if given.startswith("    ") else f" {given}. "  # a table of who gave what
         return f"{subject}: expected {expected}, given{given}Fix: {fix}."
 
 
