@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,23 @@ def test_two_savings_at_a_time_are_one_after_the_other(tmp_path: Path) -> None:
     first.wait()
     second.wait()
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_the_disk_has_the_new_saving_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and the folders that name them, as a power failure would have it."""
+    cache = cache_of(128)
+    cache.save(tmp_path)
+    cache.append(*torch.ones(2, 1, 2, 2, 8).unbind())
+    acts = []
+    fsync, replace, remove = os.fsync, os.replace, shutil.rmtree
+    monkeypatch.setattr(os, "fsync", lambda at: (acts.append(Path(f"/proc/self/fd/{at}").readlink()), fsync(at)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (acts.append(f"named {new.name}"), replace(old, new)))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **so: (acts.append(f"gone {path.name}"), remove(path, **so)))
+    cache.save(tmp_path)
+    told = [str(act.relative_to(tmp_path.parent)) if isinstance(act, Path) else act for act in acts]
+    root, file, manifest = tmp_path.name, "0.0.128-130.safetensors", "cache.json"
+    settled = [f"{root}/2/{file}.part", f"named {file}", f"{root}/2", root, "."]
+    assert told == [*settled, f"{root}/{manifest}.part", f"named {manifest}", root, "gone 1"]
 
 
 def test_layers_of_other_lengths_are_not_saved_as_one(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def merge_op(
 
 @merge_op.register_fake
 def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = share_of(out.shape[1], Axis(place[0], place[1])) if output == "heads" else slice(0, out.shape[1])
+    heads = Axis(place[0], place[1]).own(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
@@ -234,7 +234,7 @@ def merged_across(
         else:
             message = form.message(witness, partial) if message is None else message
             witness, whole = MERGES[how](message, form, axis, canonical)
-    heads = share_of(form.shape[1], axis) if output == "heads" else slice(None)
+    heads = axis.own(form.shape[1]) if output == "heads" else slice(None)
     return Partial(*(x[:, heads] for x in whole)), witness
 
 
@@ -283,7 +283,7 @@ def _direct(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, P
 
 def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
     """All to all: each rank hears of its own heads alone, from all."""
-    shares = [share_of(form.shape[1], Axis(axis.size, rank)) for rank in range(axis.size)]
+    shares = [Axis(axis.size, rank).own(form.shape[1]) for rank in range(axis.size)]
     messages = [form.message(witness, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
@@ -328,13 +328,6 @@ COLLECTIVE = ("gather", "allreduce")
 HOW = ("auto", *MERGES, "allreduce")
 
 OUTPUTS = ("replicated", "heads")
-
-
-def share_of(heads: int, axis: Axis) -> slice:
-    """This rank's share of the heads: sizes differ by one where they do not divide, the larger ones first."""
-    size, more = divmod(heads, axis.size)
-    start = axis.index * size + min(axis.index, more)
-    return slice(start, start + size + (axis.index < more))
 
 
 def axis_of(group: Any) -> Axis:

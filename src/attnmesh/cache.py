@@ -181,7 +181,7 @@ class KVCache:
         self.sizes.check_new("append", k, v, self.device)
         self.sizes.check_real("append", real, k.shape[2])
         if not torch.compiler.is_compiling():
-            self._check_room("append", k.shape[2])
+            self._check_room("append", k.shape[2], self._shards)
         return ()
 
     def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, real: Tensor | None = None) -> None:
@@ -200,16 +200,18 @@ class KVCache:
         more = sum(count for count, *_ in table)
         check_cover(sum(said for _, _, said, _ in table), start, more)
         self.sizes.check_real("append_shard", real, more)
-        counts = self._counts(start)
+        counts = self._counts(start, self._shards)
         for count, owner, *_ in table:
             counts[owner] += count
         by_dealing = self.dealt and all(in_turn for *_, in_turn in table)
-        self._check_room("append_shard", more, None if by_dealing else (start + more, counts))
+        shards = self._shards if by_dealing else (start + more, counts)
+        self._check_room("append_shard", more, shards)
+        self._shards = shards
+        self._note(real, more)
         with torch.no_grad():
             k, v, tokens = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
             self.room.place(k, v, tokens, more, real)
             self._copy(k, v, tokens, more, real)
-        self._note(real, more)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -301,8 +303,11 @@ class KVCache:
         self._most = length
 
     def _note(self, real: Tensor | None, more: int) -> None:
-        """That ranks were told which tokens are real, once any was not."""
-        if (real is not None or self.padding is not None) and not torch.compiler.is_compiling():
+        """What the host knows of so many new tokens: how many at most, and which are real, once any was not."""
+        if torch.compiler.is_compiling():
+            return
+        self._most += more
+        if real is not None or self.padding is not None:
             self.stamp = stamp(self.stamp, torch.ones(self.sizes.batch, more) > 0 if real is None else real)
 
     def _copy(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, real: Tensor | None) -> None:
@@ -333,29 +338,26 @@ class KVCache:
         k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
         return k, v, positions
 
-    def _counts(self, length: int) -> list[int]:
-        """How many of the first `length` tokens each rank along the tokens' axis holds."""
-        start, counts = self._shards
+    def _counts(self, length: int, shards: tuple[int, list[int]]) -> list[int]:
+        """How many of the first `length` tokens each rank along the tokens' axis holds, if they lie like this."""
+        start, counts = shards
         deal = self.room.deal
         return [count + deal.count(rank, length) - deal.count(rank, start) for rank, count in enumerate(counts)]
 
-    def _check_room(self, subject: str, more: int, shards: tuple[int, list[int]] | None = None) -> None:
-        """Raise, on all ranks alike and before anything is written, unless the tokens fit; then expect them."""
-        known, capacity = self._most if self.device.type == "cuda" else self.length, self.sizes.capacity
-        if known + more > capacity:
-            known = self.length
-        if known + more > capacity:
-            given = f"{known} tokens and {more} more in a cache of {capacity}"
-            fix = "reserve a larger capacity" + (", or truncate" if known else "")
+    def _check_room(self, subject: str, more: int, shards: tuple[int, list[int]]) -> None:
+        """Raise, on all ranks alike and before anything is written, unless the tokens fit, if they lie like this."""
+        capacity = self.sizes.capacity
+        if self.device.type != "cuda" or self._most + more > capacity:
+            self._most = self.length
+        if self._most + more > capacity:
+            given = f"{self._most} tokens and {more} more in a cache of {capacity}"
+            fix = "reserve a larger capacity" + (", or truncate" if self._most else "")
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        before, self._shards = self._shards, shards or self._shards
-        fullest = max(self._counts(known + more))
+        fullest = max(self._counts(self._most + more, shards))
         if fullest > self.room.slots:
-            self._shards = before
             given = f"{fullest} tokens on one rank, which has room for {self.room.slots}"
             fix = "prefill in shards of even size, or reserve a larger capacity"
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
-        self._most = known + more
 
     def _check_append_shard(
         self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None

@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.across import COLLECTIVE, Form, absent, check_merge, merged_across, share_of, witness_of_all
+from attnmesh.across import COLLECTIVE, Form, absent, check_merge, merged_across, witness_of_all
 from attnmesh.agree import agree, askable, check_checked, fingerprints, told
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
@@ -186,7 +186,7 @@ def _step(cache: KVCache, options: _Options, scale: float) -> Step:
 
 def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor | None]:
     """This rank's output, and if there are others a witness of what all ranks were asked."""
-    heads = share_of(q.shape[1], step.heads)
+    heads = step.heads.own(q.shape[1])
     own = q[:, heads]
     kernel, alone = choose_held(step.kernel, q, held.keys, held.values), step.tokens.size == 1
     silent = isinstance(kernel, SlotKernel)
@@ -209,7 +209,7 @@ def _decoded(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int
         )
     if sinks is not None and step.reproducible:
         sinks = sinks[heads]
-        mine = with_sinks(mine, sinks[share_of(len(sinks), step.tokens)] if step.output == "heads" else sinks)
+        mine = with_sinks(mine, sinks[step.tokens.own(len(sinks))] if step.output == "heads" else sinks)
     out = mine.out + 0.0 if step.reproducible else mine.out  # merges with nothing, of which 8 ranks have more
     out = out.to(q.dtype).contiguous()  # than one, may turn a -0.0 into 0.0
     return (out, None) if witness is None else _all_heads(out, witness, step)
@@ -289,7 +289,7 @@ def _shape(q: Tensor, values: Tensor, step: Step) -> tuple[int, ...]:
     """That of a step's output on this rank."""
     heads = q.shape[1]
     for axis in (step.heads, step.tokens) if step.output == "heads" else ():
-        part = share_of(heads, axis)
+        part = axis.own(heads)
         heads = part.stop - part.start
     return q.shape[0], heads, q.shape[2], values.shape[-1]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import StoreError
-from attnmesh.mesh import Mesh
+from attnmesh.mesh import Axis, Mesh, overlap
 from attnmesh.saved import MORE, Header, Share, files_of
 from attnmesh.sizes import Sizes
 from attnmesh.store import FIX, Stored
@@ -57,7 +57,7 @@ def fill(shares: Sequence[Share], path: Path, header: Header) -> int:
         if len(mine) and (int(columns.min()) < 0 or int(slots.max()) >= held):
             raise StoreError("load", "every token once", f"tokens beyond the last in {file}", FIX)
         for layer, each in enumerate(shares) if len(mine) else ():
-            found[layer] += len(mine) * _copy(each, stored, layer, (h, header.heads), mine, slots, len(columns))
+            found[layer] += len(mine) * _copy(each, stored, layer, Axis(header.heads, h), mine, slots, len(columns))
         share.columns[slots.to(share.columns.device)] = columns[mine].to(share.columns.device)
     for layer, each in enumerate(shares):
         own = each.sizes.kv_heads // each.heads.size
@@ -68,25 +68,18 @@ def fill(shares: Sequence[Share], path: Path, header: Header) -> int:
     return held
 
 
-def _copy(
-    share: Share, stored: Stored, layer: int, heads: tuple[int, int], mine: Tensor, slots: Tensor, tokens: int
-) -> int:
-    """Of a file of the h-th of so many along the heads axis, this rank's heads and tokens; how many heads."""
-    own, theirs = _heads(share.sizes, share.heads.index, share.heads.size), _heads(share.sizes, *heads)
-    both = range(max(own.start, theirs.start), min(own.stop, theirs.stop))
-    if not both:
-        return 0
-    into, of = (slice(both.start - x.start, both.stop - x.start) for x in (own, theirs))
+def _copy(share: Share, stored: Stored, layer: int, wrote: Axis, mine: Tensor, slots: Tensor, tokens: int) -> int:
+    """Of a file that was written at that place along the heads, this rank's heads and tokens; how many heads."""
     sizes, device = share.sizes, share.keys.device
+    theirs = wrote.own(sizes.kv_heads)
+    into, of = overlap(share.heads.own(sizes.kv_heads), theirs)
+    heads: int = into.stop - into.start
+    if not heads:
+        return 0
     for name, x, width in (("keys", share.keys, sizes.head_dim), ("values", share.values, sizes.value_dim)):
-        read, shape = stored.read(f"{name} {layer}"), (sizes.batch, len(theirs), tokens, width)
+        read, shape = stored.read(f"{name} {layer}"), (sizes.batch, theirs.stop - theirs.start, tokens, width)
         if tuple(read.shape) != shape or read.dtype != x.dtype:
             given = f"{read.dtype} {tuple(read.shape)} in {stored.path}"
             raise StoreError("load", f"{x.dtype} {shape}", given, FIX)
         x[:, into].index_copy_(2, slots.to(device), read[:, of, mine].to(device))
-    return len(both)
-
-
-def _heads(sizes: Sizes, index: int, axis: int) -> range:
-    """The key heads of a rank along the heads axis."""
-    return range(index * sizes.kv_heads // axis, (index + 1) * sizes.kv_heads // axis)
+    return heads

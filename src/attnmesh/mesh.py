@@ -123,6 +123,23 @@ class Axis:
     group: ProcessGroup | None = None
     name: str = field(default="only", compare=False)
 
+    def own(self, count: int) -> slice:
+        """Of so many heads this rank's: shares differ by one where they do not divide, the larger ones first."""
+        size, more = divmod(count, self.size)
+        start = self.index * size + min(self.index, more)
+        return slice(start, start + size + (self.index < more))
+
+
+def overlap(one: slice, other: slice) -> tuple[slice, slice]:
+    """What two runs have in common, if anything: where it is in the one, and in the other.
+
+    >>> overlap(slice(0, 4), slice(3, 9))
+    (slice(3, 4, None), slice(0, 1, None))
+    """
+    start = max(one.start, other.start)
+    stop = max(start, min(one.stop, other.stop))
+    return slice(start - one.start, stop - one.start), slice(start - other.start, stop - other.start)
+
 
 @dataclass(frozen=True)
 class Mesh:

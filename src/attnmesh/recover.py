@@ -16,7 +16,7 @@ from attnmesh.agree import agreed, texts, told
 from attnmesh.cache import KVCache
 from attnmesh.errors import ArgumentError, DtypeError, InputError, MeshError, ShapeError
 from attnmesh.exchange import blank, share, swap
-from attnmesh.mesh import AXES, Mesh, flat_axis
+from attnmesh.mesh import AXES, Axis, Mesh, flat_axis, overlap
 from attnmesh.room import Room
 from attnmesh.sizes import Sizes
 
@@ -78,13 +78,10 @@ class _Moves:
     def _sent_by(self, shard: int) -> list[Place]:
         return [place for place, source in self.sources.items() if source == shard]
 
-    def _shared(self, sizes: Sizes, place: Place, heads: int) -> tuple[range, slice, slice]:
-        """The key heads that an old shard and a new one share, and which of the old's and of the new's they are."""
-        olds = max(h for h, _ in self.sources) + 1
-        old, new = _heads(sizes.kv_heads, olds, place[0]), _heads(sizes.kv_heads, self.new.mesh.heads.size, heads)
-        both = range(max(old.start, new.start), min(old.stop, new.stop))
-        of, into = (slice(both.start - x.start, both.stop - x.start) for x in (old, new))
-        return both, of, into
+    def _shared(self, sizes: Sizes, place: Place, heads: int) -> tuple[slice, slice]:
+        """The key heads that an old shard and a new one have in common: which of the old's, and which of the new's."""
+        old, new = Axis(1 + max(h for h, _ in self.sources), place[0]), Axis(self.new.mesh.heads.size, heads)
+        return overlap(old.own(sizes.kv_heads), new.own(sizes.kv_heads))
 
     def fill(self, cache: KVCache, old: KVCache | None, real: Tensor | None) -> None:
         """Send what others are to have of an old layer, and write what comes."""
@@ -107,9 +104,9 @@ class _Moves:
             tokens = theirs.columns[: theirs.before(self.length)]
             owners = cache.room.deal.owner(tokens)
             for line, heads, index in self.ranks:
-                both, of, _ = self._shared(cache.sizes, place, heads)
+                of, _ = self._shared(cache.sizes, place, heads)
                 mine = (owners == index).nonzero().flatten()
-                if both:
+                if of.start < of.stop:
                     k, v = (x[:, of].index_select(2, mine) for x in (theirs.keys, theirs.values))
                     parts[line] += tokens[mine], k, v
         return parts
@@ -120,9 +117,9 @@ class _Moves:
         places: list[tuple[int, int, slice]] = []
         for shard, (line, _, _) in enumerate(self.ranks):
             for place in self._sent_by(shard):
-                both, _, heads = self._shared(cache.sizes, place, cache.mesh.heads.index)
+                _, heads = self._shared(cache.sizes, place, cache.mesh.heads.index)
                 count = self.counts[shard][str(place)][cache.tokens.index]
-                if both:
+                if heads.start < heads.stop:
                     places.append((line, len(wanted[line]), heads))
                     k, v = (blank(x[:, heads], count) for x in (cache.keys, cache.values))
                     wanted[line] += blank(cache.room.columns, count, 0), k, v
@@ -209,8 +206,3 @@ def _sources(said: list[dict[str, Any] | None]) -> dict[Place, int]:
 def _room(cache: KVCache, place: Place) -> Room:
     """That of an old shard, of its own or a copy."""
     return next(room for room in cache.rooms if room.index == place[1])
-
-
-def _heads(kv_heads: int, axis: int, index: int) -> range:
-    """The key heads of a rank along a heads axis."""
-    return range(index * kv_heads // axis, (index + 1) * kv_heads // axis)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.agree import agree, agreed, told
 from attnmesh.errors import StoreError
 from attnmesh.saved import MANIFEST, MORE, VERSION, Header, Layers, files_of, folder_of, opened, pieces
-from attnmesh.store import keep
+from attnmesh.store import keep, settle
 
 
 def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
@@ -75,6 +75,7 @@ def _save(path: Path, saving: int, layers: Layers, more: Mapping[str, Tensor]) -
         for other in folder.glob(f"{layers.place}*"):  # of a saving that was cut short
             if other.name not in names:
                 other.unlink()
+        settle(folder, path, path.parent)
 
 
 def _publish(path: Path, header: Header) -> None:
@@ -88,6 +89,7 @@ def _publish(path: Path, header: Header) -> None:
         file.flush()
         os.fsync(file.fileno())
         os.replace(fresh, path / MANIFEST)
+        settle(path)
         for other in path.iterdir():
             if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
                 shutil.rmtree(other, ignore_errors=True)

@@ -8,6 +8,7 @@ What a file says of itself is checked against its own size before any memory is 
 """
 
 import ctypes
+import errno
 import json
 import math
 import os
@@ -99,6 +100,19 @@ def write(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) ->
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
+
+
+def settle(*folders: Path) -> None:
+    """Until the disk has the names that were given in these: a file that is whole may else be lost with its name."""
+    for folder in folders:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of file systems on which there is nothing to wait for
+                raise
+        finally:
+            os.close(handle)
 
 
 class Stored:
