@@ -132,7 +132,7 @@ def test_is_one_node_of_a_graph(pool: Pool) -> None:
 
 
 def own_hosts() -> list[list[int]]:
-    return hosts(Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD), torch.device("cpu"))
+    return hosts(Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD))
 
 
 def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:

@@ -1,6 +1,8 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import attnmesh as am
-from attnmesh import shaped
+from attnmesh import shaped, world
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh import AXES, Shape
 from attnmesh.ranks import run_on_ranks
@@ -72,6 +74,34 @@ def lost_beside_a_stray_note() -> tuple[int, ...]:
 
 def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
     assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
+
+
+def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
+    """The second of two ranks is silent, in a world of that backend: whom the first misses, and whether in time."""
+    place = {"rank": dist.get_rank(), "world_size": 2}
+    world.leave()
+    dist.init_process_group(backend, init_method=f"file://{store}", **place)
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.set_deadline(1.0)
+    am.attention(x, x, x, mesh=mesh)
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        else:
+            am.attention(x, x, x, mesh=mesh)
+    except RankFailure as error:
+        return error.ranks, time.monotonic() - start < 5
+    return (), True
+
+
+def test_the_deadline_holds_however_the_group_was_made(tmp_path: Path) -> None:
+    """PyTorch makes groups with a backend for each kind of device, unless it is told which."""
+    backends = None, "cpu:gloo", "cpu:gloo,cuda:gloo"
+    with ThreadPoolExecutor() as threads:
+        worlds = [threads.submit(run_on_ranks, 2, lost_on, name, str(tmp_path / f"{name}")) for name in backends]
+    assert [each.result()[0] for each in worlds] == [((1,), True)] * len(backends)
 
 
 @pytest.mark.parametrize("given", [0, -1.0, True, "soon", float("nan"), float("inf")])

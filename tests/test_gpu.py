@@ -43,7 +43,7 @@ def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype,
 
 
 def spoken() -> list[list[int]]:
-    return share([3, 4], [Axis(1, 0, dist.group.WORLD)], torch.device("cuda"))
+    return share([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_numbers_are_shared_by_nccl(nccl: Pool) -> None:

@@ -104,7 +104,7 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     """Who shares a host; seconds that a million bytes take from each rank to the next host, and what they came to."""
     world, rank = dist.get_world_size(), dist.get_rank()
     axis = Axis(world, rank, dist.group.WORLD)
-    numbers = host_numbers([axis], torch.device("cpu"))
+    numbers = host_numbers([axis])
     message, box, seconds = torch.zeros(1_000_000, dtype=torch.uint8), torch.empty(1_000_000, dtype=torch.uint8), []
 
     def send() -> None:
@@ -197,7 +197,7 @@ def all_crossings(workloads: list[Workload]) -> list[tuple[str, float]]:
     """For each way of running each workload: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
-    numbers = host_numbers(Mesh.of(mesh).axes, torch.device("cpu"))
+    numbers = host_numbers(Mesh.of(mesh).axes)
     here = Cluster.preset("local", hosts=len(set(numbers)), ranks=world // len(set(numbers)))
     plans = [each for workload in workloads for each in sampled(plan(workload, here))]
     return [(f"{each.workload.phase} {each.name}", crossing(each, call_of(each)).off) for each in plans]

@@ -29,7 +29,7 @@ from attnmesh.here import best_merge
 from attnmesh.hosts import board_of, rounds
 from attnmesh.inputs import DTYPES, check_one_device, check_tensor
 from attnmesh.kernel.merging import by_triton, compared, merged
-from attnmesh.mesh import Axis, Mesh, group_named
+from attnmesh.mesh import Axis, Mesh, group_named, kind_of
 from attnmesh.partial import Partial, collapse, wide
 from attnmesh.peers import peers_of
 
@@ -135,7 +135,7 @@ def merge_across(
             if how not in COLLECTIVE:
                 absent(axis, how, output)  # or the others would wait for this rank
             if axis.size > 1 and _asks(partial, axis, how, checked):
-                agree(_line(axis), torch.device("cpu"), error)
+                agree(_line(axis), error)
         raise
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
@@ -170,13 +170,13 @@ def _merged(
     call = told("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
     asks = axis.size > 1 and askable(partial.lse.device) and _asks(partial, axis, how, checked)
     if asks and how in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(_line(axis), partial.lse.device, call)
+        agree(_line(axis), call)
     witness = witness_of(crc32(call.encode()), partial.lse)
     (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
     if not asks:  # ranks that disagree have NaN
         out = torch.where(witness.sum() == 0, out, torch.nan)
     elif float(witness.sum()) != 0:
-        agree(_line(axis), lse.device, call)
+        agree(_line(axis), call)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
 
 
@@ -184,7 +184,7 @@ def _asks(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
     """Whether the host looks what the ranks said: where that holds up no device, unless it is told when."""
     if checked is None and how != "allreduce":
         lse = partial[-1] if isinstance(partial, tuple) and partial else None
-        held_up = by_triton(lse) if isinstance(lse, Tensor) else dist.get_backend(axis.group) == "nccl"
+        held_up = by_triton(lse) if isinstance(lse, Tensor) else kind_of(axis.group) == "cuda"
         return not held_up
     return checked is not False
 
@@ -244,8 +244,7 @@ def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, 
     Also what goes before messages that are too long for a box that expects others.
     """
     if witness is None:
-        nccl = axis.group is not None and dist.get_backend(axis.group) == "nccl"
-        witness = torch.full((2,), torch.inf, device="cuda" if nccl else "cpu")
+        witness = torch.full((2,), torch.inf, device=kind_of(axis.group))
     nothing = Partial(witness.new_zeros(1, 0, 0, 1), witness.new_zeros(1, 0, 0))
     how, output = (given if given in known else "auto" for given, known in ((how, HOW), (output, OUTPUTS)))
     return merged_across(nothing, witness, axis, how, output, canonical=canonical)[1]
@@ -271,7 +270,7 @@ def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
 
 def _tree(message: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
     """Of two messages the bits of the merge do not depend on which is the first."""
-    steps = rounds(axis, canonical, message.device)[axis.index]
+    steps = rounds(axis, canonical)[axis.index]
     whole = climb(message, steps, axis, form.join, board_of(axis, message.device))
     witnesses, merged = form.read(whole[None])
     return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -53,16 +53,20 @@ def check_checked(subject: str, checked: object) -> None:
         raise ArgumentError(f"{subject} checked", "None, True or False", given, fix)
 
 
-def agreed(mesh: Mesh, device: torch.device, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
-    """What acting gives, once all ranks have and say the same call, or the same of what came; else the error of all."""
-    said: str | InputError
+def tried(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:
+    """What acting gives, or None, and what this rank says of it: its call, or what is wrong with that."""
     try:
         result = act()
-        said = call if isinstance(call, str) else call(result)
+        return result, call if isinstance(call, str) else call(result)
     except InputError as error:
-        said = error
-    agree(mesh, device, said)
-    return result
+        return None, error
+
+
+def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
+    """What acting gives, once all ranks have and say the same call, or the same of what came; else the error of all."""
+    result, said = tried(act, call)
+    agree(mesh, said)
+    return cast(T, result)
 
 
 def digest(x: Tensor) -> Tensor:
@@ -71,9 +75,9 @@ def digest(x: Tensor) -> Tensor:
     return (numbers * torch.arange(1, 2 * len(numbers) + 1, 2, device=x.device)).sum()
 
 
-def stamp(before: int, told: Tensor | None) -> int:
+def stamp(before: int, said: Tensor | None) -> int:
     """A number for all that ranks were told so far: the same if they were told the same in turn."""
-    return before if told is None else (31 * before + int(digest(told)) + told.numel()) % 2**56
+    return before if said is None else (31 * before + int(digest(said)) + said.numel()) % 2**56
 
 
 def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
@@ -82,28 +86,28 @@ def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
     return {name: f"{x.dtype} {list(x.shape)} of digest {int(digest(x)) % 2**64:x}" for name, x in there.items()}
 
 
-def agree(mesh: Mesh, device: torch.device, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
+def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise.
 
     A call is what is `told` of it.
     """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
-    digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
     mesh_hosts(mesh)  # who is lost later may take its host along
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
-    table = share([digest, failed, *padded], mesh.axes, device)
+    table = share([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        _raise(texts(mesh, device, text), [bool(row[1]) for row in table])
+        _raise(texts(mesh, text), [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
-def texts(mesh: Mesh, device: torch.device, text: str) -> list[str]:
+def texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text, by shard: first how long they are, then the letters."""
     letters = text.encode()
-    lengths = [row[0] for row in share([len(letters)], mesh.axes, device)]
+    lengths = [row[0] for row in share([len(letters)], mesh.axes)]
     padded = [*letters, *[0] * (max(lengths) - len(letters))]
-    return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes, device), lengths, strict=True)]
+    return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes), lengths, strict=True)]
 
 
 def _raise(texts: list[str], failed: list[bool]) -> None:

@@ -18,7 +18,7 @@ from attnmesh.faults import set_deadline
 from attnmesh.hf.asked import Settings
 from attnmesh.hf.load import open_model
 from attnmesh.making import init_mesh
-from attnmesh.mesh import Mesh, Shape
+from attnmesh.mesh import Mesh, Shape, kind_of
 
 CHUNK = 8192
 """Tokens that are prefilled between two reports of how far it is."""
@@ -111,7 +111,8 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
     set_deadline(request.deadline)
     ranks = dist.get_world_size()
     first = dist.get_rank() == 0
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    kind = kind_of(dist.group.WORLD)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh = init_mesh(device.type, request.shape, *request.heads) if ranks > 1 else None
     logging.disable_progress_bar()  # of each rank: there is one to look at
     logging.set_verbosity_error()
@@ -141,8 +142,8 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
     new = made[0, ids.shape[1] :].tolist()
     fresh = max(1, made.shape[1] - reached.shape[1])
     axes = Mesh.of(mesh).axes
-    table = share([cache.held, cache.held_bytes, traffic.bytes // fresh], axes, device)
-    merges = share([int(1e9 * merge) for merge in traffic.merges], axes, device)
+    table = share([cache.held, cache.held_bytes, traffic.bytes // fresh], axes)
+    merges = share([int(1e9 * merge) for merge in traffic.merges], axes)
     return Answer(
         tokens=new,
         prompt_tokens=ids.shape[1],

@@ -125,7 +125,7 @@ def _of_dtensors(
         local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
     except InputError as error:
         if checked is not False and not torch.compiler.is_compiling():
-            agree(here, q.device if isinstance(q, Tensor) else torch.device("cpu"), error)
+            agree(here, error)
         raise
     options = options._replace(length=local.length, key_length=local.key_length)
     out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options, checked)
@@ -252,20 +252,20 @@ def _agreed(
     if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
         _check(here, options, q, k, v, sinks)
         return _checked(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
-    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    device = q.device if isinstance(q, Tensor) else torch.device(here.kind)
     try:
         check_checked("attention", checked)
         _check(here, options, q, k, v, sinks)
         call = _described(options, q, k, v, sinks)
     except InputError as error:
         if options.length is None or checked or (checked is None and asked_each_time(device)):
-            agree(here, device, error)  # where the others ask too
+            agree(here, error)  # where the others ask too
         raise
     lengths = q.shape[2], k.shape[2]
     if checked or options.length is None or (checked is None and asked_each_time(device)):
-        return _asked(here, device, call, lengths, options)
+        return _asked(here, call, lengths, options)
     if checked is None and askable(device):
-        return _asked_once(here, device, call, lengths, options)
+        return _asked_once(here, call, lengths, options)
     keys = options.length if options.key_length is None else options.key_length
     return _checked(_problem(here, options, options.length, keys), options)
 
@@ -275,9 +275,9 @@ def asked_each_time(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _asked(here: Mesh, device: torch.device, call: str, lengths: tuple[int, int], options: _Options) -> Problem:
+def _asked(here: Mesh, call: str, lengths: tuple[int, int], options: _Options) -> Problem:
     """What all ranks say that they are about to do."""
-    table = agree(here, device, call, lengths)
+    table = agree(here, call, lengths)
     problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
     _check_shards(problem, table)
     return _checked(problem, options)

@@ -20,7 +20,7 @@ from attnmesh.errors import DeviceError, InputError, ShapeError, StoreError
 from attnmesh.exchange import blank, share, swap, trade
 from attnmesh.hosts import board_of, hosts, rounds
 from attnmesh.loading import check_memory, fill, more_of
-from attnmesh.mesh import Mesh, flat_axis
+from attnmesh.mesh import Mesh, device_of, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.room import Room
 from attnmesh.saved import Header, Known, Layers, Share, folder_of, opened
@@ -70,7 +70,7 @@ class KVCache:
         self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
         self.device = _device(mesh, device)
         call = told("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
-        agreed(self.mesh, _device(mesh, None), lambda: self._check(sizes, device, checked, copies), call)
+        agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
         self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
         self.room = self._room(sizes, self.tokens.index)
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
@@ -80,10 +80,10 @@ class KVCache:
         self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
         self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
         if self.tokens.size > 1:
-            rounds(self.tokens, False, self.device)  # the ranks tell each other now on which hosts they are
+            rounds(self.tokens, False)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
             board_of(axis, self.device)
-        keepers = kept_by(hosts(self.tokens, self.device), copies) if copies > 1 else {}
+        keepers = kept_by(hosts(self.tokens), copies) if copies > 1 else {}
         self.keepers = keepers.get(self.tokens.index, [])  # who keeps a copy of what this rank holds
         kept = [index for index in keepers if self.tokens.index in keepers[index]]
         self.copies = {index: self._room(sizes, index) for index in kept}
@@ -314,7 +314,7 @@ class KVCache:
         """Send these tokens of its own to who keeps copies of them, and take those of which it keeps copies."""
         if not self.keepers and not self.copies:
             return
-        counts = [row[0] for row in share([len(tokens)], [self.tokens], self.device)]
+        counts = [row[0] for row in share([len(tokens)], [self.tokens])]
         sends = dict.fromkeys(self.keepers, (k, v, tokens))
         wanted = {
             index: (blank(k, counts[index]), blank(v, counts[index]), blank(tokens, counts[index], 0))
@@ -390,7 +390,7 @@ class KVCache:
             call = told(name, **fields())
         except InputError as error:
             call = error
-        table = agree(self.mesh, self.device, call, numbers)
+        table = agree(self.mesh, call, numbers)
         self.kinds.add(name)
         return table
 
@@ -412,7 +412,7 @@ def save_layers(
     known = first._known if all(cache._known is first._known for cache in caches) else Known(len(caches))
     known = known if known.layers == len(caches) else Known(len(caches))
     lengths = tuple(cache.length for cache in caches)
-    layers = Layers(first.mesh, first.device, shares, lengths, first.used, bool(real), known)
+    layers = Layers(first.mesh, shares, lengths, first.used, bool(real), known)
     saving = begin(path, layers, real | dict(more or {}), note)
     for cache in caches:
         cache._saving, cache._known = saving, known
@@ -450,12 +450,12 @@ def load_layers(
         check_memory(sizes, here, found)
         return header, folder, sizes, more_of(folder, header)
 
-    header, folder, sizes, more = agreed(here, found, read, lambda came: told("load", of=came[0], capacity=capacity))
+    header, folder, sizes, more = agreed(here, read, lambda came: told("load", of=came[0], capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
     real = more.pop("real", None) if header.padded else None
     with torch.no_grad():
         shares = [cache._share() for cache in caches]
-        agreed(here, found, lambda: fill(shares, folder, header), "load")
+        agreed(here, lambda: fill(shares, folder, header), "load")
         for cache in caches:
             cache.filled(header.length, real)
     return caches, more, header.note
@@ -468,7 +468,7 @@ def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
             return torch.device(device)
     except RuntimeError:
         pass
-    return torch.device(mesh.device_type if mesh is not None else "cpu")
+    return device_of(mesh)
 
 
 def _device_fault(found: torch.device, device: object) -> DeviceError | None:

@@ -11,7 +11,7 @@ from attnmesh.agree import agreed, told
 from attnmesh.errors import ClusterError, DtypeError
 from attnmesh.hardware import NOWHERE, Device, Link
 from attnmesh.inputs import DTYPES
-from attnmesh.mesh import AXES, Mesh, flat_axis
+from attnmesh.mesh import AXES, Mesh, device_of, flat_axis
 from attnmesh.presets import PRESETS
 
 
@@ -85,8 +85,8 @@ class Cluster:
     @staticmethod
     def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> "Cluster":
         """The cluster that the ranks of a mesh are on, by measurement: all its ranks ask at once, for some seconds."""
-        here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
-        agreed(here, device, lambda: _check_dtype(dtype), told("Cluster.measure", dtype=dtype))
+        here, device = Mesh.of(mesh), device_of(mesh)
+        agreed(here, lambda: _check_dtype(dtype), told("Cluster.measure", dtype=dtype))
         axis = flat_axis(mesh, AXES)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())

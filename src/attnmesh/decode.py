@@ -96,7 +96,7 @@ def decode(
             _absent(cache, options)
         if checked is False or (not checked and _silent(cache, options)):  # the others ask nothing, or hear of it
             raise error
-        agree(cache.mesh, cache.device, error)
+        agree(cache.mesh, error)
     with torch.no_grad():
         return _agreed(q, cache, sinks, options, checked)
 
@@ -108,7 +108,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
     call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
     asks = _asks(cache, call, silent, checked)
     if asks and options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(cache.mesh, cache.device, call.text(q, sinks, cache.length))
+        agree(cache.mesh, call.text(q, sinks, cache.length))
     out, witness = _decoded(q, held, sinks, step, _number(call))
     if witness is None:
         return out
@@ -118,7 +118,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
         if silent and not checked and float(witness.sum()) == torch.inf:  # by the message of one that asks nobody
             given, fix = "an error on another that raised it alone", "see what it raised"
             raise MeshError("decode", "the same call on every rank", given, fix)
-        agree(cache.mesh, cache.device, call.text(q, sinks, cache.length))
+        agree(cache.mesh, call.text(q, sinks, cache.length))
     if silent:
         cache.kinds.add(call.kind)
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnmesh.board import SLOT, Board
 from attnmesh.faults import Watched, awaited, collective
-from attnmesh.mesh import Axis
+from attnmesh.mesh import Axis, carriers
 from attnmesh.schedule import Step
 from attnmesh.tree import Round
 
@@ -106,14 +106,10 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
     return [arrived[peer] for peer in range(axis.size)]
 
 
-def share(numbers: Sequence[int], axes: Sequence[Axis], device: torch.device) -> list[list[int]]:
+def share(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
     """Every rank's numbers, by number of shard: `axes` from the outermost to the innermost."""
-    backends = {dist.get_backend(axis.group) for axis in axes if axis.group is not None}
-    if "gloo" in backends:
-        device = torch.device("cpu")  # also where ranks of gloo compute on a GPU
-    elif "nccl" in backends and device.type != "cuda":
-        device = torch.device("cuda")  # also where a rank was given what lies nowhere, and says so
-    table = torch.tensor([numbers], dtype=torch.int64, device=device)
+    by_host = all("cpu" in carriers(axis.group) for axis in axes if axis.group is not None)
+    table = torch.tensor([numbers], dtype=torch.int64, device="cpu" if by_host else "cuda")
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
@@ -232,10 +228,11 @@ class _Post:
     axis: Axis
     what: str
     peer: int | None
+    kind: str
 
     def wait(self) -> None:
         """Until it has come or gone."""
-        awaited(self.work, self.axis, self.what, self.peer)
+        awaited(self.work, self.kind, self.axis, self.what, self.peer)
 
 
 def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis, what: str) -> list[_Post]:
@@ -245,7 +242,10 @@ def _posted(posts: Sequence[tuple[Callable[..., Any], int, Tensor]], axis: Axis,
     with Watched(axis, what, real[0][1] if real else None):
         works = dist.batch_isend_irecv(operations) if operations else []
     together = len(works) < len(real)  # NCCL's are one
-    return [_Post(work, axis, what, None if together else peer) for work, (_, peer, _) in zip(works, real)]  # noqa: B905
+    return [
+        _Post(work, axis, what, None if together else peer, x.device.type)
+        for work, (_, peer, x) in zip(works, real)  # noqa: B905
+    ]
 
 
 def _pack(tensors: Tensors) -> Tensor:

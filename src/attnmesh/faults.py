@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from attnmesh.errors import MeshError, RankFailure
-from attnmesh.mesh import Axis
+from attnmesh.mesh import Axis, carriers
 
 GRACE = 2.0
 """Seconds that a rank which was not heard has to leave a note, as it may be waiting itself; and the store to answer."""
@@ -98,12 +98,12 @@ def part() -> None:
     _processes.clear()
 
 
-def awaited(work: Any, axis: Axis, step: str, peer: int | None = None) -> None:
-    """Wait for a message of a peer, or for a collective, no longer than the deadline.
+def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None) -> None:
+    """Wait for a message of a peer, or for a collective, on such devices, no longer than the deadline.
 
     On NCCL that is the device's affair, and the process group's own timeout holds: to time it here would stop the host.
     """
-    seconds = deadline() if dist.get_backend(axis.group) == "gloo" else None
+    seconds = deadline() if axis.group is None or carriers(axis.group)[kind] == "gloo" else None
     with Watched(axis, step, peer):
         work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
 
@@ -112,7 +112,8 @@ def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
     """One of `torch.distributed`'s along an axis, no longer than the deadline."""
     with Watched(axis, step):
         work = call(*arguments, group=axis.group, async_op=True)
-    awaited(work, axis, step)
+    kind = next(x.device.type for x in arguments if isinstance(x, torch.Tensor))
+    awaited(work, kind, axis, step)
 
 
 class Watched:
@@ -251,7 +252,7 @@ def _hang_up() -> None:
     for line in list(_lines):
         line.hang_up()
     for group in list(distributed_c10d._world.pg_map):
-        if isinstance(group, ProcessGroup) and group.size() > 1 and dist.get_backend(group) == "gloo":
+        if isinstance(group, ProcessGroup) and group.size() > 1 and carriers(group).get("cpu") == "gloo":
             for peer in (peer for peer in range(group.size()) if peer != group.rank()):
                 with suppress(RuntimeError, ValueError):
                     group.recv([torch.empty(1)], peer, 2**30).wait(MOMENT)

@@ -53,7 +53,7 @@ def _like(axes: tuple[Axis, ...], device: torch.device) -> Cluster:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     mine = "local" if device.type == "cpu" else next((CHIPS[part] for part in CHIPS if part in name), "dgx-h100")
     names = list(PRESETS)
-    return Cluster.preset(names[min(row[0] for row in share([names.index(mine)], axes, device))])
+    return Cluster.preset(names[min(row[0] for row in share([names.index(mine)], axes))])
 
 
 def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:
@@ -67,7 +67,7 @@ def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, w
 @remembered()
 def best_merge(axis: Axis, device: torch.device) -> str:
     """The fastest way to merge short messages along an axis; all ranks ask at once, the first time."""
-    found = hosts(axis, device)
+    found = hosts(axis)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
     cluster = _like((axis,), device).sized(axis.size // near, near)
     times = {how: merge_seconds(how, Line(axis.size, near), SHORT, cluster) for how in ("direct", "tree")}

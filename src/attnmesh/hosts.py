@@ -20,15 +20,15 @@ from attnmesh.tree import Round, by_residue, tree
 
 
 @remembered()  # all ranks ask at once, the first time: none may forget before the others
-def rounds(axis: Axis, canonical: bool, device: torch.device) -> dict[int, list[Round]]:
+def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
-    return tree([by_residue(axis.size)] if canonical else hosts(axis, device))
+    return tree([by_residue(axis.size)] if canonical else hosts(axis))
 
 
 @remembered()
 def mesh_hosts(mesh: Mesh) -> list[int]:
     """For each shard of a mesh a number of its host; the first time its ranks tell each other."""
-    return host_numbers(mesh.axes, torch.device("cpu"))  # whatever a rank alone was given
+    return host_numbers(mesh.axes)
 
 
 @remembered()
@@ -39,16 +39,16 @@ def board_of(axis: Axis, device: torch.device) -> Board | None:
     """
     if device.type != "cpu" or axis.size == 1:
         return None
-    members = next(host for host in hosts(axis, device) if axis.index in host)
+    members = next(host for host in hosts(axis) if axis.index in host)
     size, new = board.size_of(len(members)), axis.index == members[0]
     name = randbits(63)
     memory = board.opened(name, size, new=True) if size and new else None
-    names = [row[0] for row in share([name], [axis], device)]
+    names = [row[0] for row in share([name], [axis])]
     name = names[members[0]]
     if size and not new:
         memory = board.opened(name, size, new=False)
     space = _number(Path("/proc/self/ns/pid"))
-    said = share([memory is not None, os.getpid(), space], [axis], device)
+    said = share([memory is not None, os.getpid(), space], [axis])
     if new and size:
         board.forget(name)
     if memory is None or not all(said[rank][0] for rank in members):
@@ -71,17 +71,17 @@ def _number(file: Path) -> int:
 
 
 @remembered()
-def hosts(axis: Axis, device: torch.device) -> list[list[int]]:
+def hosts(axis: Axis) -> list[list[int]]:
     """The ranks of each host; the first time its ranks tell each other."""
-    said = host_numbers([axis], device)
+    said = host_numbers([axis])
     return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
 
 
-def host_numbers(axes: Sequence[Axis], device: torch.device) -> list[int]:
+def host_numbers(axes: Sequence[Axis]) -> list[int]:
     """For each shard a number of its host, which is a name and a network of its own. All ranks ask at once."""
     name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    said = share([number, rank, own_number()], axes, device)
+    said = share([number, rank, own_number()], axes)
     introduce({rank: Process(host, number) for host, rank, number in said})
     return [host for host, *_ in said]

@@ -26,18 +26,17 @@ def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> De
             raise MeshError("init_mesh", expected, given, "start more ranks, or ask mesh_shape for a smaller one")
 
     call = told("init_mesh", device_type=device_type, shape=shape, q_heads=q_heads, kv_heads=kv_heads)
-    agreed(*everyone(), check, call)
+    agreed(everyone(), check, call)
     sent = elements(shape, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent[name]))
     return init_device_mesh(device_type, tuple(getattr(shape, name) for name in names), mesh_dim_names=names)
 
 
-def everyone() -> tuple[Mesh, torch.device]:
-    """All ranks in line and where they ask each other; before there are process groups, nobody can be asked."""
+def everyone() -> Mesh:
+    """All ranks in line; before there are process groups, nobody can be asked."""
     if not dist.is_initialized():
-        return Mesh.of(None), torch.device("cpu")
-    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world")
-    return Mesh(Axis(), Axis(), axis), torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        return Mesh.of(None)
+    return Mesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
 
 
 def check_device_type(subject: str, device_type: object) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
-from torch.distributed import ProcessGroup, distributed_c10d
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError
@@ -114,6 +115,23 @@ def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
     return mesh_shapes(ranks, q_heads, kv_heads)[0]
 
 
+@remembered()
+def carriers(group: ProcessGroup) -> dict[str, str]:
+    """What carries a group's tensors, by the type of their device: a group may have a backend for each."""
+    return dict(pair.split(":") for pair in get_backend_config(group).split(","))
+
+
+def kind_of(group: ProcessGroup | None) -> str:
+    """The type of devices that a group was made for: gloo carries a GPU's tensors too, but not on purpose."""
+    backends = {} if group is None else carriers(group)
+    return "cuda" if backends.get("cuda", "gloo") != "gloo" else "cpu"
+
+
+def device_of(mesh: DeviceMesh | None) -> torch.device:
+    """Where the ranks of a mesh compute."""
+    return torch.device("cpu" if mesh is None else mesh.device_type)
+
+
 @dataclass(frozen=True)
 class Axis:
     """The ranks in line with this one along an axis: how many, which of them this one is, their group, and its name."""
@@ -148,6 +166,11 @@ class Mesh:
     heads: Axis
     queries: Axis
     keys: Axis
+
+    @property
+    def kind(self) -> str:
+        """The type of devices that its groups were made for."""
+        return next((kind_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":

@@ -91,7 +91,7 @@ def peers_of(axis: Axis, device: torch.device) -> Peers | None:
     """The memories of an axis whose ranks share a host; all ask at the same time, and if one cannot, none does."""
     if device.type != "cuda" or axis.size == 1:
         return None
-    able = len(hosts(axis, device)) == 1 and serves(device)
+    able = len(hosts(axis)) == 1 and serves(device)
     memory = _made(numbers_of(axis.size), device) if able else None
     if not _all(memory is not None, axis, device):
         return None
@@ -122,4 +122,4 @@ def _made(numbers: int, device: torch.device) -> Tensor | None:
 
 
 def _all(said: bool, axis: Axis, device: torch.device) -> bool:
-    return all(row[0] for row in share([said], [axis], device))
+    return all(row[0] for row in share([said], [axis]))

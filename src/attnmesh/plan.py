@@ -73,7 +73,7 @@ class Plan:
                 raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", f"{world}", fix)
 
         call = told("Plan.init_mesh", device_type=device_type, shape=self.shape, tile=self.tile)
-        agreed(*everyone(), check, call)
+        agreed(everyone(), check, call)
         return DeviceMesh(device_type, placed(self.shape, self.tile), mesh_dim_names=AXES)
 
     def explain(self) -> str:

@@ -67,7 +67,7 @@ class World:
     @staticmethod
     def of(axis: Axis, device: torch.device) -> "World":
         """All ranks ask at once."""
-        found = hosts(axis, device) if axis.size > 1 else [[0]]
+        found = hosts(axis) if axis.size > 1 else [[0]]
         return World(axis, device, tuple(map(tuple, found)))
 
     @property
@@ -85,7 +85,7 @@ class World:
         """The longest that any rank took."""
         if self.axis.group is None:
             return seconds
-        return max(row[0] for row in share([int(seconds * 1e9)], [self.axis], self.device)) / 1e9
+        return max(row[0] for row in share([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
         """Seconds of a call that all ranks begin together, until it or those of all are done; nobody's first."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attnmesh.cluster import Cluster
 from attnmesh.errors import ClusterError
 from attnmesh.hardware import NOWHERE
-from attnmesh.mesh import AXES
+from attnmesh.mesh import AXES, kind_of
 from attnmesh.plan import in_seconds
 from attnmesh.shaped import as_asked, run_on, world_of
 from attnmesh.shown import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
@@ -60,7 +60,7 @@ that do not fit a cache. A message is one of 16 kB; in merges ranks of a host ma
 def measured() -> Cluster:
     """On each rank: what all find."""
     world = dist.get_world_size()
-    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    kind = kind_of(dist.group.WORLD)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)

@@ -30,10 +30,10 @@ def recover(caches: Sequence[KVCache] | None, mesh: DeviceMesh | None, **options
     A rank that is new passes None. All come to the tokens that every one of them has in every layer: some may have been
     a step ahead. `options` are those of `KVCache`: `copies`, `capacity`, `checked`, `device`.
     """
-    here, device = Mesh.of(mesh), torch.device(mesh.device_type if mesh is not None else "cpu")
+    here = Mesh.of(mesh)
     call = told("recover", **{name: options[name] for name in sorted(options)})
-    agreed(here, device, lambda: _check(caches, options), call)
-    said = [json.loads(text) for text in texts(here, device, json.dumps(_told_of(caches)))]
+    agreed(here, lambda: _check(caches, options), call)
+    said = [json.loads(text) for text in texts(here, json.dumps(_told_of(caches)))]
     known = [each for each in said if each]
     length = min((each["length"] for each in known), default=0)
     if fault := _fault(known, here, options.get("capacity"), length):
@@ -57,8 +57,8 @@ class _Moves:
         self.old, self.new, self.length, self.sources = caches, new, length, sources
         self.axis = flat_axis(new.device_mesh, AXES)
         here = [self.axis.index, new.mesh.heads.index, new.tokens.index]
-        self.ranks = share(here, new.mesh.axes, new.device)  # by shard: where it is in line, and in the new mesh
-        counts = texts(new.mesh, new.device, json.dumps(self._counts()))
+        self.ranks = share(here, new.mesh.axes)  # by shard: where it is in line, and in the new mesh
+        counts = texts(new.mesh, json.dumps(self._counts()))
         self.counts: list[dict[str, list[int]]] = [json.loads(text) for text in counts]
         found = sum(sum(each) for held in self.counts for each in held.values())
         heads = len({heads for heads, _ in sources})

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from attnmesh.deal import Deal
@@ -65,7 +64,6 @@ class Layers:
     """The layers of a model, all of the same tokens, as this rank has them."""
 
     mesh: Mesh
-    device: torch.device
     shares: tuple[Share, ...]
     lengths: tuple[int, ...]  # of all layers, which are to be the same
     used: int

@@ -22,7 +22,7 @@ from attnmesh.store import keep, settle
 
 def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
     """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
-    mesh, device, first = layers.mesh, layers.device, layers.shares[0]
+    mesh, first = layers.mesh, layers.shares[0]
 
     def look() -> tuple[Path, int]:
         path = folder_of("save", folder)
@@ -31,14 +31,14 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
             raise StoreError("save", "layers of the same tokens", given, fix)
         return path, _next(path)
 
-    path, saving = agreed(mesh, device, look, lambda found: told("save", saving=found[1], note=note))
+    path, saving = agreed(mesh, look, lambda found: told("save", saving=found[1], note=note))
     sizes = tuple(share.sizes for share in layers.shares)
     heads, ranks = first.heads.size, first.tokens.size
     header = Header(sizes, layers.padded, layers.lengths[0], heads, ranks, saving, note, uuid4().hex)
 
     def conclude(error: StoreError | None) -> None:
-        agree(mesh, device, error or "save")
-        agreed(mesh, device, lambda: _publish(path, header) if layers.first else None, "save")
+        agree(mesh, error or "save")
+        agreed(mesh, lambda: _publish(path, header) if layers.first else None, "save")
 
     return Saving(lambda: _save(path, saving, layers, more if layers.first else {}), conclude)
 

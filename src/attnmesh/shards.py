@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, told
-from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.agree import agree, told, tried
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.exchange import blank, swap
 from attnmesh.inputs import check_tensor
 from attnmesh.layout import Layout, check_layout
@@ -33,20 +33,21 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
     tensor([0, 1, 2, 3, 4, 5])
     """
     here = Mesh.of(mesh)
-    call: str | InputError
-    try:
+
+    def look() -> int:
         check_layout("unshard layout", layout)
-        dim = _dim("unshard", x, dim)
+        along = _dim("unshard", x, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
             raise KernelError("unshard", "a tensor without gradients", given, fix)
+        return along
+
+    def call(dim: int) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim]
-        call = told("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
-    except InputError as error:
-        call = error
-    device = x.device if isinstance(x, Tensor) else torch.device("cpu")
-    held = x.shape[dim] if isinstance(call, str) else 0
-    counts = [row[0] for row in agree(here, device, call, [held])]
+        return told("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
+
+    dim, said = tried(look, call)
+    counts = [row[0] for row in agree(here, said, [0 if dim is None else x.shape[dim]])]
     positions = _positions(layout, sum(counts) if length is None else length, counts)
     whole = _gathered(x.movedim(dim, 0), here, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)

@@ -147,4 +147,4 @@ def _together(request: Request) -> list[Row]:
 
 
 def _largest(mesh: Any, *numbers: int) -> list[int]:
-    return [max(column) for column in zip(*share(numbers, Mesh.of(mesh).axes, torch.device("cpu")), strict=True)]
+    return [max(column) for column in zip(*share(numbers, Mesh.of(mesh).axes), strict=True)]

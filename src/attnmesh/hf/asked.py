@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.agree import agree, fingerprints, told
-from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
+from attnmesh.agree import agreed, fingerprints, told
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import NAME, ShardedCache, check_layers
 from attnmesh.hf.opaque import FAMILIES
 from attnmesh.mesh import Mesh
@@ -56,20 +56,21 @@ def agree_on(
     options: dict[str, Any],
 ) -> None:
     """A call of `generate` or `prefill`: all ranks were given the same, or all raise the same error."""
-    call: str | InputError
-    try:
+
+    def look() -> None:
         check_model(model)
         _check_prompt(model.config.get_text_config(decoder=True), ids, attention_mask, here.shape.ranks)
         _check_options(model, options)
         if cache is not None:
             _check_cache(cache, ids)
+
+    def call(_: None) -> str:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         held = 0 if cache is None else cache.get_seq_length()
         asked = {name: value_of(given) for name, given in sorted(options.items()) if name != "streamer"}
-        call = told("generate", **{**prompt, "held": held, **asked})
-    except InputError as error:
-        call = error
-    agree(here, ids.device if isinstance(ids, Tensor) else torch.device("cpu"), call)
+        return told("generate", **{**prompt, "held": held, **asked})
+
+    agreed(here, look, call)
 
 
 def check_model(model: PreTrainedModel) -> None:

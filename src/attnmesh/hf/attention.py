@@ -64,7 +64,7 @@ def attention_function(
         if isinstance(key, Fresh):
             key.layer.refuse(error)
         elif isinstance(attention_mask, Seen) and attention_mask.shards is not None:  # the others are about to ask
-            agree(Mesh.of(attention_mask.shards.mesh), query.device, error)
+            agree(Mesh.of(attention_mask.shards.mesh), error)
         raise
     asked = Asked(seen.mask, scaling, s_aux)
     if isinstance(key, Fresh):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, fingerprints, told
-from attnmesh.errors import ArgumentError, DtypeError, InputError, MaskError, ShapeError
+from attnmesh.agree import agreed, fingerprints, told
+from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import Documents, Full, Mask
 from attnmesh.mesh import Mesh
@@ -60,19 +60,16 @@ def shard_batch(
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    here, device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
-    call: str | InputError
-    try:
+    here = Mesh.of(mesh)
+
+    def look() -> dict[str, Any]:
         check_layout("shard_batch layout", layout)
-        batch = _joined(batch, more)
-        _check(batch, here.shape.ranks)
-        device = batch["input_ids"].device
-        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-        others = {name: x for name, x in batch.items() if name not in tensors}
-        call = told("shard_batch", **{"layout": layout, **fingerprints(tensors), **others})
-    except InputError as error:
-        call = error
-    agree(here, device, call)
+        whole = _joined(batch, more)
+        _check(whole, here.shape.ranks)
+        return whole
+
+    batch = agreed(here, look, lambda found: told("shard_batch", **{"layout": layout, **_described(found)}))
+    device = batch["input_ids"].device
     positions, documents = _positions(batch)
     whole = {"input_ids": batch["input_ids"], "position_ids": positions}
     labels = _shifted(batch)
@@ -85,6 +82,12 @@ def shard_batch(
         part |= {"labels": part["shift_labels"], "num_items_in_batch": count.to(device) / here.shape.ranks}
     shards = Shards(mesh, layout, batch["input_ids"].shape[1], tuple(part["input_ids"].shape), documents)
     return {**part, "use_cache": False, "attention_mask": shards}
+
+
+def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch, as ranks tell each other of it."""
+    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+    return {**fingerprints(tensors), **{name: x for name, x in batch.items() if name not in tensors}}
 
 
 def _joined(batch: object, more: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise error
 
         if self.kv is None:  # the others are about to make room, and ask
-            agree(Mesh.of(self.cache.mesh), self.cache.device, error)
+            agree(Mesh.of(self.cache.mesh), error)
         else:
             self.kv.ask("append", check, dict)
         raise error
@@ -161,10 +161,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         checked: bool | None = None,
         copies: int = 1,
     ) -> None:
-        here, self.device = Mesh.of(mesh), torch.device("cpu" if mesh is None else mesh.device_type)
+        here = Mesh.of(mesh)
         options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        agreed(here, self.device, lambda: _check(config, here.shape, options), told("ShardedCache", **options))
+        agreed(here, lambda: _check(config, here.shape, options), told("ShardedCache", **options))
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, here.shape.ranks
         self.capacity, self.block = capacity, block
@@ -273,11 +273,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             layer.kv, layer.is_initialized = kv, True
         first = whole.layers[0].kv
         known = torch.empty(0, 0) if cache is None or cache.tokens is None else cache.tokens
-        lengths = [row[0] for row in share([known.shape[1]], first.mesh.axes, first.device)]
+        lengths = [row[0] for row in share([known.shape[1]], first.mesh.axes)]
         length = min((n for n in lengths if n), default=0)  # some may be a token ahead
         if length and length >= first.length:
             known = known[:, :length] if len(known) else torch.zeros(first.sizes.batch, length, dtype=torch.int64)
-            told = share(known.flatten().tolist(), first.mesh.axes, first.device)
+            told = share(known.flatten().tolist(), first.mesh.axes)
             tokens = torch.tensor(next(row for row, n in zip(told, lengths, strict=True) if n))
             whole.tokens = tokens.view(first.sizes.batch, length).to(first.device)
         return whole

@@ -69,7 +69,7 @@ class Checkpoint:
             self._check(settings, ids, cache)
             return (self.folder / MANIFEST).exists()
 
-        there = agreed(here, ids.device, look, lambda found: told("generate checkpoint", found=found))
+        there = agreed(here, look, lambda found: told("generate checkpoint", found=found))
         options = {name: value_of(given) for name, given in settings.options.items() if name not in FREE}
         options |= {name: value_of(settings[name]) for name in SAMPLING}
         options |= {"random": str(int(digest(random_state(ids.device))))} if settings["do_sample"] else {}

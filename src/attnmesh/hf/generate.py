@@ -255,8 +255,8 @@ def _draw_alike(here: Mesh, device: torch.device) -> None:
     """Every rank's generators as those of the first shard: all are to sample the same tokens."""
     if here.shape.ranks == 1:
         return
-    state = share(torch.get_rng_state().tolist(), here.axes, device)[0]
+    state = share(torch.get_rng_state().tolist(), here.axes)[0]
     torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
     if device.type == "cuda":
-        state = share(torch.cuda.get_rng_state(device).tolist(), here.axes, device)[0]
+        state = share(torch.cuda.get_rng_state(device).tolist(), here.axes)[0]
         torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
