@@ -25,7 +25,7 @@ STRANGE = (
 """In the place of a number or a word."""
 
 
-TENSORS = "1/0.0.0-20.safetensors"
+TENSORS = "0.0.0-20.safetensors"
 
 
 def mutated(content: bytes, random: Random) -> bytes:
@@ -64,8 +64,9 @@ class Victim:
         cache.save(folder)
         self.folder, self.scratch = folder, folder / "scratch.safetensors"
         self.manifest = (folder / MANIFEST).read_bytes()
-        self.tensors, self.more = ((folder / name).read_bytes() for name in (TENSORS, f"1/{MORE}"))
-        self.whole = {name: Stored(folder / TENSORS).read(name) for name in ("columns", "keys 0")}
+        (self.saved,) = folder.glob("1-*")
+        self.tensors, self.more = ((self.saved / name).read_bytes() for name in (TENSORS, MORE))
+        self.whole = {name: Stored(self.saved / TENSORS).read(name) for name in ("columns", "keys 0")}
 
     def read(self, seed: int) -> str:
         """What came of it: the cache as it was, or "refused"; anything else is raised."""
@@ -92,9 +93,13 @@ class Victim:
     def load(self, seed: int) -> str:
         """The same by all of `KVCache.load`."""
         random = Random(seed)
-        names = {MANIFEST: self.manifest, TENSORS: self.tensors, f"1/{MORE}": self.more}
-        for name, content in names.items():
-            (self.folder / name).write_bytes(mutated(content, random) if random.random() < 0.6 else content)
+        files = {
+            self.folder / MANIFEST: self.manifest,
+            self.saved / TENSORS: self.tensors,
+            self.saved / MORE: self.more,
+        }
+        for file, content in files.items():
+            file.write_bytes(mutated(content, random) if random.random() < 0.6 else content)
         try:
             am.KVCache.load(self.folder, None)
             return "read"

@@ -435,7 +435,7 @@ def test_a_damaged_or_foreign_file_is_refused(pool: Pool, tmp_path: Path) -> Non
     (tmp_path / "foreign").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cache.json").write_text('{"format": "another", "version": 2}')
-    data = max((tmp_path / "good").glob("1/*.safetensors"), key=lambda file: file.stat().st_size)
+    data = max((tmp_path / "good").glob("1-*/*.safetensors"), key=lambda file: file.stat().st_size)
     content = bytearray(data.read_bytes())
     for place in range(len(content) // 4, len(content) // 2):
         content[place] ^= 0x40

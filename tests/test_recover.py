@@ -66,7 +66,7 @@ def recovered(
     caches = [filled(mesh, 2, padded, 100 * layer) for layer in range(layers)]
     if rank == 1:  # a step ahead of the others
         for cache in caches[:1]:
-            cache.checked = False
+            cache.asking.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
     worst = 0.0
@@ -167,7 +167,7 @@ def test_copies_that_cannot_be_are_refused(copies: Any) -> None:
 
 def keeps(shape: tuple[int, int, int]) -> list[list[int]]:
     cache = filled(meshed(shape), 2, False)
-    return [cache.keepers, [*cache.copies]]
+    return [cache.copies.keepers, [*cache.copies.rooms]]
 
 
 def test_copies_lie_on_the_next_rank(pool: Pool) -> None:

@@ -1,10 +1,15 @@
 """Saving: the last stays until the next is whole, decoding goes on meanwhile, and files are not trusted."""
 
 import json
+import math
 import os
 import resource
 import shutil
+import time
+import weakref
 from pathlib import Path
+from threading import Event, Thread, current_thread
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +17,11 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh import saving, store
-from attnmesh.cache import save_layers
+from attnmesh.agree import digest
+from attnmesh.cache import load_layers, save_layers
 from attnmesh.errors import StoreError
 from attnmesh.mesh import AXES, Shape
+from attnmesh.ranks import run_on_ranks
 from attnmesh.store import Stored, keep
 from tests.fuzz_store import Victim
 from tests.mesh_problems import named_mesh
@@ -34,6 +41,12 @@ def answer(cache: am.KVCache) -> torch.Tensor:
     return am.decode(torch.randn(1, 4, 1, width, generator=torch.Generator().manual_seed(1)), cache)
 
 
+def saved_in(path: Path) -> Path:
+    """The one saving of a folder."""
+    (folder,) = (each for each in path.iterdir() if each.is_dir())
+    return folder
+
+
 def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> None:
     small, large = cache_of(20), cache_of(20_000)
     small.save(tmp_path)
@@ -47,7 +60,7 @@ def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> Non
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
     large.save(tmp_path)
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(large))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "cache.json"]
+    assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["2", "cache.json"]
 
 
 def one_cannot_write(path: Path) -> list[str]:
@@ -106,13 +119,15 @@ def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pyt
 def test_a_saving_that_was_cut_short_is_as_if_it_had_not_been(tmp_path: Path) -> None:
     small = cache_of(20)
     small.save(tmp_path)
-    (tmp_path / "2").mkdir()
-    (tmp_path / "2" / "0.0.0-64.safetensors").write_bytes(b"half of it")
-    (tmp_path / "cache.json.part").write_text('{"format": "attnm')
+    cut = tmp_path / f"2-{7:016x}"
+    cut.mkdir()
+    (cut / "0.0.0-64.safetensors.part").write_bytes(b"half of it")
+    (tmp_path / f"cache.json.{7:016x}").write_text('{"format": "attnm')
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
     small.append(*torch.ones(2, 1, 2, 3, 8).unbind())
     small.save(tmp_path)
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [saved_in(tmp_path).name, "cache.json"]
 
 
 @pytest.fixture
@@ -150,7 +165,7 @@ def test_a_saving_goes_on_where_the_last_was_cut_short(
     with pytest.raises(StoreError, match="No space left on device"):
         cache.save(tmp_path)
     monkeypatch.setattr(store, "write", told)
-    (tmp_path / "1" / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
+    (saved_in(tmp_path) / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
     cache.save(tmp_path)
     assert len(written) == len(set(written)) == 5
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
@@ -177,7 +192,7 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"version": 1}, "a cache of version 3, given version 1"),
+        ({"version": 1}, "a cache of version 4, given version 1"),
         ({"length": 10**9}, "the sizes of a cache"),
         ({"heads": 3}, "the sizes of a cache"),
         ({"ranks": 0}, "the sizes of a cache"),
@@ -221,7 +236,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 
     torch.save(Bomb(), tmp_path / "bomb")
     cache_of(20).save(tmp_path / "cache")
-    (tmp_path / "cache" / "1" / "0.0.0-20.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
+    (saved_in(tmp_path / "cache") / "0.0.0-20.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
     with pytest.raises(StoreError, match=r"a file that KVCache\.save wrote"):
         am.KVCache.load(tmp_path / "cache", None)
     assert not (tmp_path / "run").exists()
@@ -320,6 +335,7 @@ def test_the_disk_has_the_new_saving_before_the_old_one_goes(tmp_path: Path, mon
     """Files and the folders that name them, as a power failure would have it."""
     cache = cache_of(128)
     cache.save(tmp_path)
+    before = saved_in(tmp_path)
     cache.append(*torch.ones(2, 1, 2, 2, 8).unbind())
     acts = []
     fsync, replace, remove = os.fsync, os.replace, shutil.rmtree
@@ -328,11 +344,191 @@ def test_the_disk_has_the_new_saving_before_the_old_one_goes(tmp_path: Path, mon
     monkeypatch.setattr(shutil, "rmtree", lambda path, **so: (acts.append(f"gone {path.name}"), remove(path, **so)))
     cache.save(tmp_path)
     told = [str(act.relative_to(tmp_path.parent)) if isinstance(act, Path) else act for act in acts]
-    root, file, manifest = tmp_path.name, "0.0.128-130.safetensors", "cache.json"
-    settled = [f"{root}/2/{file}.part", f"named {file}", f"{root}/2", root, "."]
-    assert told == [*settled, f"{root}/{manifest}.part", f"named {manifest}", root, "gone 1"]
+    root, folder, file, manifest = tmp_path.name, saved_in(tmp_path).name, "0.0.128-130.safetensors", "cache.json"
+    settled = [f"{root}/{folder}/{file}.part", f"named {file}", f"{root}/{folder}", root, "."]
+    published = [f"{root}/{manifest}.{folder.split('-')[1]}", f"named {manifest}", root]
+    assert told == [*settled, *published, f"gone {before.name}"]
 
 
 def test_layers_of_other_lengths_are_not_saved_as_one(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"layers of the same tokens, given layers of \[20, 30\] tokens"):
         save_layers([cache_of(20), cache_of(30)], tmp_path)
+
+
+def test_what_is_not_of_a_saving_stays(tmp_path: Path) -> None:
+    """Folders of numbers, and files that are named like ours."""
+    others = [tmp_path / name for name in ("2024/thesis.txt", "7/photo", "1/0.0.notes.txt", "cache.json.bak")]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("mine")
+    cache = cache_of(20)
+    cache.save(tmp_path)
+    cache.save(tmp_path)
+    assert [other.read_text() for other in others] == ["mine"] * 4
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """The first saving from now on writes no more than one file until it is let go."""
+    go, first, really = Event(), list[Thread](), store.write
+
+    def write(*told: object) -> None:
+        really(*told)  # type: ignore[arg-type]
+        first.append(current_thread())
+        if first[0] is current_thread():
+            go.wait()
+
+    monkeypatch.setattr(store, "write", write)
+    return go
+
+
+def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, go = cache_of(5000), cache_of(5000), held_up(monkeypatch)
+    other.truncate(0)
+    other.append(*torch.ones(2, 1, 2, 5000, 8).unbind())
+    first = one.save(tmp_path, wait=False)
+    second = other.save(tmp_path, wait=False)
+    second.finish_writing()
+    go.set()
+    first.wait()
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
+    with pytest.raises(
+        StoreError, match=r"expected one saving at a time in a folder, given .*, where another was done first"
+    ):
+        second.wait()
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
+
+
+def test_a_saving_that_nobody_waits_for_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = cache_of(5000)
+    go = held_up(monkeypatch)
+    left = cache_of(4000).save(tmp_path, wait=False)
+    cache.save(tmp_path)
+    go.set()
+    left.finish_writing()
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_a_damaged_file_is_not_taken_over(tmp_path: Path) -> None:
+    cache_of(300).save(tmp_path)
+    file = saved_in(tmp_path) / "0.0.0-256.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(StoreError, match=r"damage in .*\. Fix: restore the folder from a copy, or save to another"):
+        am.KVCache.load(tmp_path, None)
+    cache = cache_of(300)
+    cache.save(tmp_path)
+    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+
+
+def test_signs_that_have_changed_are_saved(tmp_path: Path) -> None:
+    """Of an even number of float64 numbers: sums modulo 2^64 of weighed first bits would not tell."""
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=40, dtype=torch.float64)
+    k = torch.randn(1, 2, 20, 8).double()
+    cache.append(k, k)
+    cache.save(tmp_path)
+    cache.truncate(0)
+    k[:, :, 7] *= -1
+    cache.append(k, k)
+    cache.save(tmp_path)
+    assert torch.equal(am.KVCache.load(tmp_path, None).keys[:, :, :20], k)
+
+
+def test_a_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    cache_of(20).save(tmp_path)
+    file = saved_in(tmp_path) / "0.0.0-20.safetensors"
+    stored = Stored(file)
+    tensors = {name: stored.read(name) for name in stored.entries}
+    tensors["columns"][5] = 4
+    store.write(file, tensors, {name: int(digest(x)) for name, x in tensors.items()})
+    with pytest.raises(StoreError, match="every token once, given some twice"):
+        am.KVCache.load(tmp_path, None)
+
+
+@pytest.mark.parametrize("name", ["cache.json", "0.0.0-20.safetensors"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    cache_of(20).save(tmp_path)
+    (file,) = tmp_path.rglob(name)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(StoreError, match="expected a f"):
+        am.KVCache.load(tmp_path, None)
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 47, 1 << 47], [1 << 43], [(1 << 48) - 1] * 200_000, [1] * 9])
+def test_shapes_that_cannot_be_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    """At once, and before there is memory for them; the file is as long as it says, and sparse."""
+    size = math.prod(shape) if len(shape) < 9 else 1
+    header = {"__metadata__": {"x": "0"}, "x": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}
+    text = json.dumps(header).encode()
+    with (tmp_path / "file").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    with pytest.raises(StoreError):
+        Stored(tmp_path / "file").read("x")
+
+
+@pytest.mark.parametrize(("note", "message"), [("n" * (1 << 20), "a note of less than"), ({1, 2}, "a str, given set")])
+def test_a_note_that_could_not_be_read_is_refused(tmp_path: Path, note: Any, message: str) -> None:
+    cache = cache_of(20)
+    cache.save(tmp_path)
+    with pytest.raises(StoreError, match=message):
+        save_layers([cache], tmp_path, note=note)
+    assert am.KVCache.load(tmp_path, None).length == 20
+
+
+def test_a_saving_that_is_over_keeps_no_tensors(tmp_path: Path) -> None:
+    cache = cache_of(20)
+    cache.save(tmp_path)
+    keys = weakref.ref(cache.keys)
+    cache.reserve(1000)
+    assert keys() is None
+
+
+def test_a_saving_whose_end_was_interrupted_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way = cache_of(20).save(tmp_path, wait=False)
+    monkeypatch.setattr(saving, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            under_way.wait()
+
+
+def test_what_is_saved_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it is changed meanwhile, and the working folder too."""
+    monkeypatch.chdir(tmp_path)
+    go, more = held_up(monkeypatch), {"real": torch.zeros(3)}
+    under_way = save_layers([cache_of(300)], "here", more=more, wait=False)
+    more["real"] += 1
+    monkeypatch.chdir("/")
+    go.set()
+    under_way.wait()
+    _, found, _ = load_layers(tmp_path / "here", None)
+    assert torch.equal(found["real"], torch.zeros(3))
+
+
+def test_layers_in_another_order_are_other_layers(tmp_path: Path) -> None:
+    one, other = cache_of(300), cache_of(300)
+    other.truncate(0)
+    other.append(*torch.ones(2, 1, 2, 300, 8).unbind())
+    for caches in ([one, other], [other, one]):
+        save_layers(caches, tmp_path)
+        loaded, _, _ = load_layers(tmp_path, None)
+        assert all(torch.equal(answer(a), answer(b)) for a, b in zip(loaded, caches, strict=True))
+
+
+def saved_by_a_slow_disk(path: Path) -> int:
+    """The second of two ranks writes for longer than the deadline."""
+    cache = cache_of(20, 2)
+    if dist.get_rank() == 1:
+        keep = saving.keep
+        saving.keep = lambda *told: (time.sleep(3), keep(*told))[1]
+    before = am.set_deadline(1.0)
+    try:
+        cache.save(path)
+    finally:
+        am.set_deadline(before)
+    return am.KVCache.load(path, None).length
+
+
+def test_a_slow_disk_is_no_lost_rank(tmp_path: Path) -> None:
+    assert run_on_ranks(2, saved_by_a_slow_disk, tmp_path) == [20, 20]

@@ -6,21 +6,26 @@ with that, in one small exchange; and if they do not all say the same, all raise
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnmesh import errors
 from attnmesh.errors import ArgumentError, InputError, MeshError
 from attnmesh.exchange import share
 from attnmesh.hosts import mesh_hosts
 from attnmesh.mesh import Mesh
-from attnmesh.partial import bits
+from attnmesh.partial import bits, mixed
 
 T = TypeVar("T")
+
+ROW = 4096
+"""Numbers that are weighed together."""
 
 SEPARATOR = "\x1f"
 
@@ -70,9 +75,29 @@ def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> 
 
 
 def digest(x: Tensor) -> Tensor:
-    """A number that tells a tensor's bits from others: each weighed by an odd number of its own, modulo 2^64."""
-    numbers = bits(x)
-    return (numbers * torch.arange(1, 2 * len(numbers) + 1, 2, device=x.device)).sum()
+    """A number that tells a tensor's bits from others, modulo 2^64: rows of them are weighed, and then the rows."""
+    numbers = _folded(bits(x))
+    weights = _weights() if x.device.type == "cpu" else _made_weights(x.device)
+    while len(numbers) > ROW:
+        rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
+        numbers = _folded((rows * weights).sum(1))
+    return (numbers * weights[: len(numbers)]).sum()
+
+
+def _folded(numbers: Tensor) -> Tensor:
+    """The first bits also where the last are: modulo 2^64, changes of the first alone could cancel out."""
+    return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
+
+
+def _made_weights(device: torch.device) -> Tensor:
+    """Odd numbers without a pattern: with 1, 3, 5, ... small numbers in another order would often weigh the same."""
+    return mixed(torch.arange(1, ROW + 1, device=device)) | 1
+
+
+@lru_cache
+def _weights() -> Tensor:
+    with torch.inference_mode(False):
+        return _made_weights(torch.device("cpu"))
 
 
 def stamp(before: int, said: Tensor | None) -> int:
@@ -93,7 +118,7 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
-    number = int.from_bytes(blake2b(text.encode(), digest_size=7).digest())
+    number = int.from_bytes(blake2b(_letters(text), digest_size=7).digest())
     mesh_hosts(mesh)  # who is lost later may take its host along
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
     table = share([number, failed, *padded], mesh.axes)
@@ -102,12 +127,45 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
+class Asking:
+    """When the ranks that hold something ask each other of calls on it: always, never, or at the first of each kind."""
+
+    def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
+        self.mesh, self.device, self.checked = mesh, device, checked
+        self.kinds = set[Any]()  # of calls that ranks have found to be the same
+
+    def ask(
+        self,
+        name: str,
+        check: Callable[[], Sequence[int] | None],
+        fields: Callable[[], Mapping[str, object]],
+        *,
+        must: bool = False,
+    ) -> list[list[int]]:
+        """What `check` gives on every rank, by shard; on this one alone where ranks do not ask each other.
+
+        What is wrong with a call then all raise, and else the rank that makes it.
+        """
+        asks = must or (name not in self.kinds if self.checked is None else self.checked)
+        if not asks or self.mesh.shape.ranks == 1 or not askable(self.device):
+            return [list(check() or ())]
+        numbers, said = tried(check, lambda _: told(name, **fields()))
+        table = agree(self.mesh, said, numbers or ())
+        self.kinds.add(name)
+        return table
+
+
 def texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text, by shard: first how long they are, then the letters."""
-    letters = text.encode()
+    letters = _letters(text)
     lengths = [row[0] for row in share([len(letters)], mesh.axes)]
     padded = [*letters, *[0] * (max(lengths) - len(letters))]
     return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes), lengths, strict=True)]
+
+
+def _letters(text: str) -> bytes:
+    """Also of what no encoding has, as a path may be."""
+    return text.encode(errors="backslashreplace")
 
 
 def _raise(texts: list[str], failed: list[bool]) -> None:

@@ -5,8 +5,9 @@ stay on the rank that made them: a slot knows its token, so nothing is moved. Al
 lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, agreed, askable, check_checked, fingerprints, stamp, told
-from attnmesh.deal import check_copies, check_cover, cover, kept_by
-from attnmesh.errors import DeviceError, InputError, ShapeError, StoreError
-from attnmesh.exchange import blank, share, swap, trade
-from attnmesh.hosts import board_of, hosts, rounds
-from attnmesh.loading import check_memory, fill, more_of
-from attnmesh.mesh import Mesh, device_of, flat_axis
+from attnmesh.agree import Asking, agreed, check_checked, fingerprints, stamp, told
+from attnmesh.copies import Copies, check_copies
+from attnmesh.deal import Spread, check_cover, cover
+from attnmesh.errors import ShapeError
+from attnmesh.exchange import blank, swap
+from attnmesh.hosts import board_of, rounds
+from attnmesh.loading import Found, fill, looked_into
+from attnmesh.making import device_fault, device_for
+from attnmesh.mesh import Mesh, flat_axis
 from attnmesh.padding import Padding
 from attnmesh.room import Room
-from attnmesh.saved import Header, Known, Layers, Share, folder_of, opened
+from attnmesh.saved import Known, Layers
 from attnmesh.saving import Saving, begin
 from attnmesh.sizes import Sizes
 from attnmesh.slots import Slots
@@ -67,34 +70,31 @@ class KVCache:
         """
         widths = head_dim, head_dim if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
-        self.device_mesh, self.mesh, self.tokens = mesh, Mesh.of(mesh), flat_axis(mesh, ("queries", "keys"))
-        self.device = _device(mesh, device)
+        self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
         call = told("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
         agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
-        self.checked, self.kinds = checked, set[Any]()  # of calls that ranks have found to be the same
+        self.tokens = flat_axis(mesh, ("queries", "keys"))  # a group may be made of it, by all ranks at once
+        self.asking = Asking(self.mesh, self.device, checked)
         self.room = self._room(sizes, self.tokens.index)
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
-        self._shards = 0, [0] * self.tokens.size  # up to which token each rank holds how many, before dealing goes on
+        self._spread = Spread(self.room.deal, 0, (0,) * self.tokens.size)
         self._saving: Saving | None = None
-        self._known = Known(1)
+        self._known = Known()
         self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
-        self._most = 0  # the length, or more where tokens were cut off since: known without asking the device
+        self._most = 0  # the length, as far as the host knows: what a replayed graph appends it does not
         if self.tokens.size > 1:
             rounds(self.tokens, False)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
             board_of(axis, self.device)
-        keepers = kept_by(hosts(self.tokens), copies) if copies > 1 else {}
-        self.keepers = keepers.get(self.tokens.index, [])  # who keeps a copy of what this rank holds
-        kept = [index for index in keepers if self.tokens.index in keepers[index]]
-        self.copies = {index: self._room(sizes, index) for index in kept}
+        self.copies = Copies(self.tokens, copies, partial(self._room, sizes))
 
     def _room(self, sizes: Sizes, index: int) -> Room:
         return Room(sizes, self.mesh.heads, self.tokens.size, index, self.device)
 
     def _check(self, sizes: Sizes, device: object, checked: object, copies: object) -> None:
         check_checked("KVCache", checked)
-        check_copies(copies, self.tokens.size)
-        if fault := sizes.fault(self.mesh.heads.size) or _device_fault(self.device, device):
+        check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
+        if fault := sizes.fault(self.mesh.heads.size) or device_fault("KVCache", self.device, device):
             raise fault
 
     def __repr__(self) -> str:
@@ -105,10 +105,8 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same tokens in tensors of its own, on the same mesh."""
         twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": Known(1), "room": self.room.twin()}
-        twin.copies = {index: room.twin() for index, room in self.copies.items()}
-        start, counts = self._shards
-        twin._shards = start, list(counts)
+        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": Known()}
+        twin.room, twin.copies = self.room.twin(), self.copies.twin()
         return twin
 
     @property
@@ -119,7 +117,7 @@ class KVCache:
     @property
     def rooms(self) -> list[Room]:
         """That of this rank's own tokens, and those of its copies of others'."""
-        return [self.room, *self.copies.values()]
+        return [self.room, *self.copies.rooms.values()]
 
     @property
     def keys(self) -> Tensor:
@@ -167,22 +165,22 @@ class KVCache:
     @property
     def dealt(self) -> bool:
         """Whether every token lies where dealing puts it, as after `append` alone."""
-        return self._shards[0] == 0
+        return self._spread.start == 0
 
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
-        self.ask("append", lambda: self._check_append(k, v, real), lambda: fingerprints({"k": k, "v": v, "real": real}))
+        new = {"k": k, "v": v, "real": real}
+        self.asking.ask("append", lambda: self._check_append(k, v, real), lambda: fingerprints(new))
         self._note(real, k.shape[2])
         with torch.no_grad():
             for room in self.rooms:
                 room.add(k, v, real)
 
-    def _check_append(self, k: Tensor, v: Tensor, real: Tensor | None) -> tuple[()]:
+    def _check_append(self, k: Tensor, v: Tensor, real: Tensor | None) -> None:
         self.sizes.check_new("append", k, v, self.device)
         self.sizes.check_real("append", real, k.shape[2])
         if not torch.compiler.is_compiling():
-            self._check_room("append", k.shape[2], self._shards)
-        return ()
+            self._check_room("append", k.shape[2], self._spread)
 
     def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, real: Tensor | None = None) -> None:
         """Keep the tokens that this rank made, all heads of them, at these positions of the whole sequence.
@@ -191,27 +189,32 @@ class KVCache:
         tokens of all ranks), is False for padding and the same on every rank.
         """
         start = self.length
-        table = self.ask(
+        table = self.asking.ask(
             "append_shard",
             lambda: self._check_append_shard(k, v, positions, real),
-            lambda: {"tokens": start, "padding": None if real is None else list(real.shape), "stamp": stamp(0, real)},
+            lambda: {
+                "tokens": start,
+                "capacity": self.sizes.capacity,
+                "padding": None if real is None else list(real.shape),
+                "stamp": stamp(0, real),
+            },
             must=True,
         )
         more = sum(count for count, *_ in table)
         check_cover(sum(said for _, _, said, _ in table), start, more)
         self.sizes.check_real("append_shard", real, more)
-        counts = self._counts(start, self._shards)
+        counts = self._spread.counts(start)
         for count, owner, *_ in table:
             counts[owner] += count
         by_dealing = self.dealt and all(in_turn for *_, in_turn in table)
-        shards = self._shards if by_dealing else (start + more, counts)
-        self._check_room("append_shard", more, shards)
-        self._shards = shards
+        spread = self._spread if by_dealing else Spread(self.room.deal, start + more, tuple(counts))
+        self._check_room("append_shard", more, spread)
+        self._spread = spread
         self._note(real, more)
         with torch.no_grad():
             k, v, tokens = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
             self.room.place(k, v, tokens, more, real)
-            self._copy(k, v, tokens, more, real)
+            self.copies.send(k, v, tokens, more, real)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -219,16 +222,17 @@ class KVCache:
         self._finish_saving()
         before = self.length
 
-        def held() -> tuple[int, int]:
+        def before_it() -> tuple[int, int]:
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
                 given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that is no more than it holds"
                 raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
             return self.tokens.index, self.room.before(length)
 
         dealt = self.dealt  # if not, only the others know how many of their tokens are left
-        table = self.ask("truncate", held, lambda: {"to": length, "tokens": before}, must=not dealt)
-        if not dealt and length < self._shards[0]:
-            self._shards = length, [count for _, count in sorted({(rank, count) for rank, count in table})]
+        table = self.asking.ask("truncate", before_it, lambda: {"to": length, "tokens": before}, must=not dealt)
+        if not dealt and length < self._spread.start:
+            held = sorted(set(map(tuple, table)))  # of ranks with the same tokens of other heads once
+            self._spread = Spread(self.room.deal, length, tuple(count for _, count in held))
         for room in self.rooms:
             room.cut(length)
         self._known.forget(self.used)
@@ -239,12 +243,11 @@ class KVCache:
         """Make room for at least so many tokens; every rank calls it. One tensor is copied at a time."""
         sizes = replace(self.sizes, capacity=capacity)
 
-        def check() -> tuple[()]:
+        def check() -> None:
             if fault := sizes.fault(self.mesh.heads.size):
                 raise fault
-            return ()
 
-        self.ask("reserve", check, lambda: {"capacity": capacity})
+        self.asking.ask("reserve", check, lambda: {"capacity": capacity})
         if capacity > self.sizes.capacity:
             for room in self.rooms:
                 room.grow(sizes)
@@ -252,7 +255,7 @@ class KVCache:
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
-        self.ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        self.asking.ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
         index = batch_index.to(self.device)
         for room in self.rooms:
@@ -290,16 +293,11 @@ class KVCache:
         )
         return cache
 
-    def _share(self) -> Share:
-        room = self.room
-        return Share(room.keys, room.values, room.columns, self.sizes, self.mesh.heads, self.tokens, room.deal)
-
     def filled(self, length: int, real: Tensor | None) -> None:
         """All tokens have been written where dealing puts them; now they count, and copies are sent out."""
-        held = self.room.deal.count(self.tokens.index, length)
-        self.room.filled(length, held, real)
+        held = self.room.filled(length, real)
         k, v = (x[:, :, :held] for x in (self.keys, self.values))
-        self._copy(k, v, self.room.columns[:held], length, real)
+        self.copies.send(k, v, self.room.columns[:held], length, real)
         self._most = length
 
     def _note(self, real: Tensor | None, more: int) -> None:
@@ -309,21 +307,6 @@ class KVCache:
         self._most += more
         if real is not None or self.padding is not None:
             self.stamp = stamp(self.stamp, torch.ones(self.sizes.batch, more) > 0 if real is None else real)
-
-    def _copy(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, real: Tensor | None) -> None:
-        """Send these tokens of its own to who keeps copies of them, and take those of which it keeps copies."""
-        if not self.keepers and not self.copies:
-            return
-        counts = [row[0] for row in share([len(tokens)], [self.tokens])]
-        sends = dict.fromkeys(self.keepers, (k, v, tokens))
-        wanted = {
-            index: (blank(k, counts[index]), blank(v, counts[index]), blank(tokens, counts[index], 0))
-            for index in self.copies
-        }
-        came = trade(sends, wanted, self.tokens, self.device, "copying")()
-        for index, room in self.copies.items():
-            keys, values, places = came[index]
-            room.place(keys, values, places, more, real)
 
     def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Along the heads axis: this rank's heads of the tokens of all in line."""
@@ -338,13 +321,7 @@ class KVCache:
         k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
         return k, v, positions
 
-    def _counts(self, length: int, shards: tuple[int, list[int]]) -> list[int]:
-        """How many of the first `length` tokens each rank along the tokens' axis holds, if they lie like this."""
-        start, counts = shards
-        deal = self.room.deal
-        return [count + deal.count(rank, length) - deal.count(rank, start) for rank, count in enumerate(counts)]
-
-    def _check_room(self, subject: str, more: int, shards: tuple[int, list[int]]) -> None:
+    def _check_room(self, subject: str, more: int, spread: Spread) -> None:
         """Raise, on all ranks alike and before anything is written, unless the tokens fit, if they lie like this."""
         capacity = self.sizes.capacity
         if self.device.type != "cuda" or self._most + more > capacity:
@@ -353,7 +330,7 @@ class KVCache:
             given = f"{self._most} tokens and {more} more in a cache of {capacity}"
             fix = "reserve a larger capacity" + (", or truncate" if self._most else "")
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        fullest = max(self._counts(self._most + more, shards))
+        fullest = max(spread.counts(self._most + more))
         if fullest > self.room.slots:
             given = f"{fullest} tokens on one rank, which has room for {self.room.slots}"
             fix = "prefill in shards of even size, or reserve a larger capacity"
@@ -363,36 +340,10 @@ class KVCache:
         self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None
     ) -> tuple[int, int, int, bool]:
         self.sizes.check_new("append_shard", k, v, self.device)
-        self.sizes.check_positions("append_shard", positions, k.shape[2])
+        self.sizes.check_positions(positions, k.shape[2])
         self.sizes.check_real("append_shard", real, None)
         in_turn = bool((self.room.deal.owner(positions) == self.tokens.index).all())
         return len(positions), self.tokens.index, cover(positions), in_turn
-
-    def ask(
-        self,
-        name: str,
-        check: Callable[[], Sequence[int]],
-        fields: Callable[[], Mapping[str, object]],
-        *,
-        must: bool = False,
-    ) -> list[list[int]]:
-        """The numbers of all ranks that ask each other whether they make the same call; of those that do not, the own.
-
-        What is wrong with a call then all raise, and else the rank that makes it.
-        """
-        asks = must or (name not in self.kinds if self.checked is None else self.checked)
-        if not asks or self.mesh.shape.ranks == 1 or not askable(self.device):
-            return [list(check())]
-        numbers: Sequence[int] = ()
-        call: str | InputError
-        try:
-            numbers = check()
-            call = told(name, **fields())
-        except InputError as error:
-            call = error
-        table = agree(self.mesh, call, numbers)
-        self.kinds.add(name)
-        return table
 
 
 def save_layers(
@@ -404,16 +355,16 @@ def save_layers(
     wait: bool = True,
 ) -> Saving:
     """Write caches of the same tokens to a folder, as `KVCache.save` does one."""
-    first, shares = caches[0], tuple(cache._share() for cache in caches)
+    first = caches[0]
     for cache in caches:
         if cache._saving is not None and not cache._saving.concluded:
             cache._saving.wait()  # or two would write to one place
-    real = {} if first.padding is None else {"real": first.padding.real[:, : first.length]}
-    known = first._known if all(cache._known is first._known for cache in caches) else Known(len(caches))
-    known = known if known.layers == len(caches) else Known(len(caches))
-    lengths = tuple(cache.length for cache in caches)
-    layers = Layers(first.mesh, shares, lengths, first.used, bool(real), known)
-    saving = begin(path, layers, real | dict(more or {}), note)
+    real = None if first.padding is None else first.padding.real[:, : first.length]
+    known = first._known
+    if known.of != tuple(map(id, caches)) or any(cache._known is not known for cache in caches):
+        known = Known(caches)
+    rooms, lengths = tuple(cache.room for cache in caches), tuple(cache.length for cache in caches)
+    saving = begin(path, Layers(first.mesh, rooms, lengths, first.used, real, known), more or {}, note)
     for cache in caches:
         cache._saving, cache._known = saving, known
     if wait:
@@ -432,52 +383,17 @@ def load_layers(
     copies: int = 1,
 ) -> tuple[list[KVCache], dict[str, Tensor], str]:
     """What `save_layers` wrote, on any number of ranks: the caches, what more there was, and its note."""
-    here, found = Mesh.of(mesh), _device(mesh, device)
+    here, place = Mesh.of(mesh), device_for(mesh, device)
 
-    def read() -> tuple[Header, Path, tuple[Sizes, ...], dict[str, Tensor]]:
-        folder = folder_of("load", path)
-        header = opened(folder)
-        if layers not in (None, len(header.sizes)):
-            given, fix = f"{len(header.sizes)} in {folder}", "load the layers of a model with hf.ShardedCache.load"
-            raise StoreError("load", f"a cache of {layers} layer", given, fix)
-        sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in header.sizes)
-        for each in sizes:
-            if fault := each.fault(here.heads.size):
-                raise fault
-            if header.length > each.capacity:
-                given, fix = f"{header.length} in a capacity of {each.capacity}", "say a larger capacity="
-                raise ShapeError("load", "room for the tokens that were saved", given, fix)
-        check_memory(sizes, here, found)
-        return header, folder, sizes, more_of(folder, header)
+    def look() -> Found:
+        if fault := device_fault("load", place, device):
+            raise fault
+        return looked_into(path, here, place, layers, capacity)
 
-    header, folder, sizes, more = agreed(here, read, lambda came: told("load", of=came[0], capacity=capacity))
-    caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
-    real = more.pop("real", None) if header.padded else None
+    found = agreed(here, look, lambda came: told("load", of=came.header, capacity=capacity))
+    caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in found.sizes]
     with torch.no_grad():
-        shares = [cache._share() for cache in caches]
-        agreed(here, lambda: fill(shares, folder, header), "load")
+        agreed(here, lambda: fill([cache.room for cache in caches], found.path, found.header), "load")
         for cache in caches:
-            cache.filled(header.length, real)
-    return caches, more, header.note
-
-
-def _device(mesh: DeviceMesh | None, device: object) -> torch.device:
-    """The device asked for, if there is such, else that of the mesh."""
-    try:
-        if isinstance(device, (str, torch.device)):
-            return torch.device(device)
-    except RuntimeError:
-        pass
-    return device_of(mesh)
-
-
-def _device_fault(found: torch.device, device: object) -> DeviceError | None:
-    fix = "leave it out for the mesh's device type"
-    if device is not None and str(device) not in (str(found), found.type):
-        return DeviceError("KVCache device", "a device that PyTorch knows", repr(device), fix)
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
-        why = str(error).splitlines()[0].rstrip(".")
-        return DeviceError("KVCache device", "a device that is there", f"{str(found)!r} ({why})", fix)
-    return None
+            cache.filled(found.header.length, found.real)
+    return caches, found.more, found.header.note

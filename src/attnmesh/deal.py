@@ -6,13 +6,13 @@ With 2 ranks and blocks of 2:
         rank     0 0 1 1 0 0 1
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnmesh.errors import LayoutError, ShapeError
+from attnmesh.errors import LayoutError
+from attnmesh.partial import mixed
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,22 @@ class Deal:
         return first % self.ranks if first == last else None
 
 
-def kept_by(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
-    """For each rank those that keep copies of what it holds: one on each of the next hosts, or else the next ranks.
+@dataclass(frozen=True)
+class Spread:
+    """How many tokens each rank holds: as they came up to `start`, from there on as they are dealt."""
 
-    >>> kept_by([[0, 1], [2, 3]], 2), kept_by([[0, 1, 2]], 2)
-    ({0: [2], 1: [3], 2: [0], 3: [1]}, {0: [1], 1: [2], 2: [0]})
-    """
-    groups = hosts if len(hosts) >= copies else [[rank] for host in hosts for rank in host]
-    keepers: dict[int, list[int]] = {}
-    for number, group in enumerate(groups):
-        others = [groups[(number + step) % len(groups)] for step in range(1, copies)]
-        keepers |= {rank: [other[place % len(other)] for other in others] for place, rank in enumerate(group)}
-    return keepers
+    deal: Deal
+    start: int
+    came: tuple[int, ...]
 
+    def counts(self, length: int) -> list[int]:
+        """Of the first `length` tokens, by rank.
 
-def check_copies(copies: object, ranks: int) -> None:
-    """Raise unless each of so many copies can be on a rank of its own."""
-    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
-        fix = "leave it out, or use more ranks along queries and keys"
-        raise ShapeError("KVCache copies", f"1 to {ranks}, the ranks that tokens are dealt to", repr(copies), fix)
+        >>> Spread(Deal(block=2, ranks=2), start=3, came=(3, 0)).counts(7)
+        [4, 3]
+        """
+        dealt = [self.deal.count(rank, length) - self.deal.count(rank, self.start) for rank in range(self.deal.ranks)]
+        return [before + more for before, more in zip(self.came, dealt, strict=True)]
 
 
 def check_cover(sums: int, start: int, more: int) -> None:
@@ -80,7 +77,5 @@ def check_cover(sums: int, start: int, more: int) -> None:
 
 
 def cover(positions: Tensor) -> int:
-    """A sum that tells one set of positions from another, modulo 2^64: each position is mixed as a hash table would."""
-    x = (positions + 1) * -7046029254386353131
-    x = (x ^ (x >> 29)) * -4658895280553007687
-    return int((x ^ (x >> 32)).sum())
+    """A sum that tells one set of positions from another, modulo 2^64."""
+    return int(mixed(positions + 1).sum())

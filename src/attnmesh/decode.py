@@ -80,7 +80,7 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
-    checked = cache.checked if checked is None else checked
+    checked = cache.asking.checked if checked is None else checked
     try:
         check_checked("decode", checked)
         _check(q, cache, sinks, options)
@@ -120,7 +120,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
             raise MeshError("decode", "the same call on every rank", given, fix)
         agree(cache.mesh, call.text(q, sinks, cache.length))
     if silent:
-        cache.kinds.add(call.kind)
+        cache.asking.kinds.add(call.kind)
     return out
 
 
@@ -128,7 +128,7 @@ def _asks(cache: KVCache, call: "_Call", silent: bool, checked: bool | None) -> 
     """Whether the host looks what the ranks said: always where that is free, else as it is told to."""
     if not askable(cache.device):
         return False
-    return (not silent or call.kind not in cache.kinds) if checked is None else checked
+    return (not silent or call.kind not in cache.asking.kinds) if checked is None else checked
 
 
 def _or_nan(out: Tensor, witness: Tensor, shape: tuple[int, ...], *, merged: bool = False) -> Tensor:

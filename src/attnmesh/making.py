@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.agree import agreed, told
 from attnmesh.errors import DeviceError, MeshError
-from attnmesh.mesh import AXES, Axis, Mesh, Shape, check_heads, elements
+from attnmesh.mesh import AXES, Axis, Mesh, Shape, check_heads, device_of, elements
 
 
 def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> DeviceMesh:
@@ -37,6 +37,29 @@ def everyone() -> Mesh:
     if not dist.is_initialized():
         return Mesh.of(None)
     return Mesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
+
+
+def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
+    """The device asked for, if there is such, else that of the mesh."""
+    try:
+        if isinstance(device, (str, torch.device)):
+            return torch.device(device)
+    except RuntimeError:
+        pass
+    return device_of(mesh)
+
+
+def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
+    """What is wrong with the device asked for, of which that was found, if anything is."""
+    fix = "leave it out for the mesh's device type"
+    if device is not None and str(device) not in (str(found), found.type):
+        return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
+        why = str(error).splitlines()[0].rstrip(".")
+        return DeviceError(f"{subject} device", "a device that is there", f"{str(found)!r} ({why})", fix)
+    return None
 
 
 def check_device_type(subject: str, device_type: object) -> None:

@@ -82,8 +82,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def bits(x: Tensor) -> Tensor:
     """A tensor's bits, in a row, as whole numbers."""
-    flat = x.contiguous().reshape(-1)
-    return flat.to(torch.int8) if x.dtype == torch.bool else flat.view(_INTEGERS[x.element_size()])
+    return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
+
+
+def mixed(numbers: Tensor) -> Tensor:
+    """Other numbers for whole numbers, as a hash table would have them."""
+    x = numbers * -7046029254386353131
+    x = (x ^ (x >> 29)) * -4658895280553007687
+    return x ^ (x >> 32)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -87,16 +87,17 @@ class Room:
 
     def grow(self, sizes: Sizes) -> None:
         """Room for more; one tensor is copied at a time."""
-        used, self.sizes, self.slots = self.used, sizes, self._slots(sizes.capacity)
+        used, slots = self.used, self._slots(sizes.capacity)
         with torch.inference_mode(False):
+            columns = torch.nn.functional.pad(self.columns, (0, slots + 1 - len(self.columns)))
+            padding = None if self.padding is None else self.padding.grown(sizes.capacity, slots + 1)
             for name in ("keys", "values"):
                 old = getattr(self, name)
-                new = old.new_empty(*old.shape[:2], self.slots + 1, old.shape[3])
+                new = old.new_empty(*old.shape[:2], slots + 1, old.shape[3])
                 new[:, :, :used] = old[:, :, :used]
                 setattr(self, name, new)
-            self.columns = torch.nn.functional.pad(self.columns, (0, self.slots + 1 - len(self.columns)))
-            if self.padding is not None:
-                self.padding = self.padding.grown(sizes.capacity, self.slots + 1)
+        # Only now: where there is no memory for it all, what there was serves on.
+        self.sizes, self.slots, self.columns, self.padding = sizes, slots, columns, padding
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was; there may be more or fewer."""
@@ -112,13 +113,15 @@ class Room:
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
 
-    def filled(self, length: int, held: int, real: Tensor | None) -> None:
-        """Tokens have been written where dealing puts them; now they count."""
+    def filled(self, length: int, real: Tensor | None) -> int:
+        """Tokens have been written where dealing puts them; now they count. How many are here."""
+        held = self.deal.count(self.index, length)
         self.state.copy_(torch.tensor([length, held]))
         if real is not None:
             none = torch.zeros_like(self.state[0])
             self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.columns, none)
             self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
+        return held
 
     def twin(self) -> "Room":
         """The same tokens in tensors of its own."""

@@ -1,106 +1,119 @@
 """Writing caches to a folder: while decoding goes on, and only what is new.
 
-What a saving that was cut short has written is not written again, nor what the last one had, to which the next links.
+What a saving that was cut short has written is not written again, nor what the last one had: the next links to it.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from secrets import randbits
 from threading import Thread
-from uuid import uuid4
 
 from torch import Tensor
 
-from attnmesh.agree import agree, agreed, told
+from attnmesh.agree import agree, agreed, told, tried
 from attnmesh.errors import StoreError
-from attnmesh.saved import MANIFEST, MORE, VERSION, Header, Layers, files_of, folder_of, opened, pieces
+from attnmesh.exchange import share
+from attnmesh.faults import deadline
+from attnmesh.mesh import Mesh
+from attnmesh.saved import MANIFEST, MORE, NAME, Header, Layers, files_of, folder_of, opened, pieces, savings
 from attnmesh.store import keep, settle
+
+LOOK = 1.0
+"""Seconds from one look whether all ranks have written to the next, or less if there is a deadline."""
 
 
 def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
     """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
-    mesh, first = layers.mesh, layers.shares[0]
+    mesh, first, speaks = layers.mesh, layers.rooms[0], layers.speaks
+    sizes = tuple(room.sizes for room in layers.rooms)
 
-    def look() -> tuple[Path, int]:
+    def look() -> tuple[Path, Header]:
         path = folder_of("save", folder)
         if len(set(layers.lengths)) > 1:
             given, fix = f"layers of {sorted(set(layers.lengths))} tokens", "truncate them to the same length"
             raise StoreError("save", "layers of the same tokens", given, fix)
-        return path, _next(path)
+        padded, length = layers.real is not None, layers.lengths[0]
+        place = first.heads.size, first.deal.ranks, _next(path)
+        header = Header(sizes, padded, padded or bool(more), length, *place, note, f"{0:016x}")
+        header.text()  # or an error
+        return path, header
 
-    path, saving = agreed(mesh, look, lambda found: told("save", saving=found[1], note=note))
-    sizes = tuple(share.sizes for share in layers.shares)
-    heads, ranks = first.heads.size, first.tokens.size
-    header = Header(sizes, layers.padded, layers.lengths[0], heads, ranks, saving, note, uuid4().hex)
+    came, said = tried(look, lambda found: told("save", saving=found[1].saving, note=note))
+    names = agree(mesh, said, [randbits(62)])
+    path, header = came[0], came[1]._replace(name=f"{names[0][0]:016x}")
+    whole = {f"more {name}": x.clone() for name, x in more.items()} if speaks else {}
+    if speaks and layers.real is not None:
+        whole["real"] = layers.real.clone()
 
     def conclude(error: StoreError | None) -> None:
         agree(mesh, error or "save")
-        agreed(mesh, lambda: _publish(path, header) if layers.first else None, "save")
+        agreed(mesh, lambda: _publish(path, header) if speaks else None, "save")
 
-    return Saving(lambda: _save(path, saving, layers, more if layers.first else {}), conclude)
+    return Saving(mesh, lambda: _save(path, header, layers, whole), conclude)
 
 
 def _next(path: Path) -> int:
     """The number of the next saving; a folder that holds something else is left alone."""
     with _writing(path):
-        if (path / MANIFEST).exists():
-            return opened(path).saving + 1
+        if os.path.lexists(path / MANIFEST):
+            try:
+                return opened(path).saving + 1
+            except StoreError as error:
+                fix = "name another folder"
+                raise StoreError("save", "a folder of savings, or a new one", error.args[2], fix) from error
         if path.exists() and not path.is_dir():
             raise StoreError("save", "a folder that can be written to", str(path), "check the path")
     return 1
 
 
-def _save(path: Path, saving: int, layers: Layers, more: Mapping[str, Tensor]) -> None:
+def _save(path: Path, header: Header, layers: Layers, more: Mapping[str, Tensor]) -> None:
     """Write this rank's tokens, but those that an earlier saving has left."""
-    folder, last = path / str(saving), path / str(saving - 1)
+    folder, known = path / header.folder, layers.known
     with _writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        names = set()
+        others = [other for other in savings(path) if other != folder]
         for start, stop in pieces(layers.used):
-            tensors = {"columns": layers.shares[0].columns[start:stop]}
-            for number, share in enumerate(layers.shares):
-                tensors[f"keys {number}"] = share.keys[:, :, start:stop]
-                tensors[f"values {number}"] = share.values[:, :, start:stop]
+            tensors = {"columns": layers.rooms[0].columns[start:stop]}
+            for number, room in enumerate(layers.rooms):
+                tensors[f"keys {number}"] = room.keys[:, :, start:stop]
+                tensors[f"values {number}"] = room.values[:, :, start:stop]
             name = f"{layers.place}{start}-{stop}.safetensors"
-            known = layers.known.get((start, stop))
-            layers.known[start, stop] = keep(folder / name, tensors, last / name, known)
-            names.add(name)
+            own = known.folder / name if known.folder is not None and (start, stop) in known else None
+            there = [other / name for other in others]
+            known[start, stop] = keep(folder / name, tensors, there, own, known.get((start, stop)))
         if more:
             keep(folder / MORE, more)
-        elif layers.first:
-            (folder / MORE).unlink(missing_ok=True)  # of a saving that was cut short
-        for other in folder.glob(f"{layers.place}*"):  # of a saving that was cut short
-            if other.name not in names:
-                other.unlink()
+        known.folder = folder
         settle(folder, path, path.parent)
 
 
 def _publish(path: Path, header: Header) -> None:
     """From now on this saving is the one that is loaded; older ones go."""
-    said = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in header.sizes]}
-    said |= {name: value for name, value in header._asdict().items() if name != "sizes"}
     _check_whole(path, header)
-    fresh = path / f"{MANIFEST}.part"
+    fresh = path / f"{MANIFEST}.{header.name}"
     with _writing(path), fresh.open("w") as file:
-        json.dump(said, file)
+        file.write(header.text())
         file.flush()
         os.fsync(file.fileno())
         os.replace(fresh, path / MANIFEST)
         settle(path)
-        for other in path.iterdir():
-            if other.is_dir() and other.name.isdigit() and other.name != str(header.saving):
+        for other in savings(path):
+            if other.name != header.folder:
                 shutil.rmtree(other, ignore_errors=True)
+        for other in path.glob(f"{MANIFEST}.*"):  # of a saving that was cut short
+            if NAME.fullmatch(other.suffix[1:]):
+                other.unlink(missing_ok=True)
 
 
 def _check_whole(path: Path, header: Header) -> None:
     """Raise unless all ranks' files are here: hosts may have folders of that name on disks of their own."""
-    stops: dict[tuple[int, int], int] = {}
-    for heads, tokens, stop, _ in files_of(path, header):
-        stops[heads, tokens] = max(stop, stops.get((heads, tokens), 0))
-    found = sum(stops.values()) // header.heads
+    if not (path / header.folder).is_dir():
+        given, fix = f"{path}, where another was done first", "name a folder for each cache"
+        raise StoreError("save", "one saving at a time in a folder", given, fix)
+    found = sum(file.stop - file.start for file in files_of(path, header)) // header.heads
     if found != header.length:
         given, fix = f"{found} of {header.length} tokens in {path}", "name one folder, on a disk that all ranks share"
         raise StoreError("save", "a folder that all ranks write to", given, fix)
@@ -119,18 +132,19 @@ def _writing(path: Path) -> Iterator[None]:
 class Saving:
     """A saving under way. Every rank calls `wait`; until then the saving before it is the one that is loaded."""
 
-    def __init__(self, act: Callable[[], None], conclude: Callable[[StoreError | None], None]) -> None:
+    def __init__(self, mesh: Mesh, act: Callable[[], None], conclude: Callable[[StoreError | None], None]) -> None:
         """Begin to `act`; when all ranks have, `conclude`, or raise on all what went wrong on one."""
-        self._act, self._conclude = act, conclude
-        self._error: StoreError | None = None
         self.concluded = False
-        self._failure: Exception | None = None
-        self._thread = Thread(target=self._run, name="attnmesh saving")
+        self._mesh, self._conclude = mesh, conclude
+        self._error: StoreError | None = None
+        self._failure: BaseException | None = None
+        self._all_written = False
+        self._thread = Thread(target=self._run, args=[act], name="attnmesh saving")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, act: Callable[[], None]) -> None:
         try:
-            self._act()
+            act()
         except StoreError as error:
             self._error = error
         except Exception as error:  # it is to be raised where it is waited for
@@ -143,8 +157,13 @@ class Saving:
         return not self._thread.is_alive()
 
     def finish_writing(self) -> None:
-        """Wait for this rank's part alone: afterwards what was saved may change."""
-        self._thread.join()
+        """Wait until all ranks' parts are on the disk, or have failed: afterwards what was saved may change.
+
+        Every rank calls it. They ask each other again and again: a slow disk is no lost rank.
+        """
+        while not self._all_written:
+            self._thread.join(min(LOOK, (deadline() or LOOK) / 4))
+            self._all_written = all(written for (written,) in share([self.written], self._mesh.axes))
 
     def wait(self) -> None:
         """Until all ranks have written and what they wrote is what is loaded."""
@@ -153,7 +172,7 @@ class Saving:
             self.concluded = True
             try:
                 self._conclude(self._error)
-            except Exception as error:
+            except BaseException as error:
                 self._failure = error
                 raise
         elif self._failure is not None:

@@ -76,7 +76,7 @@ class Sizes:
             fix = "pass attention_mask.bool(), of the new tokens alone"
             raise ShapeError(f"{subject} real", f"torch.bool {wanted}", given, fix)
 
-    def check_order(self, batch_index: Tensor) -> tuple[()]:
+    def check_order(self, batch_index: Tensor) -> None:
         """Raise unless it names sequences that there are."""
         if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
             given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
@@ -85,13 +85,12 @@ class Sizes:
         if not there or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
             expected, given = f"a number of a sequence below {self.batch} for each", f"{batch_index.tolist()}"
             raise ShapeError("reorder", expected, given, "name sequences that there are")
-        return ()
 
-    def check_positions(self, subject: str, positions: Tensor, tokens: int) -> None:
+    def check_positions(self, positions: Tensor, tokens: int) -> None:
         """Raise unless it is one position a token."""
         fix = "pass layout.positions(length, shards, index)"
         if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
             given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-            raise DtypeError(f"{subject} positions", "a tensor of torch.int64", given, fix)
+            raise DtypeError("append_shard positions", "a tensor of torch.int64", given, fix)
         if tuple(positions.shape) != (tokens,):
-            raise ShapeError(f"{subject} positions", f"shape ({tokens},)", f"shape {tuple(positions.shape)}", fix)
+            raise ShapeError("append_shard positions", f"shape ({tokens},)", f"shape {tuple(positions.shape)}", fix)

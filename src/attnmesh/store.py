@@ -12,7 +12,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,10 @@ DTYPES = {
 LONGEST = 1 << 24
 """Bytes of the longest header that is read."""
 
-FIX = "restore the folder from a copy, or save again"
+FIX = "restore the folder from a copy, or save to another"
+
+DIMS = 8
+"""Dimensions that a tensor has at most."""
 
 
 class Entry(NamedTuple):
@@ -51,32 +54,40 @@ class Entry(NamedTuple):
 
 
 def keep(
-    path: Path, tensors: Mapping[str, Tensor], other: Path | None = None, sums: Mapping[str, int] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    others: Iterable[Path] = (),
+    own: Path | None = None,
+    sums: Mapping[str, int] | None = None,
 ) -> Mapping[str, int]:
-    """Write them, unless this file holds them already, or the other one, to which it then becomes a link.
+    """Write them, unless one of the others holds them, to which this file then becomes a link; gives their sums.
 
-    Their sums, which need not be made once more if they are known.
+    Sums that are known are not made once more, and a file that is this process's `own` is not read.
     """
     sums = sums or {name: int(digest(x)) for name, x in tensors.items()}
-    if _holds(path, tensors, sums):
-        return sums
-    if other is not None and _holds(other, tensors, sums):
-        with suppress(OSError):  # a disk that has no links has it written once more
-            path.unlink(missing_ok=True)
-            os.link(other, path)
-            return sums
+    for other in others:
+        if _holds(other, tensors, sums, read=other != own):
+            with suppress(OSError):  # a disk that has no links has it written once more
+                os.link(other, path)
+                return sums
     write(path, tensors, sums)
     return sums
 
 
-def _holds(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> bool:
-    """Whether a file is whole, and of these tensors by its own sums."""
+def _holds(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int], *, read: bool) -> bool:
+    """Whether a file is of these tensors: by what it says, and if it is to be read by what it has."""
     try:
-        entries = Stored(path).entries
+        stored = Stored(path)
+        wanted = {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        if {name: (entry.dtype, entry.shape) for name, entry in stored.entries.items()} != wanted:
+            return False
+        if any(entry.sum != sums[name] for name, entry in stored.entries.items()):
+            return False
+        for name, (dtype, shape) in wanted.items() if read else ():
+            stored.read(name, dtype, shape)
     except StoreError:
         return False
-    said = {name: (entry.dtype, entry.shape, entry.sum) for name, entry in entries.items()}
-    return said == {name: (x.dtype, tuple(x.shape), sums[name]) for name, x in tensors.items()}
+    return True
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> None:
@@ -122,6 +133,8 @@ class Stored:
         self.path = path
         try:
             size = path.stat().st_size
+            if not path.is_file():  # to open a pipe would be to wait for whoever writes to it
+                raise ValueError("no file")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 if not 2 <= length <= min(LONGEST, size - 8):
@@ -133,13 +146,19 @@ class Stored:
             expected, given = "a file that KVCache.save wrote", f"{path} ({type(error).__name__}: {error})"
             raise StoreError("load", expected, given, "check the path, or save again") from error
 
-    def read(self, name: str) -> Tensor:
-        """The tensor of that name, or an error if it is not there or not what was written."""
+    def read(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """The tensor of that name; an error if it is not there, is another than is wanted, or not what was written."""
         if name not in self.entries:
             raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.dtype != (dtype or entry.dtype) or entry.shape != (entry.shape if shape is None else shape):
+            given = f"{entry.dtype} {entry.shape} in {self.path}"
+            raise StoreError("load", f"{name!r} as {dtype} {shape}", given, FIX)
         size = entry.stop - entry.start
+        if size > memory():
+            given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
+            raise StoreError("load", f"at most this host's {memory() / 1e9:,.1f} GB", given, FIX)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start + entry.start)
@@ -161,7 +180,8 @@ def _entries(header: Any, room: int) -> dict[str, Entry]:
     for name, said in header.items():
         start, stop = (whole(x) for x in said["data_offsets"])
         shape, dtype = tuple(whole(n) for n in said["shape"]), DTYPES[said["dtype"]]
-        if start > stop or stop > room or math.prod(shape) * dtype.itemsize != stop - start:
+        many = len(shape) > DIMS or math.prod(max(n, 1) for n in shape) > 1 << 48
+        if many or start > stop or stop > room or math.prod(shape) * dtype.itemsize != stop - start:
             raise ValueError(f"{name!r} does not lie where it should")
         entries[name] = Entry(dtype, shape, start, stop, int(str(sums[name])))
         places.append((start, stop))
@@ -169,6 +189,11 @@ def _entries(header: Any, room: int) -> dict[str, Entry]:
     if [start for start, _ in places] + [room] != [0] + [stop for _, stop in places]:
         raise ValueError("tensors that overlap, or gaps between them")
     return entries
+
+
+def memory() -> int:
+    """Bytes that this host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def whole(x: Any) -> int:

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from attnmesh.across import check_merge
 from attnmesh.agree import agree, agreed, check_checked, told
 from attnmesh.cache import KVCache, load_layers, save_layers
-from attnmesh.deal import check_copies
+from attnmesh.copies import check_copies
 from attnmesh.decode import check_reproducible, decode
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.exchange import share
@@ -93,7 +93,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:  # the others are about to make room, and ask
             agree(Mesh.of(self.cache.mesh), error)
         else:
-            self.kv.ask("append", check, dict)
+            self.kv.asking.ask("append", check, dict)
         raise error
 
     def get_seq_length(self) -> int:
@@ -115,16 +115,15 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last tokens, given as a negative number."""
 
-        def check() -> tuple[()]:
+        def check() -> None:
             if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
                 fix = "pass a negative number: how many tokens to remove"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
-            return ()
 
         if self.kv is None:
             check()
             return
-        self.kv.ask("crop", check, lambda: {"by": tokens_to_remove})
+        self.kv.asking.ask("crop", check, lambda: {"by": tokens_to_remove})
         if tokens_to_remove < 0:
             self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
 
