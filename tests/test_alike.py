@@ -11,8 +11,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache as once
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.agree import agree
 from attnmesh.errors import (
     ArgumentError,
     ClusterError,
@@ -34,7 +37,7 @@ from attnmesh.errors import (
     ShapeError,
     StoreError,
 )
-from attnmesh.mesh import AXES, Shape
+from attnmesh.mesh import AXES, Mesh, Shape
 from tests.mesh_problems import named_mesh
 from tests.pool import Pool
 
@@ -51,6 +54,7 @@ SIZES: dict[str, Any] = {
 LEARNED = T(1, HEADS, 1, WIDTH, requires_grad=True)
 INTS = {name: T(1, HEADS, 4, WIDTH, dtype=torch.int32) for name in "qkv"}
 DOUBLES = {name: T(1, HEADS, 4, WIDTH, dtype=torch.float64) for name in "qkv"}
+PADDED = torch.arange(40)[None] > 2
 NOWHERE = {name: T(1, n, 4, WIDTH, device="meta") for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}
 
 
@@ -259,11 +263,23 @@ def shard_batch(at: Place, **changes: Any) -> None:
 def forward(at: Place, full: bool = False, **changes: Any) -> None:
     cache = full_cache(at) if full else sharded_cache(at)
     with torch.no_grad():
-        model()(prompt(1), past_key_values=cache, use_cache=True, **changes)
+        model()(prompt(1), past_key_values=cache, **{"use_cache": True} | changes)
 
 
 def forward_again(at: Place, **changes: Any) -> None:
     forward(at, full=True, **changes)
+
+
+def prefill_again(at: Place, **changes: Any) -> None:
+    """Another turn in shards, where nobody asks about new tokens any more."""
+    import attnmesh.hf as hf
+
+    cache, ids = sharded_cache(at), prompt(160)
+    hf.prefill(model(), ids[:, :33], cache)
+    with torch.no_grad():
+        model()(ids[:, 32:64], past_key_values=cache, use_cache=True)
+    with mock.patch.object(model(), "forward", partial(model().forward, **changes)):
+        hf.prefill(model(), ids, cache)
 
 
 def train(at: Place, **changes: Any) -> None:
@@ -435,7 +451,7 @@ ALIKE: Table = {
         ({"folder": "damaged"}, StoreError, r"load: expected files as they were written, given damage in '.*Fix: re"),
         ({"capacity": 40}, MeshError, r": expected the same call .*:\n    shards  capacity\n(.*\n)*.*  40\n"),
         ({"capacity": 1 << 50}, StoreError, r"load: expected at most this device's .* GB, given .* GB for a capacity"),
-        ({"device": "foo"}, DeviceError, r"KVCache device: expected a device that PyTorch knows, given 'foo'\. Fix"),
+        ({"device": "foo"}, DeviceError, r"load device: expected a device that PyTorch knows, given 'foo'\. Fix"),
     ],
     decode: [
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
@@ -583,9 +599,15 @@ OF_TRANSFORMERS: Table = {
     ],
     forward_again: [
         ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"use_cache": False}, KernelError, r"use_cache: expected a cache that is used, given use_cache=False"),
+        ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
+    ],
+    prefill_again: [
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     train: [
         ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
+        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no loss of routers on shards"),
     ],
 }
 
@@ -709,6 +731,23 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case)
     assert re.search(message, said), said
     assert re.fullmatch(r"[^:]+: (.|\n)*expected (.|\n)+, given(.|\n)+Fix: .+\.", said), said
     assert went_on
+
+
+def refused_by_one() -> str:
+    """While the others make a cache whose tokens lie along two axes: they make a group of both, if they are to."""
+    mesh = named_mesh(Shape(2, 2, 2), AXES)
+    try:
+        if dist.get_rank() == 3:
+            agree(Mesh.of(mesh), ShapeError("forward", "this", "that", "pass this"))
+        am.KVCache(mesh, **SIZES)
+    except ShapeError as error:
+        return str(error)
+    return "made"
+
+
+def test_nobody_makes_groups_that_one_refuses(pool: Pool) -> None:
+    answers = pool.run(8, refused_by_one, deadline=20)
+    assert answers == ["forward: expected this, given that. Fix: pass this."] * 8
 
 
 def test_enough_is_tried_on_one_rank_alone() -> None:

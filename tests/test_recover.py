@@ -143,7 +143,7 @@ def called_wrong(kind: str) -> str:
 WRONG = {
     "no list": "recover: expected a list of caches, one a layer, given KVCache. Fix: pass [cache]",
     "no cache": "recover: expected a list of caches, one a layer, given list. Fix: pass [cache]",
-    "an option": "recover: expected copies, capacity, checked or device, given block=. Fix: see help",
+    "an option": "recover: expected the arguments of its signature, given block=. Fix: see help",
     "copies": "recover: expected the same call on every rank, given:\n    shards  copies\n    0       1\n    1   ",
     "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: say",
     "nobody": "recover: expected caches on some rank, given None on all. Fix: pass what is left",
@@ -157,6 +157,66 @@ def test_all_ranks_raise_alike(pool: Pool, kind: str) -> None:
     one, other = pool.run(2, called_wrong, kind, deadline=20)
     assert one == other
     assert one.startswith(WRONG[kind])
+
+
+def dealt(mesh: Any, layer: int, copies: int = 2, block: int = 4, zigzag: bool = False) -> am.KVCache:
+    """37 tokens of a layer, as they are dealt or by a prefill in shards."""
+    cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=block, copies=copies)
+    (k, v), here = new_tokens(37, layer), Mesh.of(mesh)
+    mine = am.Zigzag().positions(37, here.shape.ranks, here.shard)
+    if zigzag:
+        cache.append_shard(k[:, :, mine], v[:, :, mine], mine)
+    else:
+        cache.append(k, v)
+    return cache
+
+
+def unlike_layers(kind: str) -> float | str:
+    """How far the recovered layers are off, the second of three ranks lost, or else what is said."""
+    mesh, other, rank = meshed((1, 1, 3)), meshed((1, 3, 1)), dist.get_rank()
+    caches = [dealt(mesh, 0), dealt(mesh, 1)]
+    match kind:
+        case "blocks":
+            caches[1] = dealt(mesh, 1, block=7)
+        case "places":
+            caches[0] = dealt(mesh, 0, zigzag=True)
+        case "copies":
+            caches[1] = dealt(mesh, 1, copies=1)
+        case "cuts":
+            caches[0].append(*new_tokens(3, 5))
+            caches[0].truncate(37)
+        case "padding ahead":
+            caches[0].asking.checked = False
+            if rank == 0:
+                caches[0].append(*new_tokens(1, 5), real=torch.zeros(2, 1) > 0)
+        case "recovered by some":
+            old = [dealt(mesh, 0, zigzag=True), dealt(mesh, 1, zigzag=True)]
+            new = am.recover(old, mesh, copies=2)
+            caches = new if rank == 0 else old
+    try:
+        found = am.recover(None if rank == 1 else caches, other, copies=2)
+    except MeshError as error:
+        return str(error)
+    return max(float((answer(one) - answer(dealt(None, n, 1))).abs().max()) for n, one in enumerate(found))
+
+
+@pytest.mark.parametrize("kind", ["blocks", "places", "cuts", "padding ahead"])
+def test_layers_need_not_lie_alike(pool: Pool, kind: str) -> None:
+    for off in pool.run(3, unlike_layers, kind, deadline=30):
+        assert isinstance(off, float), off
+        assert off < 1e-5, "float32, merged in another order"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("copies", "recover: expected a rank or a copy of each shard, given none of [(0, 1)], along heads and tokens"),
+        ("recovered by some", "recover: expected each of 37 tokens once, given others in layer 0. Fix: load a checkp"),
+    ],
+)
+def test_what_not_all_layers_have_is_told(pool: Pool, kind: str, message: str) -> None:
+    (said,) = set(pool.run(3, unlike_layers, kind, deadline=30))
+    assert str(said).startswith(message)
 
 
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])

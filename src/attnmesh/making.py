@@ -43,7 +43,8 @@ def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
     """The device asked for, if there is such, else that of the mesh."""
     try:
         if isinstance(device, (str, torch.device)):
-            return torch.device(device)
+            found = torch.device(device)
+            return torch.device("cpu") if found.type == "cpu" else found
     except RuntimeError:
         pass
     return device_of(mesh)
@@ -52,7 +53,7 @@ def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
 def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
     """What is wrong with the device asked for, of which that was found, if anything is."""
     fix = "leave it out for the mesh's device type"
-    if device is not None and str(device) not in (str(found), found.type):
+    if device is not None and str(device).split(":")[0] != found.type:
         return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
     try:
         torch.empty(0, device=found)

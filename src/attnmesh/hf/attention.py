@@ -57,23 +57,26 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """The output (batch, length, heads, dim), and no weights. Without a cache and without shards a call is local."""
+    shards = attention_mask.shards if isinstance(attention_mask, Seen) else None
     try:
         _check(module, dropout, more)
         seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
+        if isinstance(key, Fresh):
+            _check_caching(more)
+        else:
+            _check_no_cache(query, key, seen, bool(more.get("use_cache")) and shards is None)
+            _check_router(module, more, shards)
     except InputError as error:
         if isinstance(key, Fresh):
-            key.layer.refuse(error)
-        elif isinstance(attention_mask, Seen) and attention_mask.shards is not None:  # the others are about to ask
-            agree(Mesh.of(attention_mask.shards.mesh), error)
+            key.layer.refuse(error, must=shards is not None)
+        elif shards is not None:  # the others are about to ask
+            agree(Mesh.of(shards.mesh), error)
         raise
     asked = Asked(seen.mask, scaling, s_aux)
     if isinstance(key, Fresh):
-        _check_caching(more)
         out = _new(query, key, asked, seen) if seen.shards is None else _prefilled(query, key, asked, seen.shards)
     else:
         assert isinstance(value, Tensor)
-        _check_no_cache(query, key, seen, bool(more.get("use_cache")) and seen.shards is None)
-        _check_router(module, more, seen.shards)
         whole = Shards(None, Zigzag(), query.shape[2], (len(query), query.shape[2]))
         out = _trained(query, key, value, asked, seen.shards or whole)
     return out.transpose(1, 2), None
@@ -105,7 +108,10 @@ def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
 def _new(q: Tensor, fresh: Fresh, asked: Asked, seen: Seen) -> Tensor:
     """Tokens that are the same on every rank: each keeps the keys that are dealt to it."""
     kv, more = fresh.layer.room(fresh, q.shape[2]), q.shape[2]
-    _check_padding(kv, seen.real, more)
+    try:
+        _check_padding(kv, seen.real, more)
+    except InputError as error:
+        fresh.layer.refuse(error)
     kv.append(fresh.k, fresh.v, real=None if seen.real is None else seen.real[:, -more:])
     return fresh.layer.cache.attend(q, kv, *asked)
 

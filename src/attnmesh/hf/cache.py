@@ -1,6 +1,6 @@
 """A cache of transformers whose keys and values are spread over the ranks of a mesh, one `KVCache` a layer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from attnmesh.agree import agree, agreed, check_checked, told
 from attnmesh.cache import KVCache, load_layers, save_layers
 from attnmesh.copies import check_copies
 from attnmesh.decode import check_reproducible, decode
-from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.errors import InputError, KernelError, ShapeError, StoreError
 from attnmesh.exchange import share
 from attnmesh.hf.opaque import FAMILIES, Opaque
 from attnmesh.kernel.choose import check_kernel
@@ -84,8 +84,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.kv.reserve(_grown(self.kv.length + more))
         return self.kv
 
-    def refuse(self, error: InputError) -> NoReturn:
-        """Raise what is wrong with new tokens on all ranks, if they ask each other when these come."""
+    def refuse(self, error: InputError, *, must: bool = False) -> NoReturn:
+        """Raise what is wrong with new tokens on all ranks, if they ask each other when these come, as they `must`."""
 
         def check() -> NoReturn:
             raise error
@@ -93,7 +93,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:  # the others are about to make room, and ask
             agree(Mesh.of(self.cache.mesh), error)
         else:
-            self.kv.asking.ask("append", check, dict)
+            self.kv.asking.ask("append", check, dict, must=must)
         raise error
 
     def get_seq_length(self) -> int:
@@ -241,44 +241,50 @@ class ShardedCache(Cache):  # type: ignore[misc]
         if not all(kv is not None and kv.length for kv in kvs):
             fix = "prefill a prompt first"
             raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
+        if "held" in (more or {}):
+            raise StoreError("save more", "names but held", "held", "name it otherwise")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
 
-    def restore(self, path: str | Path) -> tuple[dict[str, Tensor], str]:
+    def restore(self, path: str | Path, *, device: torch.device | str | None = None) -> tuple[dict[str, Tensor], str]:
         """Fill this cache, whatever it holds, from a folder; what more was saved there, and its note.
 
-        Every rank calls it; they may be more or fewer than those that saved.
+        Every rank calls it; they may be more or fewer than those that saved. The device is the mesh's, or else the one
+        that is given.
         """
-        where: dict[str, Any] = {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
-        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), **where)
-        for layer, kv in zip(self.layers, kvs, strict=True):
-            layer.kv, layer.is_initialized = kv, True
+        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **self._options)
+        self._fill(kvs)
         self.tokens = more.pop("held", None)
         return more, note
 
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
+
+    def _fill(self, kvs: Sequence[KVCache]) -> None:
+        for layer, kv in zip(self.layers, kvs, strict=True):
+            layer.kv, layer.is_initialized = kv, True
+        self.block = kvs[0].sizes.block
+
     @classmethod
     def recover(
-        cls, cache: "ShardedCache | None", config: PreTrainedConfig, mesh: DeviceMesh | None, **options: Any
+        cls,
+        cache: "ShardedCache | None",
+        config: PreTrainedConfig,
+        mesh: DeviceMesh | None,
+        *,
+        device: torch.device | str | None = None,
+        **options: Any,
     ) -> "ShardedCache":
         """The cache on another mesh, after ranks were lost, as `attnmesh.recover` does it; a new rank passes None.
 
         Its `tokens` are those to go on with: `generate(model, cache.tokens, cache=cache)`. `options` are a cache's.
         """
         whole = cls(config, mesh, **options)
-        kvs = None if cache is None else [layer.kv for layer in cache.layers if layer.kv is not None]
-        where = {"checked": whole.checked, "copies": whole.copies}
-        where |= {} if whole.capacity is None else {"capacity": whole.capacity}
-        for layer, kv in zip(whole.layers, recover(kvs or None, mesh, **where), strict=True):
-            layer.kv, layer.is_initialized = kv, True
-        first = whole.layers[0].kv
-        known = torch.empty(0, 0) if cache is None or cache.tokens is None else cache.tokens
-        lengths = [row[0] for row in share([known.shape[1]], first.mesh.axes)]
-        length = min((n for n in lengths if n), default=0)  # some may be a token ahead
-        if length and length >= first.length:
-            known = known[:, :length] if len(known) else torch.zeros(first.sizes.batch, length, dtype=torch.int64)
-            told = share(known.flatten().tolist(), first.mesh.axes)
-            tokens = torch.tensor(next(row for row, n in zip(told, lengths, strict=True) if n))
-            whole.tokens = tokens.view(first.sizes.batch, length).to(first.device)
+        kvs = [] if cache is None else [layer.kv for layer in cache.layers]
+        left = kvs if None not in kvs else []  # where a prompt's first tokens were broken off, some have none
+        whole._fill(recover(left or None, mesh, device=device, **whole._options))
+        whole.tokens = _tokens_left(None if cache is None else cache.tokens, whole.layers[0].kv)
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
@@ -289,6 +295,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
             twin.layers.append(ShardedLayer(twin))
             twin.layers[-1].kv, twin.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
         return twin
+
+
+def _tokens_left(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
+    """The tokens that all ranks know which know any, if they are all that a cache holds: some may be one ahead."""
+    known = torch.empty(0, 0, dtype=torch.int64) if tokens is None else tokens
+    lengths = [row[0] for row in share([known.shape[1]], kv.mesh.axes)]
+    length = min((n for n in lengths if n), default=0)
+    if not length or length < kv.length:
+        return None
+    known = known[:, :length] if len(known) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
+    rows = share(known.flatten().tolist(), kv.mesh.axes)
+    said = next(row for row, n in zip(rows, lengths, strict=True) if n)
+    return torch.tensor(said).view(kv.sizes.batch, length).to(kv.device)
 
 
 def _check(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
