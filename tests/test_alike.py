@@ -340,6 +340,7 @@ ALIKE: Table = {
             r"shards of Contiguous\(\) of key_length \d+: \[4, .*, given \[.*3.*\], \d+ in all\. Fix: shard",
         ),
         ({"v": LEARNED.expand(1, 6, 4, 4)}, MeshError, r"shards  gradients\n(.*\n)*.*\['v'\]"),
+        ({"checked": 0, "length": 8}, ArgumentError, r"attention checked: expected None, True or False, given 0\. Fix"),
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
         ({"scale": 0.7}, MeshError, r"the same call on every rank, given:\n    shards  scale\n(.*\n)*.*  0.7\n"),
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),

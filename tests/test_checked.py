@@ -1,6 +1,7 @@
 """Ranks that are called unlike: when they ask each other, what all are told then, and what they have if nobody asks."""
 
 from collections.abc import Callable
+from itertools import permutations, product
 from typing import Any
 from unittest import mock
 
@@ -11,13 +12,14 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import exchange
-from attnmesh.errors import InputError
+from attnmesh.agree import digest
+from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.mesh import AXES, Shape
 from tests.interpreted import interpreting
 from tests.mesh_problems import named_mesh
 from tests.pool import Pool
 
-WIDTH = 16
+WIDTH, F32 = 16, torch.float32
 STEPS = {
     "another query": lambda one: {"q": query() + one},
     "another mask": lambda one: {"q": query(), "mask": am.Window(3) if one else am.Causal()},
@@ -184,3 +186,80 @@ def test_values_that_mean_nothing_are_refused() -> None:
     x = torch.ones(1, 1, 1, 1)
     with pytest.raises(InputError, match="attention checked: expected None, True or False, given 1"):
         am.attention(x, x, x, checked=1)  # type: ignore[arg-type]
+
+
+def test_small_numbers_in_another_order_are_others() -> None:
+    """Masks of padding, orders of beams, prompts of two tokens: with weights of 1, 3, 5, ... many would be the same."""
+    orders = [torch.tensor(order) for order in permutations(range(7))]
+    masks = [torch.tensor(mask) for mask in product([False, True], repeat=10)]
+    pairs = [torch.tensor(pair) for pair in product(range(60), repeat=2)]
+    for kind in (orders, masks, pairs):
+        assert len({int(digest(x)) for x in kind}) == len(kind)
+
+
+def test_numbers_far_apart_that_change_places_are_others() -> None:
+    x = torch.arange(10_000.0, dtype=torch.float64)
+    for other in (1, 2048, 4096, 8192):
+        y = x.clone()
+        y[0], y[other] = x[other], x[0]
+        assert int(digest(x)) != int(digest(y))
+
+
+def told_otherwise(kind: str) -> str:
+    """What two ranks say when the second was told other padding, or another order."""
+    cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
+    cache.asking.checked = False
+    other = dist.get_rank() == 1
+    if kind == "padding":
+        real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), real=real)
+    else:
+        cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
+    try:
+        am.decode(torch.ones(4, 2, 1, 4), cache, checked=True)
+    except MeshError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["padding", "order"])
+def test_what_ranks_were_told_earlier_is_compared(pool: Pool, kind: str) -> None:
+    one, other = pool.run(2, told_otherwise, kind, deadline=20)
+    assert one == other
+    assert "padding and order" in one
+
+
+def scaled() -> tuple[int, ...]:
+    """By a whole number, which the second rank has used before as a float, alone."""
+    mesh = named_mesh(Shape(2, 1, 1), AXES)
+    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+    if dist.get_rank() == 1:
+        alone = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+        alone.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+        am.decode(torch.ones(1, 4, 1, 4), alone, scale=1.0)
+    return tuple(am.decode(torch.ones(1, 4, 1, 4), cache, scale=1).shape)
+
+
+def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
+    assert pool.run(2, scaled, deadline=20) == [(1, 4, 1, 4)] * 2
+
+
+def without_memory() -> str:
+    """The second rank has no room for a cache."""
+    room = mock.patch("attnmesh.cache.Room", side_effect=MemoryError("no more") if dist.get_rank() else None)
+    try:
+        with room:
+            am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    except (MemoryError, UnforeseenError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_what_no_check_foresaw_on_one_rank_is_told_to_the_others(pool: Pool) -> None:
+    assert pool.run(2, without_memory, deadline=20) == [
+        "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
+        "Fix: see what the rank says that raised it.",
+        "MemoryError: no more",
+    ]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, askable, check_checked, digest, told
+from attnmesh.agree import agree, askable, check_checked, digest, told, unlike
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
@@ -177,6 +177,7 @@ def _merged(
         out = torch.where(witness.sum() == 0, out, torch.nan)
     elif float(witness.sum()) != 0:
         agree(_line(axis), call)
+        unlike("merge_across")
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
 
 

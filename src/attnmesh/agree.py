@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attnmesh import errors
-from attnmesh.errors import ArgumentError, InputError, MeshError
+from attnmesh.errors import ArgumentError, InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.exchange import share
 from attnmesh.hosts import mesh_hosts
 from attnmesh.mesh import Mesh
@@ -65,6 +65,14 @@ def tried(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, st
         return result, call if isinstance(call, str) else call(result)
     except InputError as error:
         return None, error
+    except RankFailure:
+        raise
+    except Exception as error:
+        subject = call.splitlines()[0] if isinstance(call, str) else "attnmesh"
+        given, fix = f"{type(error).__name__}: {error}", "see what the rank says that raised it"
+        said = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
+        said.__cause__ = error
+        return None, said
 
 
 def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
@@ -123,7 +131,10 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
     table = share([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        _raise(texts(mesh, text), [bool(row[1]) for row in table])
+        said = texts(mesh, text)
+        if isinstance(call, UnforeseenError) and call.__cause__ is not None:
+            raise call.__cause__
+        _raise(said, [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
@@ -161,6 +172,12 @@ def texts(mesh: Mesh, text: str) -> list[str]:
     lengths = [row[0] for row in share([len(letters)], mesh.axes)]
     padded = [*letters, *[0] * (max(lengths) - len(letters))]
     return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes), lengths, strict=True)]
+
+
+def unlike(subject: str) -> NoReturn:
+    """Raise where ranks have been found to differ, though they say the same."""
+    given, fix = "calls that say the same", "report it, with what each rank was given"
+    raise MeshError(subject, "the same witness on every rank", given, fix)
 
 
 def _letters(text: str) -> bytes:

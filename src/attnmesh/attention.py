@@ -5,7 +5,7 @@ queries x keys mesh forward and backward; from the first to the second only tens
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, cast
 
 import torch
 from torch import Tensor
@@ -251,23 +251,24 @@ def _agreed(
     """What all ranks are about to do, or the error that all raise; a rank alone never raises."""
     if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
         _check(here, options, q, k, v, sinks)
-        return _checked(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
+        return _fitting(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
     device = q.device if isinstance(q, Tensor) else torch.device(here.kind)
+    asks = options.length is None or checked is True or (checked is not False and asked_each_time(device))
     try:
         check_checked("attention", checked)
         _check(here, options, q, k, v, sinks)
         call = _described(options, q, k, v, sinks)
     except InputError as error:
-        if options.length is None or checked or (checked is None and asked_each_time(device)):
+        if asks:
             agree(here, error)  # where the others ask too
         raise
     lengths = q.shape[2], k.shape[2]
-    if checked or options.length is None or (checked is None and asked_each_time(device)):
+    if asks:
         return _asked(here, call, lengths, options)
     if checked is None and askable(device):
         return _asked_once(here, call, lengths, options)
-    keys = options.length if options.key_length is None else options.key_length
-    return _checked(_problem(here, options, options.length, keys), options)
+    length = cast(int, options.length)  # or ranks would have asked each other
+    return _fitting(_problem(here, options, length, length), options)
 
 
 def asked_each_time(device: torch.device) -> bool:
@@ -280,7 +281,7 @@ def _asked(here: Mesh, call: str, lengths: tuple[int, int], options: _Options) -
     table = agree(here, call, lengths)
     problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
     _check_shards(problem, table)
-    return _checked(problem, options)
+    return _fitting(problem, options)
 
 
 _asked_once = remembered(1024)(_asked)
@@ -293,7 +294,7 @@ def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
     return Problem(options.mask, here.shape, options.layout, options.key_layout, length, key_length)
 
 
-def _checked(problem: Problem, options: _Options) -> Problem:
+def _fitting(problem: Problem, options: _Options) -> Problem:
     check_mask("attention mask", options.mask, problem.length, problem.key_length)
     _check_cross(options, problem.length, problem.key_length)
     return problem

@@ -75,9 +75,7 @@ class KVCache:
         agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
         self.tokens = flat_axis(mesh, ("queries", "keys"))  # a group may be made of it, by all ranks at once
         self.asking = Asking(self.mesh, self.device, checked)
-        self.room = self._room(sizes, self.tokens.index)
         self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
-        self._spread = Spread(self.room.deal, 0, (0,) * self.tokens.size)
         self._saving: Saving | None = None
         self._known = Known()
         self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
@@ -86,10 +84,11 @@ class KVCache:
             rounds(self.tokens, False)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
             board_of(axis, self.device)
-        self.copies = Copies(self.tokens, copies, partial(self._room, sizes))
-
-    def _room(self, sizes: Sizes, index: int) -> Room:
-        return Room(sizes, self.mesh.heads, self.tokens.size, index, self.device)
+        room = partial(Room, sizes, self.mesh.heads, self.tokens.size, self.device)
+        self.copies = Copies(self.tokens, copies)
+        made = agreed(self.mesh, lambda: [room(index) for index in (self.tokens.index, *self.copies.of)], "KVCache")
+        self.room, self.copies.rooms = made[0], dict(zip(self.copies.of, made[1:], strict=True))
+        self._spread = Spread(self.room.deal, 0, (0,) * self.tokens.size)
 
     def _check(self, sizes: Sizes, device: object, checked: object, copies: object) -> None:
         check_checked("KVCache", checked)

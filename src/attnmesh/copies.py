@@ -1,6 +1,6 @@
 """Copies of what other ranks hold, on the next host, so that it is not lost with a rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -14,11 +14,12 @@ from attnmesh.room import Room
 class Copies:
     """A rank's copies of others' tokens, and who keeps those of its own."""
 
-    def __init__(self, axis: Axis, copies: int, make: Callable[[int], Room]) -> None:
-        """With so many of each token, counting the first; `make` gives room for those of a rank."""
+    def __init__(self, axis: Axis, copies: int) -> None:
+        """With so many of each token, counting the first; its `rooms` are to be made, for those `of` these ranks."""
         keepers = kept_by(hosts(axis), copies) if copies > 1 else {}
         self.axis, self.keepers = axis, keepers.get(axis.index, [])
-        self.rooms = {index: make(index) for index in keepers if axis.index in keepers[index]}
+        self.of = [index for index in keepers if axis.index in keepers[index]]
+        self.rooms: dict[int, Room] = {}
 
     def twin(self) -> "Copies":
         """The same in tensors of their own."""

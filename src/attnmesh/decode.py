@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.across import COLLECTIVE, Form, absent, check_merge, merged_across, witness_of_all
-from attnmesh.agree import agree, askable, check_checked, fingerprints, told
+from attnmesh.agree import agree, askable, check_checked, fingerprints, told, unlike
 from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import meet, swap
@@ -90,20 +90,22 @@ def decode(
             raise
         error = found
     if torch.compiler.is_compiling():
-        return _compiled(q, cache, sinks, _step(cache, options, check_scale("decode", scale, q)))
+        options = options._replace(scale=check_scale("decode", scale, q))
+        return _compiled(q, cache, sinks, _step(cache, options))
     if error is not None:
         if options.merge not in COLLECTIVE:
             _absent(cache, options)
         if checked is False or (not checked and _silent(cache, options)):  # the others ask nothing, or hear of it
             raise error
         agree(cache.mesh, error)
+    options = options._replace(scale=check_scale("decode", scale, q))
     with torch.no_grad():
         return _agreed(q, cache, sinks, options, checked)
 
 
 def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options", checked: bool | None) -> Tensor:
     """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
-    held, step = cache.held, _step(cache, options, check_scale("decode", options.scale, q))
+    held, step = cache.held, _step(cache, options)
     silent = _silent(cache, options)
     call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
     asks = _asks(cache, call, silent, checked)
@@ -119,6 +121,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
             given, fix = "an error on another that raised it alone", "see what it raised"
             raise MeshError("decode", "the same call on every rank", given, fix)
         agree(cache.mesh, call.text(q, sinks, cache.length))
+        unlike("decode")
     if silent:
         cache.asking.kinds.add(call.kind)
     return out
@@ -179,8 +182,9 @@ class _Options(NamedTuple):
     more: dict[str, Never] | None
 
 
-def _step(cache: KVCache, options: _Options, scale: float) -> Step:
+def _step(cache: KVCache, options: _Options) -> Step:
     where = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
+    scale = check_scale("decode", options.scale, cache.keys)
     return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
 
 

@@ -56,6 +56,10 @@ class ArgumentError(InputError, TypeError):
     """An argument that no function here has; a `TypeError` too, as to every function of Python."""
 
 
+class UnforeseenError(InputError):
+    """What no check foresaw, as that there is no memory: others raise this where one rank raises what it met."""
+
+
 class ModelError(InputError):
     """A model that is not there, or is none that generates text, or a prompt that it cannot take."""
 

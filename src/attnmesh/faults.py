@@ -76,7 +76,7 @@ def hung_up_with(line: Any) -> None:
 
 
 class Process(NamedTuple):
-    """That of a rank: a number of its host, and one of its own, which no other job's has."""
+    """Where a rank runs: a number of its host, and one of its own, which no other job's has."""
 
     host: int
     number: int
@@ -84,7 +84,7 @@ class Process(NamedTuple):
 
 @lru_cache
 def own_number() -> int:
-    """Of this process."""
+    """This process's own number."""
     return randbits(62)
 
 
@@ -166,7 +166,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
         if silent and waited > patience:
             return _with_hosts(silent, notes) if late else silent
         if waited > 2 * GRACE:
-            return list(ranks)[: len(ranks) == 1]
+            return _only(ranks)
         time.sleep(0.02)
     return _out_of_reach(ranks)
 
@@ -185,11 +185,16 @@ def _go_last(missing: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
+def _only(ranks: Sequence[int]) -> list[int]:
+    """The one to blame; of several nobody can tell which."""
+    return list(ranks) if len(ranks) == 1 else []
+
+
 def _out_of_reach(ranks: Sequence[int]) -> list[int]:
     """Whom to blame without the store: the first rank, where it is kept, with all on its host if that is another."""
     keepers, here = _beside([0]), dist.get_rank()
     if here == 0:
-        return list(ranks)[: len(ranks) == 1]
+        return _only(ranks)
     return [0] if here in keepers else keepers
 
 

@@ -24,7 +24,7 @@ class Room:
     keys: Tensor
     values: Tensor
 
-    def __init__(self, sizes: Sizes, heads: Axis, ranks: int, index: int, device: torch.device) -> None:
+    def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.deal = Deal(sizes.block, ranks)
         self.slots = self._slots(sizes.capacity)

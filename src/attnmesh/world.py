@@ -7,7 +7,6 @@ them all back, and a world begins when each has found its word among them: its n
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from attnmesh.errors import RankFailure
+from attnmesh.errors import ArgumentError, RankFailure
 from attnmesh.faults import part
 from attnmesh.mesh import forget
 
@@ -41,8 +40,11 @@ def enter(
 
     Without a store it is torchrun's, and so are the numbers. The same store serves again, for as many ranks or others.
     """
-    if store is None or rank is None or ranks is None:
-        store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    if store is None and rank is None and ranks is None:
+        store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    elif store is None or rank is None or ranks is None:
+        given, fix = f"{store}, {rank} and {ranks}", "pass all three"
+        raise ArgumentError("world.enter", "a store, a rank and how many there are, or none of them", given, fix)
     name = _name(store, rank, ranks, seconds)
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout)
 
@@ -60,35 +62,34 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
     """A name that the ranks of this world have in common, and no others."""
     mine, end = uuid4().hex, time.monotonic() + seconds
     store.set(_key("word", rank), mine)
-    tell = _told_by(store, ranks) if rank == 0 else None
     while True:
-        words = tell() if tell else _words(store)
+        if rank == 0:
+            _tell(store, ranks)
+        words = _words(store)
+        name = blake2b("".join(words).encode(), digest_size=8).hexdigest()
         if len(words) == ranks and words[rank] == mine:
-            name = blake2b("".join(words).encode(), digest_size=8).hexdigest()
             store.set(_key("heard", rank), name)
-            heard = [_read(store, _key("heard", other)) for other in range(ranks if tell else 0)]
-            if tell and all(each == name for each in heard):
+            if rank == 0 and not _deaf(store, ranks, name):
                 store.set("attnmesh begins", name)
             if _read(store, "attnmesh begins") == name:
                 return name
         if time.monotonic() > end:
             missing = [other for other in range(ranks) if not _read(store, _key("word", other))]
+            missing = missing or (_deaf(store, ranks, name) if mine in words else [0])
             raise RankFailure(missing, "entering", "world", f"not all {ranks} ranks came within {seconds:.0f} s")
         time.sleep(LOOK)
 
 
-def _told_by(store: Store, ranks: int) -> Callable[[], list[str]]:
+def _tell(store: Store, ranks: int) -> None:
     """On the first rank: tell all words back, whenever there is a new one."""
-    told: list[str] = []
+    words = [_read(store, _key("word", rank)) for rank in range(ranks)]
+    if all(words) and words != _words(store):
+        store.set("attnmesh words", json.dumps(words))
 
-    def tell() -> list[str]:
-        words = [_read(store, _key("word", other)) for other in range(ranks)]
-        if all(words) and words != told:
-            told[:] = words
-            store.set("attnmesh words", json.dumps(words))
-        return told
 
-    return tell
+def _deaf(store: Store, ranks: int, name: str) -> list[int]:
+    """The ranks that have not heard all words: theirs was of another world."""
+    return [rank for rank in range(ranks) if _read(store, _key("heard", rank)) != name]
 
 
 def _words(store: Store) -> list[str]:
