@@ -92,6 +92,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
     "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
+    "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be gone on with, given prompt_lookup_num_tokens="),
+    "early exit": ({"assistant_early_exit": 1}, "options that can be gone on with, given assistant_early_exit="),
     "no checkpoint": ({"checkpoint": "folder"}, "generate checkpoint: expected a Checkpoint, given str"),
     "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given some"),
 }

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from attnmesh.agree import agreed, digest, told
 from attnmesh.errors import ArgumentError, KernelError, StoreError
-from attnmesh.hf.asked import Settings, value_of
+from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
 from attnmesh.saved import MANIFEST
@@ -29,6 +29,7 @@ UNKEPT = {
     "begin_suppress_tokens": "leave it out: it counts from the end of the prompt",
     "output_scores": "leave it out: those of earlier tokens would be lost",
     "output_logits": "leave it out: those of earlier tokens would be lost",
+    **dict.fromkeys(ASSISTED, "leave it out: its cache holds tokens that may still be rejected"),
 }
 """What depends on where a call began, and what to do instead."""
 
