@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
-from attnmesh.hf.asked import ASSISTED, Settings, agree_on, check_left
+from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint, Keeping
@@ -45,8 +45,8 @@ def generate(
     With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
     here, settings = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), Settings(model, options)
-    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
-    own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": folder}
+    kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
+    own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": kept}
     agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
     whole = ShardedCache(model.config, mesh) if cache is None else cache
     if attention_mask is None:
