@@ -4,6 +4,7 @@ Whoever makes the same call again with the same folder, on any number of ranks, 
 """
 
 import json
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,12 @@ class Checkpoint:
             fix = "leave cache= out: the checkpoint fills one"
             raise KernelError("generate checkpoint", "an empty cache", f"{cache.get_seq_length()} tokens", fix)
 
+    def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
+        """Save if it is time to, and these do not end in one of `ends`. Every rank calls it after each token."""
+        done, ends = tokens.shape[1] - prompt, ends if isinstance(ends, (list, tuple)) else [ends]
+        if done % self.every == 0 and int(tokens[0, -1]) not in ends:
+            self.save(cache, tokens)
+
     def save(self, cache: ShardedCache, tokens: Tensor) -> None:
         """Begin to write; the last one is waited for. Every rank calls it."""
         self.wait()
@@ -114,18 +121,15 @@ class Checkpoint:
             self._saving = None
 
 
-class Keeping(StoppingCriteria):  # type: ignore[misc]
-    """Asked after each token whether to stop, it never wants to, but keeps what there is."""
+class Each(StoppingCriteria):  # type: ignore[misc]
+    """Asked after each token whether to stop, it never wants to: it hands the tokens on."""
 
-    def __init__(self, checkpoint: Checkpoint, cache: ShardedCache, prompt: int, ends: Any) -> None:
-        self.checkpoint, self.cache, self.prompt = checkpoint, cache, prompt
-        self.ends = ends if isinstance(ends, (list, tuple)) else [ends]
+    def __init__(self, hand_on: Callable[[Tensor], None]) -> None:
+        self.hand_on = hand_on
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         """Of each sequence whether it is done: no."""
-        made = input_ids.shape[1] - self.prompt
-        if made % self.checkpoint.every == 0 and int(input_ids[0, -1]) not in self.ends:
-            self.checkpoint.save(self.cache, input_ids)
+        self.hand_on(input_ids)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 

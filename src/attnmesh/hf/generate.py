@@ -5,6 +5,7 @@ every rank alike, with a cache that decodes over the mesh. Ranks draw the same r
 """
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
 from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.checkpoint import Checkpoint, Keeping
+from attnmesh.hf.checkpoint import Checkpoint, Each
 from attnmesh.layout import Striped
 from attnmesh.mesh import Mesh
 
@@ -67,7 +68,8 @@ def generate(
         options["prefill_chunk_size"] = None
     _draw_alike(here, input_ids.device)
     if not assisted and beams == 1:
-        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), _Following(cache, attention_mask)]
+        follow = Each(partial(_follow, cache, attention_mask))
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), follow]
         if (settings["num_return_sequences"] or 1) == 1:
             cache.tokens = _all_marked(input_ids, attention_mask)  # as it is at the first of them
     output = model.generate(
@@ -78,16 +80,9 @@ def generate(
     return output
 
 
-class _Following(StoppingCriteria):  # type: ignore[misc]
-    """Tells the cache what there is after each token, so that it is known if a rank is lost; it never wants to stop."""
-
-    def __init__(self, cache: ShardedCache, attention_mask: Tensor | None) -> None:
-        self.cache, self.mask = cache, attention_mask
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """Of each sequence whether it is done: no."""
-        self.cache.tokens = input_ids if self.mask is None else _all_marked(input_ids, self.mask)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+def _follow(cache: ShardedCache, attention_mask: Tensor | None, tokens: Tensor) -> None:
+    """Tell the cache what there is after each token, so that it is known if a rank is lost."""
+    cache.tokens = tokens if attention_mask is None else _all_marked(tokens, attention_mask)
 
 
 def _with_checkpoint(
@@ -117,9 +112,9 @@ def _with_checkpoint(
         name: given for name, given in options.items() if name not in ("max_length", "stopping_criteria")
     } | fewer
     _prefill(model, ids, cache, None, chunk, lambda stop: checkpoint.save(cache, ids[:, :stop]))
-    keeping = Keeping(checkpoint, cache, prompt.shape[1], settings["eos_token_id"])
+    keep = Each(partial(checkpoint.keep, cache, prompt=prompt.shape[1], ends=settings["eos_token_id"]))
     more = {**options, "attention_mask": torch.ones_like(ids), "use_cache": True, "prefill_chunk_size": None}
-    output = model.generate(ids, past_key_values=cache, stopping_criteria=[keeping], **more)
+    output = model.generate(ids, past_key_values=cache, stopping_criteria=[keep], **more)
     checkpoint.wait()
     cache.tokens = _held(cache, getattr(output, "sequences", output), None)
     return output
