@@ -38,9 +38,9 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", 
 """Options by which tokens are chosen, wherever they are set: with others a call is another one."""
 
 FREE = ("max_new_tokens", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask")
-"""Options of a call with which it is still the same."""
+"""Options that may differ when a call is gone on with."""
 
-SAMPLE = 1024
+TELLING = 1024
 """Numbers of each parameter by which a model is told from others."""
 
 
@@ -141,16 +141,16 @@ def _note(model: PreTrainedModel, ids: Tensor, options: dict[str, str]) -> str:
 
 
 def _some(x: Tensor) -> Tensor:
-    return x.detach().flatten()[:SAMPLE].contiguous()
+    return x.detach().flatten()[:TELLING].contiguous()
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Of the generator by which tokens are sampled on a device."""
+    """The state of the random numbers of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: Any) -> None:
-    """Sample on from there."""
+    """Restore it."""
     try:
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
