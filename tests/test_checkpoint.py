@@ -71,8 +71,7 @@ def broken_off_in_the_prompt(folder: Path) -> list[int]:
     checkpoint = hf.Checkpoint(folder)
     cache = hf.ShardedCache(model.config, mesh)
     assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
-    hf.prefill(model, ids[:, :65], cache)
-    checkpoint.save(cache, ids[:, :64])
+    hf.prefill(model, ids[:, :65], cache, chunk_size=32, after=lambda n: checkpoint.save(cache, ids[:, :n]))
     checkpoint.wait()
     seen: list[int] = []
     model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)

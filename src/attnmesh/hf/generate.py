@@ -145,14 +145,16 @@ def prefill(
     *,
     attention_mask: Tensor | None = None,
     chunk_size: int | None = None,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     """Compute the prompt, each rank its share, and keep its keys: all but the last token, with which decoding begins.
 
-    What the cache holds of it already is kept, and what it holds beyond is cut.
+    What the cache holds of it already is kept, and what it holds beyond is cut. `after` is told after each chunk how
+    many tokens the cache holds.
     """
     agree_on(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
     _keep_shared(cache, input_ids, attention_mask)
-    _prefill(model, input_ids, cache, attention_mask, chunk_size)
+    _prefill(model, input_ids, cache, attention_mask, chunk_size, after)
 
 
 def _prefill(
