@@ -579,6 +579,8 @@ OF_TRANSFORMERS: Table = {
         ({"use_cache": False}, ArgumentError, r"generate: expected options that can .*, given use_cache=False\."),
         ({"position_ids": T(1)}, ArgumentError, r"generate: expected options of transformers.*, given position_ids"),
         ({"max_new_tokens": 3}, MeshError, r"generate: expected the same .*:\n    shards  max_new_tokens\n(.*\n)*"),
+        ({"checkpoint": Path("x")}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
+        ({"checkpoint": True}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given bool\. Fix: "),
     ],
     prefill: [
         ({"input_ids": prompt().float()}, DtypeError, r"generate input_ids: expected int64 .*, given torch.float32"),

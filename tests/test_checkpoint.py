@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import MaxLengthCriteria
 
@@ -70,8 +71,7 @@ def broken_off_in_the_prompt(folder: Path) -> list[int]:
     checkpoint = hf.Checkpoint(folder)
     cache = hf.ShardedCache(model.config, mesh)
     assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
-    hf.prefill(model, ids[:, :65], cache)
-    checkpoint.save(cache, ids[:, :64])
+    hf.prefill(model, ids[:, :65], cache, chunk_size=32, after=lambda n: checkpoint.save(cache, ids[:, :n]))
     checkpoint.wait()
     seen: list[int] = []
     model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)
@@ -92,7 +92,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
     "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
-    "no checkpoint": ({"checkpoint": "folder"}, "generate checkpoint: expected a Checkpoint, given str"),
+    "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be gone on with, given prompt_lookup_num_tokens="),
+    "early exit": ({"assistant_early_exit": 1}, "options that can be gone on with, given assistant_early_exit="),
+    "a name": ({"checkpoint": "folder"}, "generate checkpoint: expected an hf.Checkpoint, given str. Fix: pass hf.Ch"),
+    "a path": ({"checkpoint": Path("folder")}, "generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
+    "a number": ({"checkpoint": 5}, "generate checkpoint: expected an hf.Checkpoint, given int"),
+    "no name": ({"checkpoint": False}, "generate checkpoint: expected an hf.Checkpoint, given bool"),
     "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given some"),
 }
 
@@ -115,6 +120,21 @@ def test_what_cannot_be_gone_on_with_is_refused(pool: Pool, tmp_path: Path) -> N
         assert told in one, name
     with pytest.raises(InputError, match="Checkpoint every: expected a whole number of tokens, given 0"):
         hf.Checkpoint(tmp_path, every=0)
+
+
+def not_as_often(folder: Path) -> str:
+    """Ranks that would save at different tokens, and wait for each other."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    checkpoint = hf.Checkpoint(folder, every=4 + dist.get_rank())
+    with pytest.raises(InputError) as raised:
+        hf.generate(families.model("llama", "attnmesh"), prompt(), mesh=mesh, max_new_tokens=6, checkpoint=checkpoint)
+    return str(raised.value)
+
+
+def test_ranks_agree_on_how_often_is_saved(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, not_as_often, tmp_path, deadline=30)
+    assert one == other
+    assert "expected the same call on every rank, given:\n    shards  checkpoint\n" in one
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]

@@ -16,12 +16,10 @@ from attnmesh import hf
 from attnmesh.exchange import counted, share
 from attnmesh.faults import set_deadline
 from attnmesh.hf.asked import Settings
+from attnmesh.hf.generate import CHUNK
 from attnmesh.hf.load import open_model
 from attnmesh.making import init_mesh
 from attnmesh.mesh import Mesh, Shape, kind_of
-
-CHUNK = 8192
-"""Tokens that are prefilled between two reports of how far it is."""
 
 
 @dataclass(frozen=True)
@@ -106,73 +104,89 @@ class _Telling(BaseStreamer):  # type: ignore[misc]
         pass
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A model, a prompt, and what there is of it to go on from: with a checkpoint perhaps new tokens too."""
+
+    model: PreTrainedModel
+    ids: Tensor
+    reached: Tensor
+    cache: hf.ShardedCache
+    options: dict[str, Any]
+    load_seconds: float
+
+
 def answer(say: Callable[[Any], None], request: Request) -> Answer:
     """On a rank: the answer, the same on all; what happens meanwhile rank 0 says."""
     set_deadline(request.deadline)
-    ranks = dist.get_world_size()
     first = dist.get_rank() == 0
+    told: Callable[[Any], None] = say if first else _nothing
+    begun = _begun(told, request)
+    prefill_seconds = _prefilled(told, begun)
+    return _decoded(begun, prefill_seconds, _Telling(say, begun.ids.shape[1]) if first else None)
+
+
+def _begun(say: Callable[[Any], None], request: Request) -> _Begun:
+    """Load the model, and what a checkpoint has."""
     kind = kind_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh = init_mesh(device.type, request.shape, *request.heads) if ranks > 1 else None
+    mesh = init_mesh(device.type, request.shape, *request.heads) if dist.get_world_size() > 1 else None
     logging.disable_progress_bar()  # of each rank: there is one to look at
     logging.set_verbosity_error()
     start = perf_counter()
     model = open_model(request.model, request.dtype, device)
     loading = perf_counter() - start
-    told: Callable[[Any], None] = say if first else _nothing
-    told(Loaded(loading))
+    say(Loaded(loading))
     ids = torch.tensor([request.ids], device=device)
     cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)
     torch.manual_seed(request.seed)
-    options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
-    kept, reached = None, ids
+    options, reached = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}, ids
     if request.checkpoint is not None:
         kept = hf.Checkpoint(request.checkpoint, every=request.every)
         reached = kept.begin(model, ids, cache, Settings(model, options))
         options["checkpoint"] = kept
         if cache.get_seq_length():
-            told(Resumed(max(cache.get_seq_length(), reached.shape[1])))
-    prefilling = _prefilled(model, reached, cache, kept, told)
-    if first:
-        options["streamer"] = _Telling(say, ids.shape[1])
+            say(Resumed(max(cache.get_seq_length(), reached.shape[1])))
+    return _Begun(model, ids, reached, cache, options, loading)
+
+
+def _prefilled(say: Callable[[Any], None], begun: _Begun) -> float:
+    """Seconds of all but the last token, chunk by chunk as far as there is something to tell."""
+    kept, ids = begun.options.get("checkpoint"), begun.reached
+
+    def after(tokens: int) -> None:
+        if kept is not None:
+            kept.save(begun.cache, ids[:, :tokens])
+        say(Prefilled(tokens))
+
+    start = perf_counter()
+    hf.prefill(begun.model, ids, begun.cache, chunk_size=CHUNK, after=after)
+    say(Prefilled(ids.shape[1]))  # also where there was nothing to compute
+    return perf_counter() - start
+
+
+def _decoded(begun: _Begun, prefill_seconds: float, streamer: _Telling | None) -> Answer:
+    """The new tokens, and what ranks held, heard and waited for."""
+    ids, cache = begun.ids, begun.cache
     start = perf_counter()
     with counted() as traffic:
-        made = hf.generate(model, ids, cache=cache, **options)
+        output = hf.generate(begun.model, ids, cache=cache, streamer=streamer, **begun.options)
     seconds = perf_counter() - start
-    new = made[0, ids.shape[1] :].tolist()
-    fresh = max(1, made.shape[1] - reached.shape[1])
-    axes = Mesh.of(mesh).axes
+    fresh = max(1, output.shape[1] - begun.reached.shape[1])
+    axes = Mesh.of(cache.mesh).axes
     table = share([cache.held, cache.held_bytes, traffic.bytes // fresh], axes)
     merges = share([int(1e9 * merge) for merge in traffic.merges], axes)
     return Answer(
-        tokens=new,
+        tokens=output[0, ids.shape[1] :].tolist(),
         prompt_tokens=ids.shape[1],
-        load_seconds=loading,
-        prefill_seconds=prefilling,
+        load_seconds=begun.load_seconds,
+        prefill_seconds=prefill_seconds,
         seconds_per_token=seconds / fresh,
         merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
         keys=[row[0] for row in table],
         cache_bytes=[row[1] for row in table],
         bytes_per_token=[row[2] for row in table],
     )
-
-
-def _prefilled(
-    model: PreTrainedModel,
-    ids: Tensor,
-    cache: hf.ShardedCache,
-    kept: hf.Checkpoint | None,
-    say: Callable[[Any], None],
-) -> float:
-    """Seconds of all but the last token, chunk by chunk as far as there is something to tell."""
-    start = perf_counter()
-    for stop in [*range(CHUNK + 1, ids.shape[1], CHUNK), ids.shape[1]]:
-        if cache.get_seq_length() < stop - 1:  # or a checkpoint has them
-            hf.prefill(model, ids[:, :stop], cache)
-            if kept is not None:
-                kept.save(cache, ids[:, : stop - 1])
-        say(Prefilled(stop))
-    return perf_counter() - start
 
 
 def _nothing(_: Any) -> None:

@@ -83,16 +83,16 @@ def generate(
         sampled = {name: value for name, value in options.items() if value is not None and temperature != 0}
         check_reproducible("--reproducible", reproducible, asked.shape.queries * asked.shape.keys, merge)
         request = Request(
-            asked.place,
-            asked.ids,
-            asked.shape,
-            asked.heads,
-            max_new_tokens,
-            dtype,
-            seed,
-            None if checkpoint is None else str(checkpoint),
-            every,
-            deadline,
+            model=asked.place,
+            ids=asked.ids,
+            shape=asked.shape,
+            heads=asked.heads,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            seed=seed,
+            checkpoint=None if checkpoint is None else str(checkpoint),
+            every=every,
+            deadline=deadline,
             cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else 16},
             options={"do_sample": True, **sampled} if sampled else {},
         )

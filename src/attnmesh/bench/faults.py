@@ -7,6 +7,7 @@ beside writing alone; and the keys of a lost rank from copies beside a new prefi
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from attnmesh import hf
 from attnmesh.bench import model
 from attnmesh.bench.rows import Row
 from attnmesh.bench.timing import Timing, race
-from attnmesh.hf.checkpoint import Checkpoint, Keeping
+from attnmesh.hf.checkpoint import Checkpoint, Each
 from attnmesh.hf.load import open_model
 from attnmesh.making import init_mesh
 from attnmesh.ranks import run_on_ranks
@@ -85,12 +86,10 @@ def _saved(served: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) -
             dist.broadcast_object_list(names)
             checkpoint = Checkpoint(f"{names[0]}/kept", every=request.every)
             checkpoint.note = "bench"
-            keeping = [Keeping(checkpoint, cache, ids.shape[1], None)] if saving else []
+            keep = [Each(partial(checkpoint.keep, cache, prompt=ids.shape[1]))] if saving else []
             dist.barrier()
             start = perf_counter()
-            hf.generate(
-                served, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keeping
-            )
+            hf.generate(served, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keep)
             checkpoint.wait()
             seconds = perf_counter() - start
             dist.barrier()  # before the folder goes

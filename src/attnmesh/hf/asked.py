@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ TAKEN = {
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
     *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "checkpoint"),
 }
+
+
+class Kept(NamedTuple):
+    """Where a call keeps what it has, and every how many tokens: what ranks agree on of a checkpoint."""
+
+    folder: Path
+    every: int
 
 
 class Settings:
@@ -109,9 +116,9 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         if given not in (None, harmless.get(name, False)):
             expected, given = "options that can be served over a mesh", f"{name}={value_of(given)}"
             raise ArgumentError("generate", expected, given, REFUSED[name])
-    if not isinstance(options.get("checkpoint"), (NoneType, Path)):
-        fix = "pass attnmesh.hf.Checkpoint(folder)"
-        raise ArgumentError("generate checkpoint", "a Checkpoint", type(options["checkpoint"]).__name__, fix)
+    if not isinstance(options.get("checkpoint"), (NoneType, Kept)):
+        given, fix = type(options["checkpoint"]).__name__, "pass hf.Checkpoint(path)"
+        raise ArgumentError("generate checkpoint", "an hf.Checkpoint", given, fix)
     for name in options:
         if name not in TAKEN and name != "chunk_size":
             fix = "leave it out: prompts are prefilled from their ids and their attention_mask alone"

@@ -4,6 +4,7 @@ Whoever makes the same call again with the same folder, on any number of ranks, 
 """
 
 import json
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from attnmesh.agree import agreed, digest, told
 from attnmesh.errors import ArgumentError, KernelError, StoreError
-from attnmesh.hf.asked import Settings, value_of
+from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
 from attnmesh.saved import MANIFEST
@@ -29,6 +30,7 @@ UNKEPT = {
     "begin_suppress_tokens": "leave it out: it counts from the end of the prompt",
     "output_scores": "leave it out: those of earlier tokens would be lost",
     "output_logits": "leave it out: those of earlier tokens would be lost",
+    **dict.fromkeys(ASSISTED, "leave it out: its cache holds tokens that may still be rejected"),
 }
 """What depends on where a call began, and what to do instead."""
 
@@ -36,9 +38,9 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", 
 """Options by which tokens are chosen, wherever they are set: with others a call is another one."""
 
 FREE = ("max_new_tokens", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask")
-"""Options of a call with which it is still the same."""
+"""Options that may differ when a call is gone on with."""
 
-SAMPLE = 1024
+TELLING = 1024
 """Numbers of each parameter by which a model is told from others."""
 
 
@@ -100,6 +102,12 @@ class Checkpoint:
             fix = "leave cache= out: the checkpoint fills one"
             raise KernelError("generate checkpoint", "an empty cache", f"{cache.get_seq_length()} tokens", fix)
 
+    def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
+        """Save if it is time to, and these do not end in one of `ends`. Every rank calls it after each token."""
+        done, ends = tokens.shape[1] - prompt, ends if isinstance(ends, (list, tuple)) else [ends]
+        if done % self.every == 0 and int(tokens[0, -1]) not in ends:
+            self.save(cache, tokens)
+
     def save(self, cache: ShardedCache, tokens: Tensor) -> None:
         """Begin to write; the last one is waited for. Every rank calls it."""
         self.wait()
@@ -113,18 +121,15 @@ class Checkpoint:
             self._saving = None
 
 
-class Keeping(StoppingCriteria):  # type: ignore[misc]
-    """Asked after each token whether to stop, it never wants to, but keeps what there is."""
+class Each(StoppingCriteria):  # type: ignore[misc]
+    """Asked after each token whether to stop, it never wants to: it hands the tokens on."""
 
-    def __init__(self, checkpoint: Checkpoint, cache: ShardedCache, prompt: int, ends: Any) -> None:
-        self.checkpoint, self.cache, self.prompt = checkpoint, cache, prompt
-        self.ends = ends if isinstance(ends, (list, tuple)) else [ends]
+    def __init__(self, hand_on: Callable[[Tensor], None]) -> None:
+        self.hand_on = hand_on
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         """Of each sequence whether it is done: no."""
-        made = input_ids.shape[1] - self.prompt
-        if made % self.checkpoint.every == 0 and int(input_ids[0, -1]) not in self.ends:
-            self.checkpoint.save(self.cache, input_ids)
+        self.hand_on(input_ids)
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -136,16 +141,16 @@ def _note(model: PreTrainedModel, ids: Tensor, options: dict[str, str]) -> str:
 
 
 def _some(x: Tensor) -> Tensor:
-    return x.detach().flatten()[:SAMPLE].contiguous()
+    return x.detach().flatten()[:TELLING].contiguous()
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Of the generator by which tokens are sampled on a device."""
+    """The state of the random numbers of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_random_state(device: torch.device, state: Any) -> None:
-    """Sample on from there."""
+    """Restore it."""
     try:
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)

@@ -5,6 +5,7 @@ every rank alike, with a cache that decodes over the mesh. Ranks draw the same r
 """
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -12,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
-from attnmesh.hf.asked import ASSISTED, Settings, agree_on, check_left
+from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.checkpoint import Checkpoint, Keeping
+from attnmesh.hf.checkpoint import Checkpoint, Each
 from attnmesh.layout import Striped
 from attnmesh.mesh import Mesh
 
@@ -45,52 +46,46 @@ def generate(
     With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
     here, settings = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), Settings(model, options)
-    folder = checkpoint.folder if isinstance(checkpoint, Checkpoint) else checkpoint
-    own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": folder}
+    kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
+    own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": kept}
     agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
-    whole = ShardedCache(model.config, mesh) if cache is None else cache
+    cache = ShardedCache(model.config, mesh) if cache is None else cache
     if attention_mask is None:
         attention_mask = _inferred(input_ids, settings)
     if checkpoint is not None:
         if attention_mask is not None and not bool(attention_mask.all()):
             raise MaskError("generate checkpoint", "a prompt without padding", "some", "cut the padding off")
         chunk = prefill_chunk_size or settings["prefill_chunk_size"] or CHUNK
-        return _kept(model, input_ids, whole, checkpoint, chunk, settings, options)
-    known = _keep_shared(whole, input_ids, attention_mask)
+        return _with_checkpoint(model, input_ids, cache, checkpoint, chunk, settings, options)
+    shared = _keep_shared(cache, input_ids, attention_mask)
     assisted, beams = any(settings[name] for name in ASSISTED), settings["num_beams"] or 1
-    if assisted and known:
-        given, fix = f"{known} tokens in the cache", "pass a new cache, or none"
+    if assisted and shared:
+        given, fix = f"{shared} tokens in the cache", "pass a new cache, or none"
         raise KernelError("generate", "an empty cache for assisted decoding", given, fix)  # it feeds the whole prompt
     if not assisted:
-        _prefill(model, input_ids, whole, attention_mask, prefill_chunk_size or settings["prefill_chunk_size"])
-        whole.batch_repeat_interleave(max(beams, settings["num_return_sequences"] or 1))
+        _prefill(model, input_ids, cache, attention_mask, prefill_chunk_size or settings["prefill_chunk_size"])
+        cache.batch_repeat_interleave(max(beams, settings["num_return_sequences"] or 1))
         options["prefill_chunk_size"] = None
     _draw_alike(here, input_ids.device)
     if not assisted and beams == 1:
-        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), _Following(whole, attention_mask)]
+        follow = Each(partial(_follow, cache, attention_mask))
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), follow]
         if (settings["num_return_sequences"] or 1) == 1:
-            whole.tokens = _all_known(input_ids, attention_mask)  # as it is at the first of them
-    made = model.generate(
-        input_ids, past_key_values=whole, attention_mask=attention_mask, **{**options, "use_cache": True}
+            cache.tokens = _all_marked(input_ids, attention_mask)  # as it is at the first of them
+    output = model.generate(
+        input_ids, past_key_values=cache, attention_mask=attention_mask, **{**options, "use_cache": True}
     )
     # Which of several beams is in which row, nobody can tell any more.
-    whole.tokens = None if beams > 1 else _held(whole, getattr(made, "sequences", made), attention_mask)
-    return made
+    cache.tokens = None if beams > 1 else _held(cache, getattr(output, "sequences", output), attention_mask)
+    return output
 
 
-class _Following(StoppingCriteria):  # type: ignore[misc]
-    """Tells the cache what there is after each token, so that it is known if a rank is lost; it never wants to stop."""
-
-    def __init__(self, cache: ShardedCache, attention_mask: Tensor | None) -> None:
-        self.cache, self.mask = cache, attention_mask
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-        """Of each sequence whether it is done: no."""
-        self.cache.tokens = input_ids if self.mask is None else _all_known(input_ids, self.mask)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+def _follow(cache: ShardedCache, attention_mask: Tensor | None, tokens: Tensor) -> None:
+    """Tell the cache what there is after each token, so that it is known if a rank is lost."""
+    cache.tokens = tokens if attention_mask is None else _all_marked(tokens, attention_mask)
 
 
-def _kept(
+def _with_checkpoint(
     model: PreTrainedModel,
     prompt: Tensor,
     cache: ShardedCache,
@@ -105,24 +100,24 @@ def _kept(
         checkpoint.begin(model, prompt, cache, settings)
     ids, checkpoint.reached = checkpoint.reached, None  # another call is another one's
     assert ids is not None
-    made, total = ids.shape[1] - prompt.shape[1], _total(settings, prompt.shape[1])
+    done, total = ids.shape[1] - prompt.shape[1], _total(settings, prompt.shape[1])
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])
             streamer.end()
         return ids[:, :total]
     least = settings["min_new_tokens"]
-    fewer = {"max_new_tokens": total - ids.shape[1], "min_new_tokens": None if least is None else max(0, least - made)}
+    fewer = {"max_new_tokens": total - ids.shape[1], "min_new_tokens": None if least is None else max(0, least - done)}
     options = {
         name: given for name, given in options.items() if name not in ("max_length", "stopping_criteria")
     } | fewer
-    _prefill(model, ids, cache, None, chunk, lambda done: checkpoint.save(cache, ids[:, :done]))
-    keeping = Keeping(checkpoint, cache, prompt.shape[1], settings["eos_token_id"])
+    _prefill(model, ids, cache, None, chunk, lambda stop: checkpoint.save(cache, ids[:, :stop]))
+    keep = Each(partial(checkpoint.keep, cache, prompt=prompt.shape[1], ends=settings["eos_token_id"]))
     more = {**options, "attention_mask": torch.ones_like(ids), "use_cache": True, "prefill_chunk_size": None}
-    whole = model.generate(ids, past_key_values=cache, stopping_criteria=[keeping], **more)
+    output = model.generate(ids, past_key_values=cache, stopping_criteria=[keep], **more)
     checkpoint.wait()
-    cache.tokens = _held(cache, getattr(whole, "sequences", whole), None)
-    return whole
+    cache.tokens = _held(cache, getattr(output, "sequences", output), None)
+    return output
 
 
 def _total(settings: Settings, prompt: int) -> int:
@@ -150,14 +145,16 @@ def prefill(
     *,
     attention_mask: Tensor | None = None,
     chunk_size: int | None = None,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     """Compute the prompt, each rank its share, and keep its keys: all but the last token, with which decoding begins.
 
-    What the cache holds of it already is kept, and what it holds beyond is cut.
+    What the cache holds of it already is kept, and what it holds beyond is cut. `after` is told after each chunk how
+    many tokens the cache holds.
     """
     agree_on(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
     _keep_shared(cache, input_ids, attention_mask)
-    _prefill(model, input_ids, cache, attention_mask, chunk_size)
+    _prefill(model, input_ids, cache, attention_mask, chunk_size, after)
 
 
 def _prefill(
@@ -181,7 +178,7 @@ def _prefill(
             _forward(model, ids[:, first:last], positions[:, first:last], cache, first, real, sharded)
             if after is not None:
                 after(last)
-    cache.tokens = _known(ids[:, : cache.get_seq_length()], attention_mask)
+    cache.tokens = _marked(ids[:, : cache.get_seq_length()], attention_mask)
 
 
 def _pieces(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
@@ -228,27 +225,28 @@ def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None
     length: int = cache.get_seq_length()
     shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
-        same = (_known(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
+        same = (_marked(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
         shared = int(same.long().cumprod(0).sum())
     cache.crop(shared - length)
     return shared
 
 
-def _known(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _marked(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """These tokens, -1 for padding."""
     return ids.clone() if attention_mask is None else ids.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)
 
 
 def _held(cache: ShardedCache, sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The tokens of these sequences that the cache holds."""
-    return _all_known(sequences, attention_mask)[:, : cache.get_seq_length()]
+    return _all_marked(sequences, attention_mask)[:, : cache.get_seq_length()]
 
 
-def _all_known(sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
+def _all_marked(sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
     """All tokens, new ones included, -1 for padding."""
     if attention_mask is not None:
         times, more = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
         attention_mask = torch.nn.functional.pad(attention_mask.repeat_interleave(times, 0), (0, more), value=1)
-    return _known(sequences, attention_mask)
+    return _marked(sequences, attention_mask)
 
 
 def _draw_alike(here: Mesh, device: torch.device) -> None:
