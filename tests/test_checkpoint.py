@@ -1,5 +1,6 @@
 """A generation that is broken off and gone on with says what it would have said, on any ranks."""
 
+import copy
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 
 from attnmesh import hf
-from attnmesh.errors import InputError
+from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.asked import Settings
 from attnmesh.hf.load import PACKAGED
 from attnmesh.mesh import AXES, Shape
@@ -87,8 +88,11 @@ def test_a_prompt_is_not_computed_twice(pool: Pool, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another's in "),
-    "another temperature": ({"do_sample": True}, "a folder of this model, prompt and options, given another's in "),
+    "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another prompt in "),
+    "sampled": ({"do_sample": True}, "this model, prompt and options, given other options and another seed in "),
+    "never twice": ({"no_repeat_ngram_size": 3}, "this model, prompt and options, given other options in "),
+    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be gone on with, given encoder_repetition_penalty=. Fix"),
+    "as a dict": ({"return_dict_in_generate": True}, "options that can be gone on with, given return_dict_in_gener"),
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
     "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
@@ -202,7 +206,7 @@ def used_twice(folder: Path) -> list[bool]:
     try:
         hf.generate(model, prompt(50), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
     except InputError as error:
-        said.append("another's in" in str(error))
+        said.append("another prompt in" in str(error))
     again = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
     said.append(torch.equal(first, again))
     for more in ({}, {"max_length": 60}):
@@ -213,6 +217,50 @@ def used_twice(folder: Path) -> list[bool]:
         ]
         said += [torch.equal(alone, each) for each in kept]
     return said
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_models_that_differ_in_their_configuration_are_others(tmp_path: Path) -> None:
+    ids, options = prompt(), {"max_new_tokens": 6, "do_sample": False}
+    for name, other in (("rope", "another model"), ("suppressed", "other options")):
+        model = copy.deepcopy(families.model("llama", "attnmesh"))
+        hf.generate(model, ids, checkpoint=hf.Checkpoint(tmp_path / name, every=2), **options)
+        if name == "rope":
+            model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 77.0}
+        else:
+            model.generation_config.suppress_tokens = [5, 6]
+        with pytest.raises(StoreError, match=f"this model, prompt and options, given {other} in"):
+            hf.generate(model, ids, checkpoint=hf.Checkpoint(tmp_path / name), **options)
+
+
+def with_other_weights(folder: Path) -> str:
+    """The second rank's model is another: all hear of it."""
+    model, mesh = copy.deepcopy(families.model("llama", "attnmesh")), named_mesh(Shape(1, 1, 2), AXES)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+    try:
+        hf.generate(model, prompt(), mesh=mesh, max_new_tokens=4, do_sample=False, checkpoint=hf.Checkpoint(folder))
+    except MeshError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_other_models_are_told(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, with_other_weights, tmp_path, deadline=30)
+    assert one == other
+    assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    shards  model\n")
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(60), torch.zeros(1, 60), torch.zeros(1, 3, dtype=torch.int64)])
+def test_tokens_that_cannot_be_are_refused(tmp_path: Path, tokens: torch.Tensor) -> None:
+    model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(tmp_path, every=2)
+    hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=checkpoint)
+    cache = hf.ShardedCache(model.config)
+    cache.restore(tmp_path)
+    cache.save(tmp_path, more={"tokens": tokens}, note=checkpoint.note)
+    with pytest.raises(StoreError, match="generate checkpoint: expected the tokens of "):
+        hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=hf.Checkpoint(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")

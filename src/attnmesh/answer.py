@@ -146,7 +146,7 @@ def _begun(say: Callable[[Any], None], request: Request) -> _Begun:
         reached = kept.begin(model, ids, cache, Settings(model, options))
         options["checkpoint"] = kept
         if cache.get_seq_length():
-            say(Resumed(max(cache.get_seq_length(), reached.shape[1])))
+            say(Resumed(reached.shape[1] if reached is not ids else cache.get_seq_length()))
     return _Begun(model, ids, reached, cache, options, loading)
 
 

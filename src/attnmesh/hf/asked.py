@@ -75,7 +75,8 @@ def agree_on(
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
         held = 0 if cache is None else cache.get_seq_length()
         asked = {name: value_of(given) for name, given in sorted(options.items()) if name != "streamer"}
-        return told("generate", **{**prompt, "held": held, **asked})
+        own = value_of(model.generation_config)
+        return told("generate", **{**prompt, "held": held, **asked, "model's generation_config": own})
 
     agreed(here, look, call)
 
@@ -103,6 +104,8 @@ def value_of(given: object) -> str:
         return repr(sorted(given.to_diff_dict().items(), key=str))
     if isinstance(given, (list, tuple)):
         return f"[{', '.join(map(value_of, given))}]"
+    if isinstance(given, Tensor):
+        return fingerprints({"": given})[""]
     if isinstance(given, dict):
         return repr({name: value_of(value) for name, value in given.items()})
     return repr(given) if isinstance(given, (bool, int, float, str, Path, NoneType)) else type(given).__name__

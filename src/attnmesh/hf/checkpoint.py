@@ -4,21 +4,22 @@ Whoever makes the same call again with the same folder, on any number of ranks, 
 """
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.agree import agreed, digest, told
 from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
-from attnmesh.saved import MANIFEST
+from attnmesh.saved import MANIFEST, opened
 from attnmesh.saving import Saving
 
 UNKEPT = {
@@ -30,18 +31,29 @@ UNKEPT = {
     "begin_suppress_tokens": "leave it out: it counts from the end of the prompt",
     "output_scores": "leave it out: those of earlier tokens would be lost",
     "output_logits": "leave it out: those of earlier tokens would be lost",
+    "return_dict_in_generate": "leave it out: what comes is the tokens",
+    "encoder_repetition_penalty": "leave it out: it goes by the prompt alone",
+    "encoder_no_repeat_ngram_size": "leave it out: it goes by the prompt alone",
+    "token_healing": "leave it out: it goes by the prompt alone",
     **dict.fromkeys(ASSISTED, "leave it out: its cache holds tokens that may still be rejected"),
 }
 """What depends on where a call began, and what to do instead."""
 
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "eos_token_id")
-"""Options by which tokens are chosen, wherever they are set: with others a call is another one."""
-
-FREE = ("max_new_tokens", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask")
+FREE = {
+    *("max_new_tokens", "max_length", "streamer", "checkpoint", "prefill_chunk_size", "attention_mask"),
+    *("generation_config", "transformers_version"),  # what is in the one is looked at by itself
+}
 """Options that may differ when a call is gone on with."""
+
+UNSAID = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
+"""Of a model's configuration what does not tell it from others."""
 
 TELLING = 1024
 """Numbers of each parameter by which a model is told from others."""
+
+
+OTHERS = {"model": "another model", "prompt": "another prompt", "options": "other options", "seed": "another seed"}
+"""What a folder may be of, by what tells calls apart."""
 
 
 class Checkpoint:
@@ -67,27 +79,48 @@ class Checkpoint:
         """
         here = Mesh.of(cache.mesh)
 
-        def look() -> bool:
+        def look() -> int:
             self._check(settings, ids, cache)
-            return (self.folder / MANIFEST).exists()
+            self.note = _note(model, ids, settings)
+            return self._held() if os.path.lexists(self.folder / MANIFEST) else 0
 
-        there = agreed(here, look, lambda found: told("generate checkpoint", found=found))
-        options = {name: value_of(given) for name, given in settings.options.items() if name not in FREE}
-        options |= {name: value_of(settings[name]) for name in SAMPLING}
-        options |= {"random": str(int(digest(random_state(ids.device))))} if settings["do_sample"] else {}
-        self.note, self._saving, reached = _note(model, ids, options), None, ids
-        if there:
-            more, note = cache.restore(self.folder)
-            tokens = more.get("tokens")
-            if note != self.note or tokens is None or tokens.shape[1] < cache.get_seq_length():
-                expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
-                raise StoreError("generate checkpoint", expected, f"another's in {self.folder}", fix)
-            cache.tokens = tokens[:, : cache.get_seq_length()].to(ids.device)
-            if tokens.shape[1] > ids.shape[1]:
-                reached = tokens.to(ids.device)
-                set_random_state(ids.device, more.get("random"))
-        self.reached = reached
-        return reached
+        held = agreed(here, look, lambda held: told("generate checkpoint", held=held, **json.loads(self.note)))
+        self._saving, self.reached = None, ids
+        if held:
+            if cache.capacity is not None:
+                cache.capacity = max(cache.capacity, held)
+            more, _ = cache.restore(self.folder, device=ids.device)
+            self.reached = agreed(here, lambda: self._reached(ids, more, held), "generate checkpoint")
+            cache.tokens = more["tokens"][:, :held].to(ids.device)
+        return self.reached
+
+    def _held(self) -> int:
+        """How many tokens have been kept, if they are of this call."""
+        header = opened(self.folder)
+        try:
+            theirs, ours = json.loads(header.note), json.loads(self.note)
+            others = [OTHERS[name] for name in ours if theirs.get(name) != ours[name]]
+        except (ValueError, AttributeError):
+            others = ["none of a checkpoint"]
+        if others:
+            expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
+            given = f"{' and '.join(others)} in {self.folder}"
+            raise StoreError("generate checkpoint", expected, given, fix)
+        return header.length
+
+    def _reached(self, ids: Tensor, more: Mapping[str, Tensor], held: int) -> Tensor:
+        """The tokens to go on from, with the random numbers that come next."""
+        tokens = more.get("tokens")
+        if tokens is None or tokens.dtype != torch.int64 or len(tokens) != 1 or tokens.ndim != 2:
+            given = "none" if tokens is None else f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise StoreError("generate checkpoint", "the tokens of one sequence", given, "remove the folder")
+        if tokens.shape[1] < held:
+            given = f"{tokens.shape[1]} of {held}"
+            raise StoreError("generate checkpoint", "the tokens of all keys", given, "remove the folder")
+        if tokens.shape[1] <= ids.shape[1]:
+            return ids
+        set_random_state(ids.device, more.get("random"))
+        return tokens.to(ids.device)
 
     def _check(self, settings: Settings, ids: Tensor, cache: ShardedCache) -> None:
         """Raise unless what is asked for can be gone on with."""
@@ -96,7 +129,7 @@ class Checkpoint:
             given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
             raise KernelError("generate checkpoint", "one sequence", given, fix)
         for name, fix in UNKEPT.items():
-            if settings[name]:
+            if settings[name] and not (isinstance(settings[name], float) and settings[name] == 1):  # which does nothing
                 raise KernelError("generate checkpoint", "options that can be gone on with", f"{name}=", fix)
         if cache.get_seq_length():
             fix = "leave cache= out: the checkpoint fills one"
@@ -133,11 +166,20 @@ class Each(StoppingCriteria):  # type: ignore[misc]
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def _note(model: PreTrainedModel, ids: Tensor, options: dict[str, str]) -> str:
-    """What tells a call from others: its prompt, its options, and of the model a little of each parameter."""
+def _note(model: PreTrainedModel, ids: Tensor, settings: Settings) -> str:
+    """What tells a call from others: the model, by its configuration and a little of each parameter, and what it is
+    asked."""
     some = {name: [str(x.dtype), list(x.shape), int(digest(_some(x)))] for name, x in model.named_parameters()}
-    parameters = blake2b(json.dumps(some).encode(), digest_size=16).hexdigest()
-    return json.dumps({"model": parameters, "prompt": [ids.shape[1], int(digest(ids))], **options}, sort_keys=True)
+    config = {name: value for name, value in model.config.to_dict().items() if name not in UNSAID}
+    names = {name for name in (*vars(GenerationConfig()), *settings.options) if not name.startswith("_")} - FREE
+    options = {name: value_of(settings[name]) for name in names}
+    random = int(digest(random_state(ids.device))) if settings["do_sample"] else None
+    told = {"model": [some, config], "prompt": ids.tolist(), "options": options, "seed": random}
+    return json.dumps({name: _hash(value) for name, value in told.items()})
+
+
+def _hash(value: Any) -> str:
+    return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def _some(x: Tensor) -> Tensor:

@@ -176,6 +176,7 @@ def _prefill(
     with torch.no_grad():
         for first, last, sharded in _pieces(start, stop, cache.block * cache.ranks, chunk_size or stop):
             _forward(model, ids[:, first:last], positions[:, first:last], cache, first, real, sharded)
+            cache.tokens = _marked(ids[:, :last], attention_mask)  # as it is if a rank is lost in the next
             if after is not None:
                 after(last)
     cache.tokens = _marked(ids[:, : cache.get_seq_length()], attention_mask)
