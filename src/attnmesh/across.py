@@ -116,8 +116,9 @@ def merge_across(
     `out` is (batch, heads, length, dim) and `lse` (batch, heads, length), natural or, with `base="2"`, base 2; so is
     the result's. `output="heads"` gives rank i the i-th share of the heads, as `torch.tensor_split` cuts them. `how` is
     "tree", "direct", "gather", "allreduce" or "auto". Partials travel in float32 or wider, or with `out` in the dtype
-    `wire`. All ranks pass the same shapes and options: where they did not, all raise the same error, unless looking
-    would hold up a GPU, and `checked` is not True: then all have NaN. No gradients. `group` is None for a single rank.
+    `wire`. All ranks pass the same shapes and options. If they did not, all raise the same error, or get NaN where
+    nobody looks: with `checked=False`, and by default where looking would hold up a GPU. No gradients. `group` is None
+    for a single rank.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -182,7 +183,7 @@ def _merged(
 
 
 def _asks(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
-    """Whether the host looks what the ranks said: where that holds up no device, unless it is told when."""
+    """Whether the host looks at what the ranks said: where that holds up no device, unless it is told when."""
     if checked is None and how != "allreduce":
         lse = partial[-1] if isinstance(partial, tuple) and partial else None
         held_up = by_triton(lse) if isinstance(lse, Tensor) else kind_of(axis.group) == "cuda"

@@ -67,7 +67,7 @@ def decode(
     given. The output is the same bits on every rank, or with `output="heads"` this rank's share of the heads. `merge`
     is "tree", "direct", "gather", "allreduce" or "auto". `reproducible` asks for the same bits on any power of two of
     ranks; it wants a cache filled by dealing, and blocks of 128 tokens or more to be fast. `checked` is the cache's own
-    unless it is given: see `KVCache`. Ranks that are told unlike and not to ask each other have NaN.
+    unless it is given: see `KVCache`. Ranks that were called differently and do not ask get NaN.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -84,21 +84,13 @@ def decode(
     try:
         check_checked("decode", checked)
         _check(q, cache, sinks, options)
-        error = None
-    except InputError as found:
-        if torch.compiler.is_compiling() or cache.mesh.shape.ranks == 1:
-            raise
-        error = found
-    if torch.compiler.is_compiling():
-        options = options._replace(scale=check_scale("decode", scale, q))
-        return _compiled(q, cache, sinks, _step(cache, options))
-    if error is not None:
-        if options.merge not in COLLECTIVE:
-            _absent(cache, options)
-        if checked is False or (not checked and _silent(cache, options)):  # the others ask nothing, or hear of it
-            raise error
-        agree(cache.mesh, error)
+    except InputError as error:
+        if not torch.compiler.is_compiling() and cache.mesh.shape.ranks > 1:
+            _refuse(error, cache, options, checked)
+        raise
     options = options._replace(scale=check_scale("decode", scale, q))
+    if torch.compiler.is_compiling():
+        return _compiled(q, cache, sinks, _step(cache, options))
     with torch.no_grad():
         return _agreed(q, cache, sinks, options, checked)
 
@@ -128,7 +120,7 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
 
 
 def _asks(cache: KVCache, call: "_Call", silent: bool, checked: bool | None) -> bool:
-    """Whether the host looks what the ranks said: always where that is free, else as it is told to."""
+    """Whether the host looks at what the ranks said: always where that is free, else as it is told to."""
     if not askable(cache.device):
         return False
     return (not silent or call.kind not in cache.asking.kinds) if checked is None else checked
@@ -224,11 +216,19 @@ def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor
     axis = step.heads
     if axis.size == 1:
         return out, witness
-    witness = _told(witness, axis)
+    witness = _highest(witness, axis)
     if step.output == "heads" or (out.device.type == "cpu" and float(witness.sum()) != 0):
         return out, witness
     everyone = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
     return torch.cat([theirs for (theirs,) in everyone], 1), witness
+
+
+def _refuse(error: InputError, cache: KVCache, options: "_Options", checked: bool | None) -> None:
+    """Before a rank raises: it takes its part in what the others do, and tells those who ask."""
+    if options.merge not in COLLECTIVE:
+        _absent(cache, options)
+    if checked is True or (checked is not False and not _silent(cache, options)):  # else they hear of it
+        agree(cache.mesh, error)
 
 
 def _absent(cache: KVCache, options: "_Options") -> None:
@@ -240,10 +240,10 @@ def _absent(cache: KVCache, options: "_Options") -> None:
     merge = "tree" if reproducible else options.merge
     absent(cache.tokens, merge, options.output, witness, canonical=canonical)
     if cache.mesh.heads.size > 1:
-        _told(witness, cache.mesh.heads)
+        _highest(witness, cache.mesh.heads)
 
 
-def _told(witness: Tensor, axis: Axis) -> Tensor:
+def _highest(witness: Tensor, axis: Axis) -> Tensor:
     """The maximum of the witnesses of all ranks in line."""
     rows = meet([witness.view(torch.uint8)] * axis.size, axis, board_of(axis, witness.device))
     return rows.view(witness.dtype).amax(0)

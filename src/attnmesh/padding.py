@@ -30,7 +30,7 @@ class Padding(NamedTuple):
         self.lengths.add_(real.sum(1))
 
     def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the last tokens, these: which are real, and the place of each in its own sequence."""
+        """Which of these last tokens are real, and each one's place in its own sequence."""
         real = self.real.index_select(1, tokens)
         after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
         return real, (self.lengths[:, None] - after).clamp(min=0)

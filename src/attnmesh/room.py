@@ -53,7 +53,7 @@ class Room:
         return Slots(self.keys, self.values, self.columns, self.state, self.padding)
 
     def add(self, k: Tensor, v: Tensor, real: Tensor | None) -> None:
-        """Of new tokens, all heads of them, those that are dealt to this rank."""
+        """Add those of the new tokens that are dealt to this rank; `k` and `v` have all heads."""
         more = k.shape[2]
         if self._all_elsewhere(more, real):
             self.state[0] += more
@@ -68,7 +68,7 @@ class Room:
         self.state += torch.stack((torch.full_like(length, more), mine.sum()))
 
     def place(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, real: Tensor | None) -> None:
-        """These tokens, of its heads, of `more` new ones of all ranks."""
+        """Add these tokens, with this rank's heads; all ranks together have `more` new ones."""
         order = tokens.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
         self._write(k.index_select(2, order), v.index_select(2, order), tokens[order], slots)

@@ -205,7 +205,7 @@ def links(hosts: Hosts) -> list[str]:
 
 
 def address(host: int) -> str:
-    """Of a host, on the switch."""
+    """A host's address on the switch."""
     return f"10.0.0.{host + 1}"
 
 

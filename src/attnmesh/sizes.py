@@ -66,7 +66,7 @@ class Sizes:
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 
     def check_real(self, subject: str, real: Tensor | None, tokens: int | None) -> None:
-        """Raise unless it tells of so many tokens, or if that is not known of any number, which are padding."""
+        """Raise unless `real` is a bool for each of so many tokens; None is any number."""
         if real is None:
             return
         shape = tuple(real.shape) if isinstance(real, Tensor) else ()
