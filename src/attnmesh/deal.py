@@ -62,7 +62,7 @@ class Spread:
         """Of the first `length` tokens, by rank.
 
         >>> Spread(Deal(block=2, ranks=2), start=3, came=(3, 0)).counts(7)
-        [4, 3]
+        [5, 2]
         """
         dealt = [self.deal.count(rank, length) - self.deal.count(rank, self.start) for rank in range(self.deal.ranks)]
         return [before + more for before, more in zip(self.came, dealt, strict=True)]
