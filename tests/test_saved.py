@@ -367,25 +367,27 @@ def test_what_is_not_of_a_saving_stays(tmp_path: Path) -> None:
     assert [other.read_text() for other in others] == ["mine"] * 4
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Event:
-    """The first saving from now on writes no more than one file until it is let go."""
-    go, first, really = Event(), list[Thread](), store.write
+def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
+    """The first saving from now on writes one file, which an event tells, and no more until the other lets it go on."""
+    begun, go, first, really = Event(), Event(), list[Thread](), store.write
 
-    def write(*told: object) -> None:
-        really(*told)  # type: ignore[arg-type]
+    def write(*told: Any) -> None:
+        really(*told)
         first.append(current_thread())
         if first[0] is current_thread():
+            begun.set()
             go.wait()
 
     monkeypatch.setattr(store, "write", write)
-    return go
+    return begun, go
 
 
 def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, go = cache_of(5000), cache_of(5000), held_up(monkeypatch)
+    one, other, (begun, go) = cache_of(5000), cache_of(5000), held_up(monkeypatch)
     other.truncate(0)
     other.append(*torch.ones(2, 1, 2, 5000, 8).unbind())
     first = one.save(tmp_path, wait=False)
+    begun.wait()
     second = other.save(tmp_path, wait=False)
     second.finish_writing()
     go.set()
@@ -400,8 +402,9 @@ def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monke
 
 def test_a_saving_that_nobody_waits_for_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(5000)
-    go = held_up(monkeypatch)
+    begun, go = held_up(monkeypatch)
     left = cache_of(4000).save(tmp_path, wait=False)
+    begun.wait()
     cache.save(tmp_path)
     go.set()
     left.finish_writing()
@@ -496,7 +499,7 @@ def test_a_saving_whose_end_was_interrupted_says_so_again(tmp_path: Path, monkey
 def test_what_is_saved_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though it is changed meanwhile, and the working folder too."""
     monkeypatch.chdir(tmp_path)
-    go, more = held_up(monkeypatch), {"real": torch.zeros(3)}
+    (_, go), more = held_up(monkeypatch), {"real": torch.zeros(3)}
     under_way = save_layers([cache_of(300)], "here", more=more, wait=False)
     more["real"] += 1
     monkeypatch.chdir("/")

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -156,9 +157,13 @@ def _fits(header: Header, sizes: Sizes) -> bool:
 
 
 def savings(path: Path) -> list[Path]:
-    """The folders of all savings, the one that holds and those that were cut short, from the last to the first."""
-    found = [(int(name[1]), other) for other in path.iterdir() if (name := FOLDER.fullmatch(other.name))]
-    return [other for _, other in sorted(found, reverse=True)]
+    """The folders of all savings, those that were cut short and at the end the one that holds, from the last on."""
+    found = []
+    for other in path.iterdir():
+        with suppress(FileNotFoundError):  # it may be removed meanwhile
+            if named := FOLDER.fullmatch(other.name):
+                found.append((int(named[1]), other.stat().st_mtime_ns, other))
+    return [other for *_, other in sorted(found, reverse=True)]
 
 
 class File(NamedTuple):
