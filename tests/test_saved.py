@@ -2,11 +2,13 @@
 
 import json
 import math
+import multiprocessing as mp
 import os
 import resource
 import shutil
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -535,3 +537,45 @@ def saved_by_a_slow_disk(path: Path) -> int:
 
 def test_a_slow_disk_is_no_lost_rank(tmp_path: Path) -> None:
     assert run_on_ranks(2, saved_by_a_slow_disk, tmp_path) == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([1], "tensors by their names, given list"),
+        ({"x": [1]}, "tensors by their names, given 'x': list"),
+        ({3: torch.ones(2)}, "tensors by their names, given 3: Tensor"),
+        ({"x": torch.ones(2, dtype=torch.int32)}, r"dense tensors of bool, .*, given 'x' as torch.int32"),
+        ({"x": torch.ones(2).to_sparse()}, r"dense tensors of .*, given 'x' as torch.float32, torch.sparse_coo"),
+    ],
+)
+def test_what_no_file_can_hold_is_refused(tmp_path: Path, more: Any, message: str) -> None:
+    with pytest.raises(StoreError, match=f"save more: expected {message}"):
+        save_layers([cache_of(20)], tmp_path, more=more)
+    assert not list(tmp_path.iterdir())
+
+
+def saves_again_and_again(path: Path, rank: int, done: Any) -> None:
+    """A job of its own, of one rank; what it was told, other than that another was done first."""
+    cache, told = cache_of(20 + rank), []
+    for _ in range(60):
+        try:
+            cache.save(path)
+        except StoreError as error:
+            told += [] if "one saving at a time in a folder" in str(error) else [str(error)]
+    done.put(told)
+
+
+def test_jobs_that_save_to_one_folder_leave_one_of_their_savings(tmp_path: Path) -> None:
+    context = mp.get_context("forkserver")
+    done = context.Queue()
+    jobs = [context.Process(target=saves_again_and_again, args=(tmp_path, rank, done)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    while any(job.is_alive() for job in jobs):
+        if (tmp_path / "cache.json").exists():
+            with suppress(StoreError):  # its files may go while they are read
+                assert am.KVCache.load(tmp_path, None).length in (20, 21)
+    assert am.KVCache.load(tmp_path, None).length in (20, 21)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [done.get(timeout=20) for _ in jobs] == [[], []]

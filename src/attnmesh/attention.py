@@ -253,22 +253,27 @@ def _agreed(
         _check(here, options, q, k, v, sinks)
         return _fitting(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
     device = q.device if isinstance(q, Tensor) else torch.device(here.kind)
-    asks = options.length is None or checked is True or (checked is not False and asked_each_time(device))
+    ask = options.length is None or asks(checked, device)
     try:
         check_checked("attention", checked)
         _check(here, options, q, k, v, sinks)
         call = _described(options, q, k, v, sinks)
     except InputError as error:
-        if asks:
+        if ask:
             agree(here, error)  # where the others ask too
         raise
     lengths = q.shape[2], k.shape[2]
-    if asks:
+    if ask:
         return _asked(here, call, lengths, options)
     if checked is None and askable(device):
         return _asked_once(here, call, lengths, options)
     length = cast(int, options.length)  # or ranks would have asked each other
     return _fitting(_problem(here, options, length, length), options)
+
+
+def asks(checked: bool | None, device: torch.device) -> bool:
+    """Whether ranks ask each other at every call: of the CPU as well if nothing is said."""
+    return checked is True or (checked is not False and asked_each_time(device))
 
 
 def asked_each_time(device: torch.device) -> bool:

@@ -246,10 +246,15 @@ class KVCache:
             if fault := sizes.fault(self.mesh.heads.size):
                 raise fault
 
-        self.asking.ask("reserve", check, lambda: {"capacity": capacity})
-        if capacity > self.sizes.capacity:
-            for room in self.rooms:
-                room.grow(sizes)
+        asked = self.asking.checked is not False
+        self.asking.ask("reserve", check, lambda: {"capacity": capacity}, must=asked)
+
+        def grow() -> None:
+            for room in self.rooms[::-1]:  # its own at last, by which it is known how many tokens fit
+                if capacity > room.sizes.capacity:
+                    room.grow(sizes)
+
+        self.asking.ask("reserve", grow, dict, must=asked)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
@@ -387,7 +392,8 @@ def load_layers(
     def look() -> Found:
         if fault := device_fault("load", place, device):
             raise fault
-        return looked_into(path, here, place, layers, capacity)
+        check_copies(copies, here.queries.size * here.keys.size)
+        return looked_into(path, here, place, layers, capacity, copies)
 
     found = agreed(here, look, lambda came: told("load", of=came.header, capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in found.sizes]

@@ -26,7 +26,9 @@ class Found(NamedTuple):
     more: dict[str, Tensor]
 
 
-def looked_into(path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None) -> Found:
+def looked_into(
+    path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None, copies: int
+) -> Found:
     """What is there to be loaded; an error if it cannot be."""
     folder = folder_of("load", path)
     header = opened(folder)
@@ -40,19 +42,19 @@ def looked_into(path: object, mesh: Mesh, device: torch.device, layers: int | No
         if header.length > each.capacity:
             given, fix = f"{header.length} in a capacity of {each.capacity}", "say a larger capacity="
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
-    check_memory(sizes, mesh, device, padded=header.padded)
+    check_memory(sizes, mesh, device, copies, padded=header.padded)
     return Found(header, folder, sizes, *more_of(folder, header))
 
 
-def check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, *, padded: bool) -> None:
+def check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, copies: int, *, padded: bool) -> None:
     """A file may say anything: nothing is reserved that the device could not hold."""
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory()
     needed = 0
     for sizes in layers:
         tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
         columns = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
-        needed += tokens * (columns * sizes.dtype.itemsize + 8)
-        needed += sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
+        needed += copies * tokens * (columns * sizes.dtype.itemsize + 8)
+        needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
     if needed > room:
         given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
         raise StoreError("load", f"at most this device's {room / 1e9:,.1f} GB", given, "say a smaller capacity=")

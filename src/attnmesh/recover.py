@@ -42,8 +42,13 @@ def recover(
     a step ahead. The options are those of `KVCache`; without `capacity` it is what it was.
     """
     here = Mesh.of(mesh)
-    agreed(here, lambda: _check(caches, more), told("recover", capacity=capacity, checked=checked, copies=copies))
-    said = [json.loads(text) for text in texts(here, json.dumps(_told_of(caches)))]
+
+    def look() -> str:
+        _check(caches, more)
+        return json.dumps(_told_of(caches))
+
+    mine = agreed(here, look, told("recover", capacity=capacity, checked=checked, copies=copies))
+    said = [json.loads(text) for text in texts(here, mine)]
     known = [each for each in said if each]
     length = min((each["length"] for each in known), default=0)
     if fault := _fault(known, here, capacity, length):
@@ -192,6 +197,9 @@ def _check(caches: object, more: dict[str, Never]) -> None:
         fix = "pass [cache], or None on a rank that is new"
         raise DtypeError("recover", "a list of caches, one a layer", type(caches).__name__, fix)
     check_no_more("recover", more)
+    if len({(cache.mesh.heads, cache.tokens) for cache in caches or ()}) > 1:
+        fix = "pass the caches of one model, layer by layer"
+        raise MeshError("recover", "caches of one mesh", "caches of several", fix)
 
 
 def _fault(known: list[dict[str, Any]], here: Mesh, capacity: object, length: int) -> InputError | None:

@@ -114,6 +114,8 @@ def folder_of(subject: str, folder: object) -> Path:
     if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
         fix = "pass its path as a str or a pathlib.Path"
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
+    if "\0" in os.fspath(folder):
+        raise StoreError(subject, "the path of a folder", repr(os.fspath(folder)), "leave the null byte out")
     return Path(folder).absolute()
 
 

@@ -6,7 +6,8 @@ What a saving that was cut short has written is not written again, nor what the 
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from secrets import randbits
 from threading import Thread
@@ -19,7 +20,7 @@ from attnmesh.exchange import share
 from attnmesh.faults import deadline
 from attnmesh.mesh import Mesh
 from attnmesh.saved import MANIFEST, MORE, NAME, Header, Layers, files_of, folder_of, opened, pieces, savings
-from attnmesh.store import keep, settle
+from attnmesh.store import check_more, keep, settle, whole
 
 LOOK = 1.0
 """Seconds from one look whether all ranks have written to the next, or less if there is a deadline."""
@@ -30,8 +31,9 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
     mesh, first, speaks = layers.mesh, layers.rooms[0], layers.speaks
     sizes = tuple(room.sizes for room in layers.rooms)
 
-    def look() -> tuple[Path, Header]:
+    def look() -> tuple[Path, Header, dict[str, Tensor]]:
         path = folder_of("save", folder)
+        check_more(more)
         if len(set(layers.lengths)) > 1:
             given, fix = f"layers of {sorted(set(layers.lengths))} tokens", "truncate them to the same length"
             raise StoreError("save", "layers of the same tokens", given, fix)
@@ -39,20 +41,18 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
         place = first.heads.size, first.deal.ranks, _next(path)
         header = Header(sizes, padded, padded or bool(more), length, *place, note, f"{0:016x}")
         header.text()  # or an error
-        return path, header
+        whole = {f"more {name}": x.clone() for name, x in more.items()} if speaks else {}
+        return path, header, whole | ({"real": layers.real.clone()} if speaks and layers.real is not None else {})
 
     came, said = tried(look, lambda found: told("save", saving=found[1].saving, note=note))
     names = agree(mesh, said, [randbits(62)])
     path, header = came[0], came[1]._replace(name=f"{names[0][0]:016x}")
-    whole = {f"more {name}": x.clone() for name, x in more.items()} if speaks else {}
-    if speaks and layers.real is not None:
-        whole["real"] = layers.real.clone()
 
     def conclude(error: StoreError | None) -> None:
         agree(mesh, error or "save")
         agreed(mesh, lambda: _publish(path, header) if speaks else None, "save")
 
-    return Saving(mesh, lambda: _save(path, header, layers, whole), conclude)
+    return Saving(mesh, lambda: _save(path, header, layers, came[2]), conclude)
 
 
 def _next(path: Path) -> int:
@@ -60,10 +60,11 @@ def _next(path: Path) -> int:
     with _writing(path):
         if os.path.lexists(path / MANIFEST):
             try:
-                return opened(path).saving + 1
-            except StoreError as error:
+                return whole(opened(path).saving + 1)
+            except ValueError as error:
                 fix = "name another folder"
-                raise StoreError("save", "a folder of savings, or a new one", error.args[2], fix) from error
+                given = error.args[2] if isinstance(error, StoreError) else str(error)
+                raise StoreError("save", "a folder of savings, or a new one", given, fix) from error
         if path.exists() and not path.is_dir():
             raise StoreError("save", "a folder that can be written to", str(path), "check the path")
     return 1
@@ -92,28 +93,40 @@ def _save(path: Path, header: Header, layers: Layers, more: Mapping[str, Tensor]
 
 
 def _publish(path: Path, header: Header) -> None:
-    """From now on this saving is the one that is loaded; older ones go."""
-    _check_whole(path, header)
+    """From now on this saving is the one that is loaded; older ones go. One at a time, of all jobs that save here."""
     fresh = path / f"{MANIFEST}.{header.name}"
-    with _writing(path), fresh.open("w") as file:
-        file.write(header.text())
-        file.flush()
-        os.fsync(file.fileno())
+    with _writing(path), _alone(path):
+        os.stat(path / header.folder)
+        _check_whole(path, header)
+        with fresh.open("w") as file:
+            file.write(header.text())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(fresh, path / MANIFEST)
         settle(path)
-        for other in savings(path):
-            if other.name != header.folder:
-                shutil.rmtree(other, ignore_errors=True)
-        for other in path.glob(f"{MANIFEST}.*"):  # of a saving that was cut short
-            if NAME.fullmatch(other.suffix[1:]):
-                other.unlink(missing_ok=True)
+        with suppress(OSError):  # what is published is; the rest is tidying up
+            for other in savings(path):
+                if other.name != header.folder:
+                    shutil.rmtree(other, ignore_errors=True)
+            for part in path.glob(f"{MANIFEST}.*"):  # of a saving that was cut short
+                if NAME.fullmatch(part.suffix[1:]):
+                    part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process does the same, on a disk that has locks."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            flock(handle, LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _check_whole(path: Path, header: Header) -> None:
     """Raise unless all ranks' files are here: hosts may have folders of that name on disks of their own."""
-    if not (path / header.folder).is_dir():
-        given, fix = f"{path}, where another was done first", "name a folder for each cache"
-        raise StoreError("save", "one saving at a time in a folder", given, fix)
     found = sum(file.stop - file.start for file in files_of(path, header)) // header.heads
     if found != header.length:
         given, fix = f"{found} of {header.length} tokens in {path}", "name one folder, on a disk that all ranks share"
@@ -125,6 +138,9 @@ def _writing(path: Path) -> Iterator[None]:
     """What the system refuses is told as an error of ours."""
     try:
         yield
+    except FileNotFoundError as error:  # who is done first removes what others have begun
+        given, fix = f"{path}, where another was done first", "name a folder for each cache"
+        raise StoreError("save", "one saving at a time in a folder", given, fix) from error
     except OSError as error:
         given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the room on the disk"
         raise StoreError("save", "a folder that can be written to", given, fix) from error

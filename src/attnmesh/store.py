@@ -191,6 +191,20 @@ def _entries(header: Any, room: int) -> dict[str, Entry]:
     return entries
 
 
+def check_more(more: object) -> None:
+    """Raise unless these are named tensors that a file can hold."""
+    fix = "pass a dict of names to tensors"
+    if not isinstance(more, Mapping):
+        raise StoreError("save more", "tensors by their names", type(more).__name__, fix)
+    for name, x in more.items():
+        if not isinstance(name, str) or not isinstance(x, Tensor):
+            raise StoreError("save more", "tensors by their names", f"{name!r}: {type(x).__name__}", fix)
+        if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > DIMS:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+            given = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims"
+            raise StoreError("save more", f"dense tensors of {kinds}, of {DIMS} dims at most", given, "convert it")
+
+
 def memory() -> int:
     """Bytes that this host has."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

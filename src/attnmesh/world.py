@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from attnmesh.errors import ArgumentError, RankFailure
-from attnmesh.faults import part
+from attnmesh.faults import LONGEST, part
 from attnmesh.mesh import forget
 
 PATIENCE = timedelta(minutes=30)
@@ -40,11 +40,15 @@ def enter(
 
     Without a store it is torchrun's, and so are the numbers. The same store serves again, for as many ranks or others.
     """
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < LONGEST:
+        raise ArgumentError("world.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
     if store is None and rank is None and ranks is None:
         store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
     elif store is None or rank is None or ranks is None:
         given, fix = f"{store}, {rank} and {ranks}", "pass all three"
         raise ArgumentError("world.enter", "a store, a rank and how many there are, or none of them", given, fix)
+    if not isinstance(ranks, int) or not isinstance(rank, int) or not 0 <= rank < ranks:
+        raise ArgumentError("world.enter", "a rank below how many there are", f"{rank} of {ranks}", "count from 0")
     name = _name(store, rank, ranks, seconds)
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout)
 

@@ -1,5 +1,6 @@
 """What a call of `generate` asks for, held against what can be served over a mesh, and agreed on by all ranks."""
 
+from numbers import Number
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -108,7 +109,11 @@ def value_of(given: object) -> str:
         return fingerprints({"": given})[""]
     if isinstance(given, dict):
         return repr({name: value_of(value) for name, value in given.items()})
-    return repr(given) if isinstance(given, (bool, int, float, str, Path, NoneType)) else type(given).__name__
+    if isinstance(given, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(value_of, given)))}}}"
+    if callable(getattr(given, "to_dict", None)):
+        return value_of(given.to_dict())  # type: ignore[attr-defined]
+    return repr(given) if isinstance(given, (Number, str, Path, NoneType, torch.dtype)) else type(given).__name__
 
 
 def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from attnmesh.agree import agree
-from attnmesh.attention import attention
+from attnmesh.attention import asks, attention
 from attnmesh.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.batch import Shards
@@ -68,8 +68,10 @@ def attention_function(
             _check_router(module, more, shards)
     except InputError as error:
         if isinstance(key, Fresh):
-            key.layer.refuse(error, must=shards is not None)
-        elif shards is not None:  # the others are about to ask
+            checked = key.layer.cache.checked
+            by_all = None if shards is None else shards.on_top or asks(checked, query.device)
+            key.layer.refuse(error, key, query.shape[2] if shards is None else shards.length, asked=by_all)
+        elif shards is not None and asks(None, query.device):
             agree(Mesh.of(shards.mesh), error)
         raise
     asked = Asked(seen.mask, scaling, s_aux)
@@ -95,7 +97,7 @@ def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
     cache, here = fresh.layer.cache, Mesh.of(shards.mesh)
     positions = shards.start + shards.layout.positions(shards.length, here.shape.ranks, here.shard)
     kv = fresh.layer.room(fresh, shards.length)
-    if not shards.start and shards.real is None:
+    if not shards.on_top:
         how = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
         out = _trained(q, fresh.k, fresh.v, asked, shards, **how)
         kv.append_shard(fresh.k, fresh.v, positions)
@@ -111,7 +113,7 @@ def _new(q: Tensor, fresh: Fresh, asked: Asked, seen: Seen) -> Tensor:
     try:
         _check_padding(kv, seen.real, more)
     except InputError as error:
-        fresh.layer.refuse(error)
+        fresh.layer.refuse(error, fresh, 0)
     kv.append(fresh.k, fresh.v, real=None if seen.real is None else seen.real[:, -more:])
     return fresh.layer.cache.attend(q, kv, *asked)
 

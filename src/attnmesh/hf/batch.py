@@ -42,6 +42,11 @@ class Shards:
     real: Tensor | None = None
     """(batch, tokens of all ranks), False for padding; None if there is none."""
 
+    @property
+    def on_top(self) -> bool:
+        """Whether the cache is looked at, for the tokens before these or for padding."""
+        return self.start > 0 or self.real is not None
+
     ndim = 3
     """Neither a table of padding nor a whole mask: transformers hands it on as it is."""
 

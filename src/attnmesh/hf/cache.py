@@ -26,6 +26,7 @@ from attnmesh.mesh import Mesh, Shape
 from attnmesh.recover import recover
 from attnmesh.saving import Saving
 from attnmesh.schedule import check_exchange
+from attnmesh.store import check_more
 
 NAME = "attnmesh"
 """The name of the plug-ins in transformers."""
@@ -73,27 +74,41 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def room(self, fresh: Fresh, more: int) -> KVCache:
         """The layer's keys and values, with room for so many tokens of all ranks."""
         k, v = fresh.k, fresh.v
-        if self.kv is None or (self.kv.sizes.batch != len(k) and not self.kv.length):
+        kv = self._before(fresh)
+        if kv is None:
             capacity = self.cache.capacity or _grown(more)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
             where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
             where |= {"checked": self.cache.checked, "copies": self.cache.copies}
-            self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
+            kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
             self.is_initialized = True
-        elif self.cache.capacity is None and self.kv.length + more > self.kv.sizes.capacity:
-            self.kv.reserve(_grown(self.kv.length + more))
-        return self.kv
+        elif self._grows(kv, more):
+            kv.reserve(_grown(kv.length + more))
+        return kv
 
-    def refuse(self, error: InputError, *, must: bool = False) -> NoReturn:
-        """Raise what is wrong with new tokens on all ranks, if they ask each other when these come, as they `must`."""
+    def _before(self, fresh: Fresh) -> KVCache | None:
+        """What these tokens are added to; None if room is made anew for them."""
+        other = self.kv is not None and self.kv.sizes.batch != len(fresh.k) and not self.kv.length
+        return None if other else self.kv
+
+    def _grows(self, kv: KVCache, more: int) -> bool:
+        """Whether there has to be more room for so many tokens."""
+        return self.cache.capacity is None and kv.length + more > kv.sizes.capacity
+
+    def refuse(self, error: InputError, fresh: Fresh, more: int, *, asked: bool | None = None) -> NoReturn:
+        """Raise what is wrong with `more` new tokens on all ranks, if they ask each other when these come.
+
+        As `asked` says, or else as for `append`.
+        """
 
         def check() -> NoReturn:
             raise error
 
-        if self.kv is None:  # the others are about to make room, and ask
+        kv = self._before(fresh)
+        if kv is None or asked or (self.cache.checked is not False and self._grows(kv, more)):
             agree(Mesh.of(self.cache.mesh), error)
-        else:
-            self.kv.asking.ask("append", check, dict, must=must)
+        elif asked is None:
+            kv.asking.ask("append", check, dict)
         raise error
 
     def get_seq_length(self) -> int:
@@ -238,22 +253,31 @@ class ShardedCache(Cache):  # type: ignore[misc]
     ) -> Saving:
         """Write all layers to a folder, as `KVCache.save` does one; `more` and `note` come back by `restore`."""
         kvs = [layer.kv for layer in self.layers]
-        if not all(kv is not None and kv.length for kv in kvs):
-            fix = "prefill a prompt first"
-            raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
-        if "held" in (more or {}):
-            raise StoreError("save more", "names but held", "held", "name it otherwise")
+
+        def look() -> None:
+            check_more({} if more is None else more)
+            if not all(kv is not None and kv.length for kv in kvs):
+                fix = "prefill a prompt first"
+                raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
+            if more is not None and "held" in more:
+                raise StoreError("save more", "names but held", "held", "name it otherwise")
+
+        agreed(Mesh.of(self.mesh), look, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
 
-    def restore(self, path: str | Path, *, device: torch.device | str | None = None) -> tuple[dict[str, Tensor], str]:
+    def restore(
+        self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
+    ) -> tuple[dict[str, Tensor], str]:
         """Fill this cache, whatever it holds, from a folder; what more was saved there, and its note.
 
-        Every rank calls it; they may be more or fewer than those that saved. The device is the mesh's, or else the one
-        that is given.
+        Every rank calls it; they may be more or fewer than those that saved. The device is the mesh's, and the
+        capacity the cache's, unless others are given.
         """
-        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **self._options)
+        where = self._options | ({} if capacity is None else {"capacity": capacity})
+        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **where)
         self._fill(kvs)
+        self.capacity = where["capacity"]
         self.tokens = more.pop("held", None)
         return more, note
 
@@ -281,6 +305,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         Its `tokens` are those to go on with: `generate(model, cache.tokens, cache=cache)`. `options` are a cache's.
         """
         whole = cls(config, mesh, **options)
+        agreed(Mesh.of(mesh), lambda: _check_left(cache, len(whole.layers)), "ShardedCache.recover")
         kvs = [] if cache is None else [layer.kv for layer in cache.layers]
         left = kvs if None not in kvs else []  # where a prompt's first tokens were broken off, some have none
         whole._fill(recover(left or None, mesh, device=device, **whole._options))
@@ -297,9 +322,19 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return twin
 
 
+def _check_left(cache: object, layers: int) -> None:
+    """Raise unless it is what is left of a cache of so many layers, if anything is."""
+    if cache is not None and not isinstance(cache, ShardedCache):
+        fix = "pass the cache that was there, or None on a rank that is new"
+        raise KernelError("ShardedCache.recover cache", "a ShardedCache", type(cache).__name__, fix)
+    if cache is not None and len(cache.layers) != layers:
+        given, fix = f"one of {len(cache.layers)} layers", "pass the config of the model that it was of"
+        raise KernelError("ShardedCache.recover cache", f"a cache of {layers} layers", given, fix)
+
+
 def _tokens_left(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
     """The tokens that all ranks know which know any, if they are all that a cache holds: some may be one ahead."""
-    known = torch.empty(0, 0, dtype=torch.int64) if tokens is None else tokens
+    known = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
     lengths = [row[0] for row in share([known.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:

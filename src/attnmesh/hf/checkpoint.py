@@ -19,7 +19,7 @@ from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
-from attnmesh.saved import MANIFEST, opened
+from attnmesh.saved import MANIFEST, folder_of, opened
 from attnmesh.saving import Saving
 
 UNKEPT = {
@@ -67,7 +67,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, every: int = 64) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError("Checkpoint every", "a whole number of tokens", repr(every), "pass 1 or more")
-        self.folder, self.every = Path(folder), every
+        self.folder, self.every = folder_of("Checkpoint", folder), every
         self.note = ""
         self.reached: Tensor | None = None  # once it has begun
         self._saving: Saving | None = None
@@ -87,9 +87,8 @@ class Checkpoint:
         held = agreed(here, look, lambda held: told("generate checkpoint", held=held, **json.loads(self.note)))
         self._saving, self.reached = None, ids
         if held:
-            if cache.capacity is not None:
-                cache.capacity = max(cache.capacity, held)
-            more, _ = cache.restore(self.folder, device=ids.device)
+            capacity = None if cache.capacity is None else max(cache.capacity, held)
+            more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
             self.reached = agreed(here, lambda: self._reached(ids, more, held), "generate checkpoint")
             cache.tokens = more["tokens"][:, :held].to(ids.device)
         return self.reached
@@ -179,7 +178,7 @@ def _note(model: PreTrainedModel, ids: Tensor, settings: Settings) -> str:
 
 
 def _hash(value: Any) -> str:
-    return blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+    return blake2b(json.dumps(value, sort_keys=True, default=value_of).encode(), digest_size=16).hexdigest()
 
 
 def _some(x: Tensor) -> Tensor:
