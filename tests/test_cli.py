@@ -14,6 +14,7 @@ from attnmesh.bench import kernel as kernel_bench
 from attnmesh.bench import prefill as prefill_bench
 from attnmesh.bench.timing import FORGET, Timing, race
 from attnmesh.cli import app
+from attnmesh.errors import ArgumentError
 
 ROW = kernel_bench.Row("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 
@@ -102,6 +103,16 @@ def test_version_and_unknown_options() -> None:
     assert run("--version") == (0, f"{__version__}\n")
     assert run("check", "--fast")[0] == 2
     assert run("bench", "everything")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--case", "a part of 'causal, 8/8 heads', "), ("--shape", "one of 1x1x2, 1x2x1, 2x1x1, of 2 ")],
+)
+def test_cases_and_shapes_that_there_are_not_are_refused(option: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "prefill", option, "zzz", "--length", "128", "--ranks", "2"])
+    assert isinstance(done.exception, ArgumentError)
+    assert f"{option}: expected {said}" in str(done.exception)
 
 
 def test_what_cannot_be_written_is_known_before_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -189,9 +189,10 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:
             name, *parts = text.split(SEPARATOR)
-            raise getattr(errors, name)(*parts)
+            raise getattr(errors, name)(*parts) from None
     subject = texts[0].splitlines()[0]
-    raise MeshError(subject, "the same call on every rank", _table(texts), "call it alike on all ranks of the mesh")
+    fix = "call it alike on all ranks of the mesh"
+    raise MeshError(subject, "the same call on every rank", _table(texts), fix) from None
 
 
 def _table(texts: Sequence[str]) -> str:

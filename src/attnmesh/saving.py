@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import EACCES
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 from secrets import randbits
@@ -53,6 +54,14 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
         agreed(mesh, lambda: _publish(path, header) if speaks else None, "save")
 
     return Saving(mesh, lambda: _save(path, header, layers, came[2]), conclude)
+
+
+def check_writable(path: Path) -> None:
+    """Raise unless a folder can be written to; it is made if it is not there."""
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, "Permission denied")
 
 
 def _next(path: Path) -> int:

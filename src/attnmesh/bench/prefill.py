@@ -20,6 +20,7 @@ import attnmesh as am
 from attnmesh.bench.timing import Timing, peak_memory, race
 from attnmesh.cluster import Cluster
 from attnmesh.cost import cost
+from attnmesh.errors import ArgumentError
 from attnmesh.exchange import counted
 from attnmesh.hardware import BOUNDLESS, Device, Link
 from attnmesh.held import held
@@ -28,7 +29,7 @@ from attnmesh.mask import Mask
 from attnmesh.mesh import AXES, Shape, elements
 from attnmesh.ranks import run_on_ranks
 from attnmesh.schedule import EXCHANGES, Problem, Schedule, schedule
-from attnmesh.shaped import Hosts, World, run_on
+from attnmesh.shaped import Hosts, World, ranks_of, run_on
 from attnmesh.travel import placed, tiles
 from attnmesh.way import Way
 from attnmesh.workload import Workload
@@ -135,8 +136,22 @@ class Wanted(NamedTuple):
 def rows(world: World, length: int, wanted: Wanted) -> list[Row]:
     """The cases wanted, contenders in turns; before them one rank beside the kernel alone."""
     wanted = wanted._replace(hosts=None if isinstance(world, int) else world)
+    _check_wanted(ranks_of(world), length, wanted)
     alone = [] if wanted.case else run_on_ranks(1, _alone, length)[0]
     return [*alone, *run_on(world, _contests, length, wanted)[0]]
+
+
+def _check_wanted(ranks: int, length: int, wanted: Wanted) -> None:
+    """Raise unless there are such cases and shapes."""
+    known = [case for case in cases(length) if wanted.case in case.name]
+    if not known:
+        names = ", ".join(repr(case.name) for case in cases(length))
+        raise ArgumentError("--case", f"a part of {names}", repr(wanted.case), "leave it out for all of them")
+    can = {"x".join(map(str, shape)) for case in known for shape, _ in shapes(ranks, case.heads[1])}
+    for name in wanted.shapes:
+        if name not in can:
+            expected = f"one of {', '.join(sorted(can))}, of {ranks} ranks"
+            raise ArgumentError("--shape", expected, repr(name), "leave it out for all of them")
 
 
 def memory(ranks: int, length: int) -> list[Memory]:

@@ -20,7 +20,7 @@ from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.mesh import Mesh
 from attnmesh.saved import MANIFEST, folder_of, opened
-from attnmesh.saving import Saving
+from attnmesh.saving import Saving, check_writable
 
 UNKEPT = {
     "stop_strings": "stop at tokens, by eos_token_id",
@@ -81,6 +81,7 @@ class Checkpoint:
 
         def look() -> int:
             self._check(settings, ids, cache)
+            check_writable(self.folder)
             self.note = _note(model, ids, settings)
             return self._held() if os.path.lexists(self.folder / MANIFEST) else 0
 
