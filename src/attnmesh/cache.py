@@ -38,8 +38,8 @@ class KVCache:
     With a heads axis a rank keeps its share of the key heads; tokens are sharded over the other axes together. Results
     are right only if every rank makes the same calls. `checked` says when ranks ask each other whether they do, and all
     raise the same error if not: at every call, if True; never, if False; else at the first `append`, `truncate` and
-    `reorder`, at each `reserve`, and at each `decode`, where it costs nothing; on GPUs at the first of each kind. A rank
-    that is called wrong when nobody asks raises alone; `decode` notices lengths, padding and orders that differ, and
+    `reorder`, at each `reserve`, and at each `decode`, where it costs nothing; on GPUs at the first of each kind. Who
+    is called wrong when nobody asks raises alone; `decode` notices lengths, padding and orders that differ, and
     `truncate` mends lengths.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
