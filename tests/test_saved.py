@@ -9,6 +9,7 @@ import shutil
 import time
 import weakref
 from contextlib import suppress
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 from threading import Event, Thread, current_thread
 from typing import Any
@@ -492,7 +493,8 @@ def test_a_saving_that_is_over_keeps_no_tensors(tmp_path: Path) -> None:
 
 def test_a_saving_whose_end_was_interrupted_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way = cache_of(20).save(tmp_path, wait=False)
-    monkeypatch.setattr(saving, "_publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    under_way.finish_writing()
+    monkeypatch.setattr(saving, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             under_way.wait()
@@ -522,11 +524,11 @@ def test_layers_in_another_order_are_other_layers(tmp_path: Path) -> None:
 
 
 def saved_by_a_slow_disk(path: Path) -> int:
-    """The second of two ranks writes for longer than the deadline."""
+    """The second of two ranks writes for longer than the deadline, and the first publishes for longer."""
     cache = cache_of(20, 2)
-    if dist.get_rank() == 1:
-        keep = saving.keep
-        saving.keep = lambda *told: (time.sleep(3), keep(*told))[1]
+    name = "keep" if dist.get_rank() == 1 else "_check_whole"
+    really = getattr(saving, name)
+    setattr(saving, name, lambda *told: (time.sleep(3), really(*told))[1])
     before = am.set_deadline(1.0)
     try:
         cache.save(path)
@@ -579,3 +581,14 @@ def test_jobs_that_save_to_one_folder_leave_one_of_their_savings(tmp_path: Path)
     assert am.KVCache.load(tmp_path, None).length in (20, 21)
     assert len(list(tmp_path.iterdir())) == 2
     assert [done.get(timeout=20) for _ in jobs] == [[], []]
+
+
+def test_a_job_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PATIENCE", 0.2)
+    cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
+    flock(held, LOCK_EX)
+    with pytest.raises(StoreError, match=r"expected one saving at a time in a folder, given .* does not end"):
+        cache.save(tmp_path)
+    os.close(held)
+    cache.save(tmp_path)
+    assert am.KVCache.load(tmp_path, None).length == 20

@@ -5,23 +5,28 @@ What a saving that was cut short has written is not written again, nor what the 
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES
-from fcntl import LOCK_EX, flock
+from fcntl import LOCK_EX, LOCK_NB, flock
+from functools import partial
 from pathlib import Path
 from secrets import randbits
 from threading import Thread
 
 from torch import Tensor
 
-from attnmesh.agree import agree, agreed, told, tried
+from attnmesh.agree import agree, told, tried
 from attnmesh.errors import StoreError
 from attnmesh.exchange import share
 from attnmesh.faults import deadline
 from attnmesh.mesh import Mesh
 from attnmesh.saved import MANIFEST, MORE, NAME, Header, Layers, files_of, folder_of, opened, pieces, savings
 from attnmesh.store import check_more, keep, settle, whole
+
+PATIENCE = 60.0
+"""Seconds for another job to be done with the folder."""
 
 LOOK = 1.0
 """Seconds from one look whether all ranks have written to the next, or less if there is a deadline."""
@@ -48,12 +53,12 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
     came, said = tried(look, lambda found: told("save", saving=found[1].saving, note=note))
     names = agree(mesh, said, [randbits(62)])
     path, header = came[0], came[1]._replace(name=f"{names[0][0]:016x}")
+    write, publish = partial(_save, path, header, layers, came[2]), partial(_publish, path, header)
+    return Saving(mesh, write, publish if speaks else _nothing)
 
-    def conclude(error: StoreError | None) -> None:
-        agree(mesh, error or "save")
-        agreed(mesh, lambda: _publish(path, header) if speaks else None, "save")
 
-    return Saving(mesh, lambda: _save(path, header, layers, came[2]), conclude)
+def _nothing() -> None:
+    pass
 
 
 def check_writable(path: Path) -> None:
@@ -125,13 +130,25 @@ def _publish(path: Path, header: Header) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """While no other process does the same, on a disk that has locks."""
-    handle = os.open(path, os.O_RDONLY)
+    handle, end = os.open(path, os.O_RDONLY), time.monotonic() + PATIENCE
     try:
         with suppress(OSError):
-            flock(handle, LOCK_EX)
+            while not _locked(handle):
+                if time.monotonic() > end:
+                    given, fix = f"{path}, where another does not end", "name another folder, or end it"
+                    raise StoreError("save", "one saving at a time in a folder", given, fix)
+                time.sleep(0.02)
         yield
     finally:
         os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        flock(handle, LOCK_EX | LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _check_whole(path: Path, header: Header) -> None:
@@ -158,13 +175,16 @@ def _writing(path: Path) -> Iterator[None]:
 class Saving:
     """A saving under way. Every rank calls `wait`; until then the saving before it is the one that is loaded."""
 
-    def __init__(self, mesh: Mesh, act: Callable[[], None], conclude: Callable[[StoreError | None], None]) -> None:
-        """Begin to `act`; when all ranks have, `conclude`, or raise on all what went wrong on one."""
+    def __init__(self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None]) -> None:
+        """Begin to `write`; when all ranks have, `publish`, or raise on all what went wrong on one."""
         self.concluded = False
-        self._mesh, self._conclude = mesh, conclude
+        self._mesh, self._publish = mesh, publish
         self._error: StoreError | None = None
         self._failure: BaseException | None = None
-        self._all_written = False
+        self._begin(write)
+
+    def _begin(self, act: Callable[[], None]) -> None:
+        self._all_done = False
         self._thread = Thread(target=self._run, args=[act], name="attnmesh saving")
         self._thread.start()
 
@@ -180,16 +200,16 @@ class Saving:
     @property
     def written(self) -> bool:
         """Whether this rank's part is on the disk, or has failed."""
-        return not self._thread.is_alive()
+        return self.concluded or not self._thread.is_alive()
 
     def finish_writing(self) -> None:
         """Wait until all ranks' parts are on the disk, or have failed: afterwards what was saved may change.
 
         Every rank calls it. They ask each other again and again: a slow disk is no lost rank.
         """
-        while not self._all_written:
+        while not self._all_done:
             self._thread.join(min(LOOK, (deadline() or LOOK) / 4))
-            self._all_written = all(written for (written,) in share([self.written], self._mesh.axes))
+            self._all_done = all(done for (done,) in share([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:
         """Until all ranks have written and what they wrote is what is loaded."""
@@ -197,7 +217,10 @@ class Saving:
         if not self.concluded:
             self.concluded = True
             try:
-                self._conclude(self._error)
+                agree(self._mesh, self._error or "save")
+                self._begin(self._publish)
+                self.finish_writing()
+                agree(self._mesh, self._error or "save")
             except BaseException as error:
                 self._failure = error
                 raise
