@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.agree import agree, askable, check_checked, digest, told, unlike
+from attnmesh.agree import ROW, agree, askable, check_checked, digest, told, unlike
 from attnmesh.board import SLOT
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.exchange import climb, count_messages, meet, merging
@@ -36,7 +36,7 @@ from attnmesh.peers import peers_of
 DIGEST = (1 << 24) - 3
 """Witnesses are numbers below this one: float32 holds them exactly."""
 
-FEW = 1 << 16
+FEW = ROW
 """Numbers up to which one program tells them apart sooner than PyTorch, who uses all of the chip."""
 
 BASES = {"e": 1.0, "2": math.log(2.0)}

@@ -24,8 +24,8 @@ from attnmesh.partial import bits, mixed
 
 T = TypeVar("T")
 
-ROW = 4096
-"""Numbers that are weighed together."""
+ROW = 1 << 16
+"""Numbers that are weighed together; a kernel that does the like is given no more."""
 
 SEPARATOR = "\x1f"
 
@@ -85,7 +85,7 @@ def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> 
 def digest(x: Tensor) -> Tensor:
     """A number that tells a tensor's bits from others, modulo 2^64: rows of them are weighed, and then the rows."""
     numbers = _folded(bits(x))
-    weights = _weights() if x.device.type == "cpu" else _made_weights(x.device)
+    weights = _weights() if x.device.type == "cpu" else _made_weights(min(len(numbers), ROW), x.device)
     while len(numbers) > ROW:
         rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
         numbers = _folded((rows * weights).sum(1))
@@ -97,15 +97,15 @@ def _folded(numbers: Tensor) -> Tensor:
     return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
 
 
-def _made_weights(device: torch.device) -> Tensor:
+def _made_weights(count: int, device: torch.device) -> Tensor:
     """Odd numbers without a pattern: with 1, 3, 5, ... small numbers in another order would often weigh the same."""
-    return mixed(torch.arange(1, ROW + 1, device=device)) | 1
+    return mixed(torch.arange(1, count + 1, device=device)) | 1
 
 
 @lru_cache
 def _weights() -> Tensor:
     with torch.inference_mode(False):
-        return _made_weights(torch.device("cpu"))
+        return _made_weights(ROW, torch.device("cpu"))
 
 
 def stamp(before: int, said: Tensor | None) -> int:

@@ -134,11 +134,16 @@ def merge_program(
 
 @triton.jit
 def _digest(bits, count, WIDE: tl.constexpr):
-    """Each bit pattern weighed by an odd number of its own, modulo 2^64."""
+    """Each bit pattern weighed by an odd number of its own, modulo 2^64: as `agree.digest` does with a row of them."""
     total = tl.zeros([WIDE], tl.int64)
     for start in range(0, count, WIDE):
         place = start + tl.arange(0, WIDE).to(tl.int64)
-        total += tl.load(bits + place, mask=place < count, other=0).to(tl.int64) * (2 * place + 1)
+        weight = (place + 1) * -7046029254386353131
+        weight = (weight ^ (weight >> 29)) * -4658895280553007687
+        number = tl.load(bits + place, mask=place < count, other=0).to(tl.int64)
+        if bits.dtype.element_ty == tl.int64:
+            number = number ^ (number >> 32)
+        total += number * (weight ^ (weight >> 32) | 1)
     return tl.sum(total)
 
 
