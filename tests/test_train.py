@@ -31,7 +31,7 @@ def alone() -> dict:
     return train("--steps", 50)
 
 
-@pytest.mark.parametrize("mesh", ["1x2x2", "2x1x2"])
+@pytest.mark.parametrize("mesh", [pytest.param("1x2x2", marks=pytest.mark.long), "2x1x2"])
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     together = train("--steps", 50, "--mesh", mesh, ranks=4)
     assert len(together["losses"]) == 50

@@ -105,7 +105,7 @@ def losses_of_tours(ranks: int) -> list[list[float]]:
     return [losses(tour(ranks, exchange), heads(ranks)) for exchange in EXCHANGES]
 
 
-@pytest.mark.parametrize("ranks", [*SIZES[:-1], pytest.param(SIZES[-1], marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [*SIZES[:-2], *(pytest.param(size, marks=pytest.mark.long) for size in SIZES[-2:])])
 def test_losses_are_those_of_one_device(pool: Pool, ranks: int) -> None:
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(ranks)))
     assert expected[-5:].mean() < expected[:5].mean() / 2, "it learns, or equal losses would say little"
