@@ -282,6 +282,32 @@ def prefill_again(at: Place, **changes: Any) -> None:
         hf.prefill(model(), ids, cache)
 
 
+def forward_anew(at: Place, **changes: Any) -> None:
+    """Other sequences, in a cache that was emptied: room is made anew for them."""
+    cache = sharded_cache(at)
+    with torch.no_grad():
+        model()(prompt(4), past_key_values=cache, use_cache=True)
+        cache.crop(-4)
+        model()(prompt(4, batch=2), past_key_values=cache, use_cache=True, **changes)
+
+
+def save_all(at: Place, **changes: Any) -> None:
+    full_cache(at).save(at.folder / "all", **changes)
+
+
+def recover_all(at: Place, **changes: Any) -> None:
+    import attnmesh.hf as hf
+
+    hf.ShardedCache.recover(**{"cache": full_cache(at), "config": model().config, "mesh": at.mesh} | changes)
+
+
+def recover(at: Place, caches: Any = None) -> None:
+    cache = filled(at)
+    am.recover(
+        [cache] if caches is None else [cache, am.KVCache(None, **SIZES)] if caches == "of two" else caches, at.mesh
+    )
+
+
 def train(at: Place, **changes: Any) -> None:
     import attnmesh.hf as hf
 
@@ -521,6 +547,14 @@ ALIKE: Table = {
         ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: expected one of .*, given torch.int8\. Fix"),
         ({"dtype": torch.float64}, MeshError, r"Cluster.measure: expected the same .*\n(.*\n)*.*torch.float64\n"),
     ],
+    recover: [
+        (
+            {"caches": 5},
+            DtypeError,
+            r"recover: expected a list of caches, one a layer, given int\. Fix: pass \[cache\]",
+        ),
+        ({"caches": "of two"}, MeshError, r"recover: expected caches of one mesh, given caches of several\. Fix: pass"),
+    ],
     init_mesh: [
         ({"shape": Shape(1, 2, 4)}, MeshError, r"init_mesh: expected at most the world's \d ranks, given 1x2x4\. Fix"),
         ({"shape": (2, 1)}, MeshError, r"init_mesh: expected a Shape, given \(2, 1\)\. Fix: pass what mesh"),
@@ -604,6 +638,20 @@ OF_TRANSFORMERS: Table = {
         ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
         ({"use_cache": False}, KernelError, r"use_cache: expected a cache that is used, given use_cache=False"),
         ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
+    ],
+    forward_anew: [
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+    ],
+    save_all: [
+        ({"more": {"held": T(3)}}, StoreError, r"save more: expected names but held, given held\. Fix: name it other"),
+        ({"more": [1]}, StoreError, r"save more: expected tensors by their names, given list\. Fix: pass a dict"),
+    ],
+    recover_all: [
+        (
+            {"cache": "x"},
+            KernelError,
+            r"ShardedCache.recover cache: expected a ShardedCache, given str\. Fix: pass the",
+        ),
     ],
     prefill_again: [
         ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),

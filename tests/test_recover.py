@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import hf
-from attnmesh.errors import MeshError, RankFailure
+from attnmesh.errors import MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh import AXES, Mesh, Shape
 from attnmesh.ranks import _leave_with_parent
 from attnmesh.world import enter, leave
@@ -217,6 +217,32 @@ def test_layers_need_not_lie_alike(pool: Pool, kind: str) -> None:
 def test_what_not_all_layers_have_is_told(pool: Pool, kind: str, message: str) -> None:
     (said,) = set(pool.run(3, unlike_layers, kind, deadline=30))
     assert str(said).startswith(message)
+
+
+def grown_at_the_second_try() -> list[Any]:
+    """There is no memory for more room of the copies, and then there is."""
+    mesh = meshed((1, 1, 2))
+    cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
+    cache.append(*new_tokens(100, 0))
+    (copy,) = cache.copies.rooms.values()
+    grow, said = copy.grow, []
+    copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
+    if dist.get_rank() == 0:
+        copy.grow = grow
+    try:
+        cache.reserve(300)
+    except (MemoryError, UnforeseenError) as error:
+        said.append(type(error).__name__)
+    copy.grow = grow
+    cache.reserve(300)
+    cache.append(*new_tokens(100, 1))
+    return [*said, [room.length for room in cache.rooms], sum(room.used for room in cache.rooms)]
+
+
+def test_room_that_could_not_be_made_is_made_when_it_can(pool: Pool) -> None:
+    first, second = pool.run(2, grown_at_the_second_try, deadline=20)
+    assert first == ["UnforeseenError", [200, 200], 200]
+    assert second == ["MemoryError", [200, 200], 200]
 
 
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])
