@@ -302,10 +302,8 @@ def recover_all(at: Place, **changes: Any) -> None:
 
 
 def recover(at: Place, caches: Any = None) -> None:
-    cache = filled(at)
-    am.recover(
-        [cache] if caches is None else [cache, am.KVCache(None, **SIZES)] if caches == "of two" else caches, at.mesh
-    )
+    given = {None: [filled(at)], "of two": [filled(at), am.KVCache(None, **SIZES)]}
+    am.recover(given.get(caches, caches), at.mesh)
 
 
 def train(at: Place, **changes: Any) -> None:
