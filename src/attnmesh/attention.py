@@ -124,7 +124,7 @@ def _of_dtensors(
     try:
         local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
     except InputError as error:
-        if checked is not False and not torch.compiler.is_compiling():
+        if asks(checked, torch.device(here.kind)) and not torch.compiler.is_compiling():
             agree(here, error)
         raise
     options = options._replace(length=local.length, key_length=local.key_length)

@@ -334,6 +334,8 @@ class KVCache:
             given = f"{self._most} tokens and {more} more in a cache of {capacity}"
             fix = "reserve a larger capacity" + (", or truncate" if self._most else "")
             raise ShapeError(subject, "room for the new tokens", given, fix)
+        if not spread.start:  # dealing fills no rank beyond its room
+            return
         fullest = max(spread.counts(self._most + more))
         if fullest > self.room.slots:
             given = f"{fullest} tokens on one rank, which has room for {self.room.slots}"

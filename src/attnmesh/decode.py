@@ -8,7 +8,7 @@ the odd numbers, their halves the residues modulo 4, and so on. Of that tree eac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, cast
 from zlib import crc32
 
 import torch
@@ -83,12 +83,11 @@ def decode(
     checked = cache.asking.checked if checked is None else checked
     try:
         check_checked("decode", checked)
-        _check(q, cache, sinks, options)
+        options = options._replace(scale=_check(q, cache, sinks, options))
     except InputError as error:
         if not torch.compiler.is_compiling() and cache.mesh.shape.ranks > 1:
             _refuse(error, cache, options, checked)
         raise
-    options = options._replace(scale=check_scale("decode", scale, q))
     if torch.compiler.is_compiling():
         return _compiled(q, cache, sinks, _step(cache, options))
     with torch.no_grad():
@@ -176,7 +175,7 @@ class _Options(NamedTuple):
 
 def _step(cache: KVCache, options: _Options) -> Step:
     where = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    scale = check_scale("decode", options.scale, cache.keys)
+    scale = cast(float, options.scale)  # as it was checked
     return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
 
 
@@ -306,7 +305,8 @@ def _named(numbers: Sequence[int], names: str, scale: float) -> Step:
     return Step(*axes, numbers[4], numbers[5], mask, scale, how, output, bool(numbers[6]), kernel)
 
 
-def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -> None:
+def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -> float:
+    """The scale, if all the rest can be served too."""
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
         fix = "decode under torch.no_grad(), or train with attention"
         raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
@@ -325,7 +325,7 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     check_mask("decode mask", options.mask)
     check_merge("decode", options.merge, options.output)
     check_kernel(options.kernel)
-    check_scale("decode", options.scale, q)
+    scale = check_scale("decode", options.scale, q)
     check_sinks("decode sinks", sinks, q)
     if cache.padding is not None and options.mask.ends:
         fix = "keep documents in sequences of their own"
@@ -335,6 +335,7 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
         _check_dealt(cache)
     if askable(q.device):
         _check_length(q, cache, options)
+    return scale
 
 
 def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
