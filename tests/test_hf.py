@@ -240,13 +240,8 @@ REFUSED: dict[str, Callable[[Any, Any], None]] = {
         m, mesh, cache=_filled(m, mesh), prompt_lookup_num_tokens=3, ids=prompt(41)
     ),
     "another batch": lambda m, mesh: _with(m, mesh, cache=_filled(m, mesh), ids=prompt(40, batch=2)),
-    "forward with a stock cache": lambda m, _: _forward(m, past_key_values=DynamicCache(), use_cache=True),
-    "forward with a cache of its own": lambda m, _: _forward(m),
     "forward with a 4D mask": lambda m, _: _forward(m, attention_mask=torch.zeros(1, 1, 40, 40), use_cache=False),
     "forward of packed sequences": lambda m, _: _forward(m, position_ids=torch.arange(40)[None] % 13, use_cache=False),
-    "padding without a cache": lambda m, _: _forward(
-        m, attention_mask=torch.arange(40)[None].ge(3).long(), use_cache=False
-    ),
     "a clock": lambda m, mesh: _with(m, mesh, max_time=0.5),
     "no cache at all": lambda m, mesh: _with(m, mesh, use_cache=False),
     "a static cache": lambda m, mesh: _with(m, mesh, cache_implementation="static"),
@@ -303,11 +298,8 @@ SAID = {
     "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
     "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
     "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
-    "forward with a stock cache": "KernelError: attnmesh in transformers: past_key_values: expected a ShardedCache",
-    "forward with a cache of its own": "KernelError: attnmesh in transformers: past_key_values: expected a Sharded",
     "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformer",
     "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one",
-    "padding without a cache": "MaskError: attnmesh in transformers: attention_mask: expected no padding without a",
     "a clock": "ArgumentError: generate: expected options that can be served over a mesh, given max_time=0.5. Fix: p",
     "no cache at all": "ArgumentError: generate: expected options that can be served over a mesh, given use_cache=Fa",
     "a static cache": "ArgumentError: generate: expected options that can be served over a mesh, given cache_impleme",

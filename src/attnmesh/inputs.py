@@ -47,6 +47,15 @@ def check_no_more(subject: str, more: Mapping[str, object]) -> None:
         raise errors.KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors as autocast casts those of PyTorch's own attention, where it is enabled."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
     """Raise unless these are dense tensors of one supported dtype on one device."""
     for name, x in named.items():

@@ -10,14 +10,14 @@ Importing this package enters the name into transformers' registries of attentio
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnmesh.hf.attention import attention_function
-from attnmesh.hf.batch import Shards as Shards
 from attnmesh.hf.batch import shard_batch as shard_batch
-from attnmesh.hf.cache import NAME
 from attnmesh.hf.cache import ShardedCache as ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.generate import prefill as prefill
 from attnmesh.hf.mask import mask_function
+from attnmesh.hf.models import NAME
+from attnmesh.hf.shards import Shards as Shards
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmesh.agree import agreed, fingerprints, told
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
-from attnmesh.hf.cache import NAME, ShardedCache, check_layers
-from attnmesh.hf.opaque import FAMILIES
+from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.models import check_model, check_rope_switch, rope_regime
 from attnmesh.mesh import Mesh
 
 REFUSED = {
@@ -54,6 +54,12 @@ class Settings:
         given = [self.options.get(name), *(getattr(config, name, None) for config in self.configs)]
         return next((value for value in given if value is not None), None)
 
+    def total(self, prompt: int) -> int:
+        """Return how many tokens there may be in all. transformers makes 20 new ones unless it is told."""
+        if self["max_new_tokens"] is not None:
+            return prompt + int(self["max_new_tokens"])
+        return prompt + 20 if self["max_length"] is None else int(self["max_length"])
+
 
 def agree_on(
     here: Mesh,
@@ -71,6 +77,8 @@ def agree_on(
         _check_options(model, options)
         if cache is not None:
             _check_cache(cache, ids)
+        if "chunk_size" not in options:  # those of `prefill`
+            check_rope_switch(model.config, ids.shape[1] - 1, Settings(model, options).total(ids.shape[1]))
 
     def call(_: None) -> str:
         prompt = fingerprints({"prompt": ids, "attention_mask": attention_mask})
@@ -80,23 +88,6 @@ def agree_on(
         return told("generate", **{**prompt, "held": held, **asked, "model's generation_config": own})
 
     agreed(here, look, call)
-
-
-def check_model(model: PreTrainedModel) -> None:
-    """Raise unless it is a causal language model that asks attnmesh for its attention."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        fix = "load it with AutoModelForCausalLM"
-        raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
-    check_layers(model.config)
-    if not model.is_backend_compatible():
-        given = f"{type(model).__name__}, which computes its own"
-        raise KernelError("generate", "a model that lets attention be chosen", given, FAMILIES)
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        given = "one in training with gradient checkpointing, which drops the cache"
-        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
-    if model.config._attn_implementation != NAME:
-        fix = f'call model.set_attn_implementation("{NAME}")'
-        raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
 
 
 def value_of(given: object) -> str:
@@ -158,7 +149,7 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
     if ids.shape[1] < ranks:
         fix = "use fewer ranks, or a longer prompt"
         raise MeshError("generate", "at least one token a rank", f"{ids.shape[1]} on {ranks} ranks", fix)
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
     if longest is not None and ids.shape[1] > longest:
         fix = "shorten the prompt, or use a model with a longer context"
         raise ShapeError("generate input_ids", f"at most {longest} tokens, the model's context", f"{ids.shape[1]}", fix)

@@ -1,22 +1,24 @@
-"""The attention function that transformers calls in every layer: of training, of a sharded prefill, of a new token."""
+"""The attention function that transformers calls in every layer: training, sharded prefill, new tokens, one device."""
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from attnmesh.agree import agree
 from attnmesh.attention import asks, attention
 from attnmesh.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
-from attnmesh.hf.batch import Shards
-from attnmesh.hf.cache import Fresh
-from attnmesh.hf.mask import Seen
-from attnmesh.layout import Zigzag
-from attnmesh.mask import Mask, Window
+from attnmesh.hf.cache import PendingKV
+from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.models import check_layers
+from attnmesh.hf.shards import SUBJECT, Shards
+from attnmesh.inputs import autocast, check_scale
+from attnmesh.kernel.attend import attend_op
+from attnmesh.mask import Causal, Full, Mask, Window
 from attnmesh.mesh import Mesh
 from attnmesh.shards import shard, unshard
-
-SUBJECT = "attnmesh in transformers"
 
 HARMLESS = (
     "cache_position",
@@ -32,10 +34,10 @@ HARMLESS = (
     "shift_labels",
     "use_cache",
 )
-"""What models hand on to attention and attention need not know. All else is refused by name, unless it is None."""
+"""Arguments that models pass on to attention and that do not change it. Any other raises, unless it is None."""
 
 
-class Asked(NamedTuple):
+class LayerCall(NamedTuple):
     """A layer's attention but for its tensors of tokens."""
 
     mask: Mask
@@ -46,9 +48,9 @@ class Asked(NamedTuple):
 def attention_function(
     module: nn.Module,
     query: Tensor,
-    key: Tensor | Fresh,
-    value: Tensor | Fresh,
-    attention_mask: Seen | Tensor | None,
+    key: Tensor | PendingKV,
+    value: Tensor | PendingKV,
+    attention_mask: MaskSpec | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -56,74 +58,118 @@ def attention_function(
     s_aux: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """The output (batch, length, heads, dim), and no weights. Without a cache and without shards a call is local."""
-    shards = attention_mask.shards if isinstance(attention_mask, Seen) else None
+    """Return the output (batch, length, heads, dim), and no weights. Without a cache and shards a call is local."""
+    shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
+    pending = key if isinstance(key, PendingKV) else None
     try:
         _check(module, dropout, more)
-        seen = _seen(attention_mask, sliding_window or None)  # some say 0 for none
-        if isinstance(key, Fresh):
-            _check_caching(more)
-        else:
-            _check_no_cache(query, key, seen, bool(more.get("use_cache")) and shards is None)
-            _check_router(module, more, shards)
+        spec = _mask_spec(attention_mask, sliding_window or None)  # some models pass 0 for no window
+        if shards is not None:
+            _check_sharded(module, query, key, more, shards)
+        if pending is not None:
+            _check_follows(pending, query.shape[2], more)
+            _check_window(pending, spec)
     except InputError as error:
-        if isinstance(key, Fresh):
-            checked = key.layer.cache.checked
-            by_all = None if shards is None else shards.on_top or asks(checked, query.device)
-            key.layer.refuse(error, key, query.shape[2] if shards is None else shards.length, asked=by_all)
-        elif shards is not None and asks(None, query.device):
-            agree(Mesh.of(shards.mesh), error)
-        raise
-    asked = Asked(seen.mask, scaling, s_aux)
-    if isinstance(key, Fresh):
-        out = _new(query, key, asked, seen) if seen.shards is None else _prefilled(query, key, asked, seen.shards)
-    else:
-        assert isinstance(value, Tensor)
-        whole = Shards(None, Zigzag(), query.shape[2], (len(query), query.shape[2]))
-        out = _trained(query, key, value, asked, seen.shards or whole)
-    return out.transpose(1, 2), None
+        _refuse(error, query, pending, shards)
+    layer = LayerCall(spec.mask, scaling, s_aux)
+    query, key, value = _autocast(query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        out = _attention(query, key, value, layer, spec)
+    return out.transpose(1, 2).contiguous(), None
 
 
-def _trained(q: Tensor, k: Tensor, v: Tensor, asked: Asked, shards: Shards, **options: Any) -> Tensor:
-    """Attention among the tokens of all ranks."""
-    mask = asked.mask & shards.documents
+def _attention(q: Tensor, k: Tensor | PendingKV, v: Tensor | PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return the output, by where the keys are and whose tokens the queries are."""
+    if isinstance(k, PendingKV):
+        return _decoded(q, k, layer, spec) if spec.shards is None else _prefilled(q, k, layer, spec.shards)
+    assert isinstance(v, Tensor)
+    return _local(q, k, v, layer, spec) if spec.shards is None else _trained(q, k, v, layer, spec.shards)
+
+
+def _refuse(error: InputError, query: Tensor, pending: PendingKV | None, shards: Shards | None) -> None:
+    """Raise the error on all ranks, if they compare their calls at this point."""
+    if pending is not None:
+        checked = pending.layer.cache.checked
+        by_all = None if shards is None else shards.has_prefix or asks(checked, query.device)
+        pending.layer.refuse(error, pending, query.shape[2] if shards is None else shards.length, asked=by_all)
+    elif shards is not None and asks(None, query.device):
+        agree(Mesh.of(shards.mesh), error)
+    raise error
+
+
+def _autocast(q: Tensor, k: Tensor | PendingKV, v: Tensor | PendingKV) -> tuple[Any, Any, Any]:
+    """Return q, k and v of one dtype under autocast: ropes leave q and k in float32, and v is bfloat16."""
+    if isinstance(k, PendingKV):
+        q, keys, values = autocast(q, k.k, k.v)
+        pending = PendingKV(keys, values, k.layer)
+        return q, pending, pending
+    return autocast(q, k, v)  # type: ignore[arg-type,return-value]
+
+
+def _trained(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
+    """Return attention among the tokens of all ranks."""
+    mask = layer.mask & shards.documents
     where: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     where |= {"length": shards.length, "key_length": shards.length}
-    return attention(q, k, v, mask=mask, scale=asked.scale, sinks=asked.sinks, **where, **options)
+    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **where, **options)
 
 
-def _prefilled(q: Tensor, fresh: Fresh, asked: Asked, shards: Shards) -> Tensor:
-    """Each rank's own tokens of a prompt: their keys stay on the rank that made them."""
-    cache, here = fresh.layer.cache, Mesh.of(shards.mesh)
+def _local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return attention on one device, as in any model: over a cache of transformers, or with padding."""
+    queries = torch.arange(q.shape[2]) + spec.q_offset
+    keys = torch.arange(k.shape[2]) + spec.kv_offset
+    if spec.real is None:
+        return _attended(q, k, v, layer, queries, keys)
+    real = pad(spec.real, (0, k.shape[2] - spec.real.shape[1]))
+    rows = []
+    for row, own in enumerate(real):  # each sequence has padding of its own
+        where = own.nonzero().flatten()
+        one = slice(row, row + 1)
+        rows.append(_attended(q[one], k[one, :, where], v[one, :, where], layer, queries, keys[where.cpu()]))
+    return torch.cat(rows)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
+    scale = check_scale(SUBJECT, layer.scale, q)
+    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), scale, "auto")[0]
+    return out
+
+
+def _prefilled(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of each rank's own tokens of a prompt. Their keys stay on the rank that made them."""
+    cache, here = pending.layer.cache, Mesh.of(shards.mesh)
     positions = shards.start + shards.layout.positions(shards.length, here.shape.ranks, here.shard)
-    kv = fresh.layer.room(fresh, shards.length)
-    if not shards.on_top:
+    kv = pending.layer.room(pending, shards.length)
+    if not shards.has_prefix:
         how = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
-        out = _trained(q, fresh.k, fresh.v, asked, shards, **how)
-        kv.append_shard(fresh.k, fresh.v, positions)
+        out = _trained(q, pending.k, pending.v, layer, shards, **how)
+        kv.append_shard(pending.k, pending.v, positions)
         return out
-    kv.append_shard(fresh.k, fresh.v, positions, real=shards.real)
+    kv.append_shard(pending.k, pending.v, positions, real=shards.real)
     everyone = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    return shard(cache.attend(everyone, kv, *asked), shards.mesh, layout=shards.layout)
+    return shard(cache.attend(everyone, kv, *layer), shards.mesh, layout=shards.layout)
 
 
-def _new(q: Tensor, fresh: Fresh, asked: Asked, seen: Seen) -> Tensor:
-    """Tokens that are the same on every rank: each keeps the keys that are dealt to it."""
-    kv, more = fresh.layer.room(fresh, q.shape[2]), q.shape[2]
+def _decoded(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return attention of tokens that are the same on every rank. Each rank keeps the keys that are dealt to it."""
+    kv, more = pending.layer.room(pending, q.shape[2]), q.shape[2]
     try:
-        _check_padding(kv, seen.real, more)
+        _check_padding(kv, spec.real, more)
     except InputError as error:
-        fresh.layer.refuse(error, fresh, 0)
-    kv.append(fresh.k, fresh.v, real=None if seen.real is None else seen.real[:, -more:])
-    return fresh.layer.cache.attend(q, kv, *asked)
+        pending.layer.refuse(error, pending, 0)
+    kv.append(pending.k, pending.v, real=None if spec.real is None else spec.real[:, -more:])
+    return pending.layer.cache.attend(q, kv, *layer)
 
 
-def _seen(given: Seen | Tensor | None, window: int | None) -> Seen:
-    """The mask that `mask_function` made, if it is the one the layer means."""
-    if not isinstance(given, Seen):
+def _mask_spec(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+    """Return the mask that `mask_function` made, if it is the one that the layer means."""
+    if not isinstance(given, MaskSpec):
         fix = "pass a 2D attention_mask of padding, or none"
         said = "no mask at all" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
         raise MaskError(f"{SUBJECT}: attention_mask", "one made by transformers for attnmesh", said, fix)
+    if given.mask == Full():
+        fix = "use a causal language model"
+        raise MaskError(f"{SUBJECT}: attention_mask", "a causal mask or a sliding window", "a mask of both ways", fix)
     if window is not None and given.mask != Window(window - 1):
         said = f"{given.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT}: sliding_window", f"{Window(window - 1)}", said, "use a released model's code")
@@ -131,7 +177,7 @@ def _seen(given: Seen | Tensor | None, window: int | None) -> Seen:
 
 
 def _check(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
-    """What is no exact causal attention is refused by name."""
+    """Raise for anything but exact causal attention."""
     if dropout:
         fix = "set config.attention_dropout = 0"
         raise KernelError(f"{SUBJECT}: dropout", "attention without dropout", f"dropout={dropout}", fix)
@@ -149,32 +195,44 @@ def _short(given: object) -> str:
     return f"a tensor {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)[:40]
 
 
-def _check_caching(more: dict[str, Any]) -> None:
-    if more.get("use_cache") is False:
-        fix = "leave past_key_values out, or use_cache"
-        raise KernelError(f"{SUBJECT}: use_cache", "a cache that is used", "use_cache=False with a ShardedCache", fix)
-
-
-def _check_router(module: nn.Module, more: dict[str, Any], shards: Shards | None) -> None:
-    """What experts' routers are told to balance is the whole batch, of which a rank has only its own tokens."""
-    asked = more.get("output_router_logits") or getattr(getattr(module, "config", None), "output_router_logits", False)
-    if asked and shards is not None and Mesh.of(shards.mesh).shape.ranks > 1:
+def _check_sharded(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
+    """Raise unless a layer is right on shards."""
+    config = getattr(module, "config", None)
+    if config is not None:
+        check_layers(config)
+    shards.check_layer(type(module).__name__)
+    if not isinstance(key, PendingKV) and key.shape[2] != q.shape[2]:
+        given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
+        fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
+        raise KernelError(f"{SUBJECT}: past_key_values", "a ShardedCache", given, fix)
+    asked = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    if asked and shards.ranks > 1 and not isinstance(key, PendingKV):  # routers balance the tokens of one rank alone
         fix = "set config.output_router_logits = False"
         raise KernelError(f"{SUBJECT}: output_router_logits", "no loss of routers on shards", "one", fix)
 
 
-def _check_no_cache(q: Tensor, k: Tensor, seen: Seen, caching: bool) -> None:
-    if caching or k.shape[2] != q.shape[2]:
-        given = f"another cache ({q.shape[2]} queries on {k.shape[2]} keys)"
-        fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
-        raise KernelError(f"{SUBJECT}: past_key_values", "a ShardedCache", given, fix)
-    if seen.real is not None:
-        fix = "generate with a ShardedCache, or train on attnmesh.hf.shard_batch"
-        raise MaskError(f"{SUBJECT}: attention_mask", "no padding without a cache", "padding", fix)
+def _check_follows(pending: PendingKV, count: int, more: dict[str, Any]) -> None:
+    """Raise where a prompt comes again to a cache that is not used. use_cache=False alone may be a layer's default."""
+    kv, positions = pending.layer.kv, more.get("position_ids")
+    if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
+        return
+    if positions.shape[-1] == count and not int(positions.flatten()[0]):
+        fix = "leave past_key_values out, or use_cache"
+        raise KernelError(f"{SUBJECT}: use_cache", "a cache that is used", "use_cache=False with a ShardedCache", fix)
+
+
+def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
+    """Raise where a cache of transformers would forget tokens that the mask lets a layer see."""
+    config = pending.layer.cache.config
+    window = getattr(config, "sliding_window", None)
+    if window and not getattr(config, "layer_types", None) and spec.mask == Causal():
+        given = f"a causal mask in {config.model_type}, whose caches keep {window} tokens"
+        fix = "set config.sliding_window = None"
+        raise MaskError(f"{SUBJECT}: sliding_window", f"{Window(window - 1)}", given, fix)
 
 
 def _check_padding(kv: KVCache, real: Tensor | None, more: int) -> None:
-    """The attention mask tells of all tokens so far, and what was padding has to stay it."""
+    """Raise unless the attention mask covers all tokens so far, and what was padding stays it."""
     fix = "pass the attention_mask of all tokens, those of the cache first"
     if real is not None and real.shape[1] != kv.length + more:
         expected, given = f"one of {kv.length} tokens in the cache and {more} new", f"one of {real.shape[1]}"

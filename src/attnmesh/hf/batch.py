@@ -1,7 +1,6 @@
 """Training on shards: each rank's tokens of a batch, with labels and positions as they are in the whole."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agreed, fingerprints, told
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from attnmesh.hf.shards import ItemCount, OtherLabels, ShardLabels, ShardMask, ShardPositions, Shards
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import Documents, Full, Mask
 from attnmesh.mesh import Mesh
@@ -19,47 +19,37 @@ from attnmesh.shards import shard
 IGNORED = -100
 """The label of what is not to be learned, as in transformers."""
 
-KNOWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "num_items_in_batch")
+TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+"""Arguments with a number for each token."""
 
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Arguments of collators that pack sequences. They say what `position_ids` say, and go no further."""
 
-@dataclass(frozen=True)
-class Shards:
-    """Whose tokens a forward pass is given. It travels as the model's `attention_mask`, to what attnmesh makes of it.
-
-    So it reaches every layer, and a model whose attention is another's, which would take a shard for the whole,
-    stumbles over it at once.
-    """
-
-    mesh: DeviceMesh | None
-    layout: Layout
-    length: int
-    """Tokens of all ranks."""
-    shape: tuple[int, ...]
-    """(batch, tokens here), as the mask would have it."""
-    documents: Mask = Full()
-    start: int = 0
-    """Tokens before these, in a cache."""
-    real: Tensor | None = None
-    """(batch, tokens of all ranks), False for padding; None if there is none."""
-
-    @property
-    def on_top(self) -> bool:
-        """Whether the cache is looked at, for the tokens before these or for padding."""
-        return self.start > 0 or self.real is not None
-
-    ndim = 3
-    """Neither a table of padding nor a whole mask: transformers hands it on as it is."""
+KNOWN = (*TOKENS, "num_items_in_batch", *PACKING)
 
 
 def shard_batch(
     batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout = Zigzag(), **more: Any
 ) -> dict[str, Any]:
-    """This rank's share of a batch, as the arguments of a model: `model(**shard_batch(batch, mesh)).loss.backward()`.
+    """Return this rank's share of a batch, as arguments of a model: `model(**shard_batch(batch, mesh)).loss`.
 
-    Every rank of the mesh passes the same batch: `input_ids` (batch, length), and if it is to be learned from, `labels`
-    or `shift_labels`, `attention_mask` of right padding, `position_ids` (of packed sequences they start again). Labels
-    are shifted before they are cut. The mean of the loss over all ranks is the loss on one device, and so are means of
-    gradients, as DDP and FSDP take them. The model has to have `attn_implementation="attnmesh"`.
+    The model has to have `attn_implementation="attnmesh"`. The mean of the loss over all ranks is the loss on one
+    device. So are the means of gradients, as DDP and FSDP take them. `Trainer`'s own `num_items_in_batch`, a whole
+    number that counts the tokens of all ranks, may replace the batch's.
+
+    Args:
+        batch: The same batch on every rank: `input_ids` (batch, length). To learn from it, `labels` or `shift_labels`.
+            `attention_mask` may have padding on the right. `position_ids` of packed sequences begin again in each;
+            what else padding-free collators pass is checked against them.
+        mesh: The mesh that shares the sequence, or None for one device.
+        layout: The tokens that each rank gets.
+        more: More of the batch, such as `num_items_in_batch`.
+
+    Returns:
+        Tensors of this rank's tokens. Labels are shifted before they are cut.
+
+    Raises:
+        InputError: The batch is not one of these, or differs between ranks.
 
     >>> part = shard_batch({"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}, None)
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
@@ -67,26 +57,46 @@ def shard_batch(
     """
     here = Mesh.of(mesh)
 
-    def look() -> dict[str, Any]:
+    def look() -> tuple[dict[str, Any], Tensor, Mask]:
         check_layout("shard_batch layout", layout)
         whole = _joined(batch, more)
         _check(whole, here.shape.ranks)
-        return whole
+        positions, documents = _positions(whole)
+        _check_packing(whole, documents)
+        return whole, positions, documents
 
-    batch = agreed(here, look, lambda found: told("shard_batch", **{"layout": layout, **_described(found)}))
-    device = batch["input_ids"].device
-    positions, documents = _positions(batch)
-    whole = {"input_ids": batch["input_ids"], "position_ids": positions}
+    batch, positions, documents = agreed(
+        here, look, lambda found: told("shard_batch", **{"layout": layout, **_described(found[0])})
+    )
+    shards = Shards(mesh, layout, batch["input_ids"].shape[1], documents)
+
+    def own(x: Tensor) -> Tensor:
+        return shard(x, mesh, layout=layout, dim=1)
+
+    counted = batch["input_ids"] if batch.get("position_ids") is None else None
+    mask = batch.get("attention_mask")
+    mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+    part = {
+        "input_ids": own(batch["input_ids"]),
+        "position_ids": ShardPositions.within(own(positions), shards, int(positions.max()), counted),
+        "attention_mask": ShardMask.of(own(mask), shards),
+        "use_cache": False,
+    }
+    return part | _learned(batch, own, shards)
+
+
+def _learned(batch: Mapping[str, Any], own: Callable[[Tensor], Tensor], shards: Shards) -> dict[str, Any]:
+    """Return what a loss is made from, if the batch has labels."""
     labels = _shifted(batch)
-    if labels is not None:
-        whole["shift_labels"] = labels
-    part: dict[str, Any] = {name: shard(x, mesh, layout=layout, dim=1) for name, x in whole.items()}
-    if labels is not None:
-        count = batch.get("num_items_in_batch")
-        count = (labels != IGNORED).sum().clamp(min=1) if count is None else torch.as_tensor(count)
-        part |= {"labels": part["shift_labels"], "num_items_in_batch": count.to(device) / here.shape.ranks}
-    shards = Shards(mesh, layout, batch["input_ids"].shape[1], tuple(part["input_ids"].shape), documents)
-    return {**part, "use_cache": False, "attention_mask": shards}
+    if labels is None:
+        return {}
+    count = batch.get("num_items_in_batch")
+    count = (labels != IGNORED).sum().clamp(min=1) if count is None else torch.as_tensor(count)
+    return {
+        "labels": OtherLabels.of(own(labels), shards),
+        "shift_labels": ShardLabels.of(own(labels), shards),
+        "num_items_in_batch": ItemCount.of(count.to(labels.device) / shards.ranks, shards),
+    }
 
 
 def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +138,9 @@ def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:
 def _check(batch: Mapping[str, Any], ranks: int) -> None:
     if unknown := [name for name in batch if name not in KNOWN]:
         fix = "leave it out, or pass it to the model yourself if it does not go by tokens"
-        raise ArgumentError("shard_batch", f"some of {', '.join(KNOWN)}", f"{unknown[0]!r}", fix)
+        raise ArgumentError(
+            "shard_batch", f"some of {', '.join((*TOKENS, 'num_items_in_batch'))}", f"{unknown[0]!r}", fix
+        )
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -136,7 +148,7 @@ def _check(batch: Mapping[str, Any], ranks: int) -> None:
     if ids.shape[1] < ranks or not ids.shape[0]:
         given, fix = f"{tuple(ids.shape)} on {ranks} ranks", "use longer sequences, or fewer ranks"
         raise ShapeError("shard_batch input_ids", "a sequence, and at least one token a rank", given, fix)
-    for name in KNOWN[1:5]:
+    for name in TOKENS[1:]:
         x = batch.get(name)
         shapes = [tuple(ids.shape)] + [(1, ids.shape[1])] * (name == "position_ids")
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
@@ -152,6 +164,22 @@ def _check(batch: Mapping[str, Any], ranks: int) -> None:
     if positions is not None and not torch.equal(positions.diff(), positions[:1].expand_as(positions).diff()):
         fix = "pack the rows of a batch alike, or into one row"
         raise MaskError("shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
+
+
+def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
+    """Raise unless what a collator says of packed sequences is what `position_ids` say."""
+    given = {name: batch[name] for name in PACKING if batch.get(name) is not None}
+    fix = "pass the collator's position_ids too, which begin again in each sequence"
+    if given and (batch.get("position_ids") is None or batch.get("attention_mask") is not None):
+        raise MaskError(
+            f"shard_batch {next(iter(given))}", "position_ids beside it, and no attention_mask", "none", fix
+        )
+    length = batch["input_ids"].shape[1]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        edges = torch.as_tensor(given[name]).flatten().tolist() if name in given else None
+        expected = [0, *documents.ends] if documents.ends else [0, length]
+        if edges is not None and edges != expected:
+            raise MaskError(f"shard_batch {name}", f"{expected}, as position_ids begin", str(edges), fix)
 
 
 def _check_padding(batch: Mapping[str, Any]) -> None:

@@ -19,7 +19,8 @@ from attnmesh.copies import check_copies
 from attnmesh.decode import check_reproducible, decode
 from attnmesh.errors import InputError, KernelError, ShapeError, StoreError
 from attnmesh.exchange import share
-from attnmesh.hf.opaque import FAMILIES, Opaque
+from attnmesh.hf.models import NAME, check_keys, check_layers
+from attnmesh.hf.opaque import Opaque
 from attnmesh.kernel.choose import check_kernel
 from attnmesh.mask import Mask
 from attnmesh.mesh import Mesh, Shape
@@ -28,15 +29,9 @@ from attnmesh.saving import Saving
 from attnmesh.schedule import check_exchange
 from attnmesh.store import check_more
 
-NAME = "attnmesh"
-"""The name of the plug-ins in transformers."""
-
-SERVED = ("full_attention", "sliding_attention")
-"""Kinds of layers that attention over spread keys serves; others keep states that are no keys, or see by chunks."""
-
 
 @dataclass(frozen=True)
-class Fresh(Opaque):
+class PendingKV(Opaque):
     """New keys and values on their way from the cache's `update` to the attention function, which stores them.
 
     Only there is it known which of them are padding, and whether they are the same on every rank.
@@ -55,6 +50,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, cache: "ShardedCache") -> None:
         super().__init__()
+        self.keys = self.values = Opaque()  # a model that reads them raises: no rank has them all
         self.cache = cache
         self.kv: KVCache | None = None
 
@@ -65,16 +61,16 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Room is made by `room`, which knows for how many tokens."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Fresh, Fresh]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[PendingKV, PendingKV]:
         """Hand new tokens on, with the layer that is to keep them."""
         self.cache.check_model()
-        fresh = Fresh(key_states, value_states, self)
-        return fresh, fresh
+        pending = PendingKV(key_states, value_states, self)
+        return pending, pending
 
-    def room(self, fresh: Fresh, more: int) -> KVCache:
+    def room(self, pending: PendingKV, more: int) -> KVCache:
         """The layer's keys and values, with room for so many tokens of all ranks."""
-        k, v = fresh.k, fresh.v
-        kv = self._before(fresh)
+        k, v = pending.k, pending.v
+        kv = self._before(pending)
         if kv is None:
             capacity = self.cache.capacity or _grown(more)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
@@ -86,16 +82,16 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.reserve(_grown(kv.length + more))
         return kv
 
-    def _before(self, fresh: Fresh) -> KVCache | None:
+    def _before(self, pending: PendingKV) -> KVCache | None:
         """What these tokens are added to; None if room is made anew for them."""
-        other = self.kv is not None and self.kv.sizes.batch != len(fresh.k) and not self.kv.length
+        other = self.kv is not None and self.kv.sizes.batch != len(pending.k) and not self.kv.length
         return None if other else self.kv
 
     def _grows(self, kv: KVCache, more: int) -> bool:
         """Whether there has to be more room for so many tokens."""
         return self.cache.capacity is None and kv.length + more > kv.sizes.capacity
 
-    def refuse(self, error: InputError, fresh: Fresh, more: int, *, asked: bool | None = None) -> NoReturn:
+    def refuse(self, error: InputError, pending: PendingKV, more: int, *, asked: bool | None = None) -> NoReturn:
         """Raise what is wrong with `more` new tokens on all ranks, if they ask each other when these come.
 
         As `asked` says, or else as for `append`.
@@ -104,7 +100,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         def check() -> NoReturn:
             raise error
 
-        kv = self._before(fresh)
+        kv = self._before(pending)
         if kv is None or asked or (self.cache.checked is not False and self._grows(kv, more)):
             agree(Mesh.of(self.cache.mesh), error)
         elif asked is None:
@@ -189,6 +185,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
         None if it was not `attnmesh.hf.generate` that put them there.
         """
+        self.rope: tuple[int, ...] | None = None
+        """What the rope of its keys depends on, as `rope_regime` has it; None if `generate` did not put them there."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
 
     def check_model(self) -> None:
@@ -350,6 +348,7 @@ def _check(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
         fix = "pass model.config"
         raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
     check_layers(config)
+    check_keys(config)
     check_merge("ShardedCache", options["merge"], "replicated")
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
@@ -365,20 +364,6 @@ def _check(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
     ranks = shape.queries * shape.keys
     check_copies(options["copies"], ranks)
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
-
-
-def check_layers(config: PreTrainedConfig) -> None:
-    """Raise unless every layer of the model is one of attention over all tokens or a window of them."""
-    config = config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or []
-    others = sorted({kind for kind in kinds if kind not in SERVED})
-    if others or getattr(config, "attention_chunk_size", None) or not hasattr(config, "num_attention_heads"):
-        given = f"{config.model_type} with layers of {', '.join(others) or 'chunks or recurrent states'}"
-        expected = f"a model of layers of {' and '.join(SERVED)}"
-        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
-    if any(mode == "reuse" for mode in getattr(config, "kv_sharing_modes", None) or []):
-        expected, given = "a model whose layers have keys of their own", f"{config.model_type}, whose layers share keys"
-        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
 
 
 def _grown(tokens: int) -> int:

