@@ -1,4 +1,4 @@
-"""What is run on a rank: a model generates and learns, by attnmesh or by stock transformers."""
+"""Checks as they run on a rank: a model generates and learns, by attnmesh or by stock transformers."""
 
 import functools
 import traceback
@@ -40,7 +40,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Made:
-    """What a call gave: new tokens and the logits that they were chosen by, or a loss and gradients."""
+    """Results of a call: new tokens and the logits that they were chosen by, or a loss and gradients."""
 
     dtype: torch.dtype
     tokens: Tensor | None = None
@@ -109,7 +109,7 @@ def chunked(generate: Generate) -> list[Any]:
 
 
 def turns(generate: Generate) -> list[Any]:
-    """What was generated, and more, is the beginning of another prompt."""
+    """Two turns: what was generated, and more, is the beginning of another prompt."""
     first = generate(prompt(), max_new_tokens=5)
     ids = torch.cat((first.sequences, prompt(11, seed=1)), 1)
     return [first, generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)]
@@ -150,7 +150,7 @@ def _options(given: dict[str, Any]) -> dict[str, Any]:
 
 @guarded
 def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Made:
-    """What stock transformers generates."""
+    """Generate by stock transformers."""
     model = _model(case, "eager", dtype)
     more: dict[str, Any] = {"use_cache": False} if reference == "uncached" else {}
     if check == "turns" and reference == "alike":
@@ -166,7 +166,7 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
 
 @guarded
 def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Made:
-    """On a rank: what attnmesh generates."""
+    """Generate by attnmesh, on a rank."""
     model, mesh = _model(case, "attnmesh", dtype), None if shape is None else named_mesh(shape, AXES)
     where: dict[str, Any] = {"mesh": mesh}
     if check in ("chunked", "turns"):  # blocks that make several pieces of so short a prompt
@@ -210,14 +210,14 @@ def batch() -> dict[str, Tensor]:
 
 @guarded
 def stock_training(case: Case, dtype: torch.dtype) -> Made:
-    """Loss and gradients of stock transformers."""
+    """Learn by stock transformers."""
     model = _model(case, "eager", dtype)
     return _finite(_learned(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
 
 
 @guarded
 def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Made:
-    """On a rank: the loss on its shard, and gradients of it."""
+    """Learn by attnmesh from a rank's shard."""
     model = _model(case, "attnmesh", dtype)
     return _learned(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
 
@@ -245,7 +245,7 @@ def _reach(model: PreTrainedModel) -> float:
 
 @guarded
 def in_step() -> None:
-    """On a rank: raise unless the ranks still understand each other."""
+    """Raise unless the ranks still understand each other."""
     total = torch.ones(1)
     dist.all_reduce(total)
     if total.item() != dist.get_world_size():

@@ -1,4 +1,4 @@
-"""What ranks made, held against what stock transformers made on one process."""
+"""Judgement on what ranks made, held against what stock transformers made on one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TOLERANCES = {torch.float64: 5e-5, torch.float32: 2e-3}
 
 @dataclass(frozen=True)
 class Judged:
-    """Whether what was made is right, the size of the error, and what is to be said of it."""
+    """A judgement: whether what was made is right, the size of the error, and what is to be said of it."""
 
     right: bool
     error: float
@@ -21,7 +21,7 @@ class Judged:
 
 
 def judge_generation(expected: Made, given: Sequence[Made]) -> Judged:
-    """The worst rank's tokens."""
+    """Judge by the worst rank's tokens."""
     judge = _judge_logits if expected.scores is None else _judge_scores
     return max((judge(expected, made) for made in given), key=lambda judged: (not judged.right, judged.error))
 
@@ -58,7 +58,7 @@ def _judge_scores(expected: Made, given: Made) -> Judged:
 
 
 def judge_training(expected: Made, given: Sequence[Made]) -> Judged:
-    """The mean of the ranks' losses, and that of their gradients of every weight."""
+    """Judge the mean of the ranks' losses, and that of their gradients of every weight."""
     loss = sum(made.loss for made in given) / len(given)
     errors = {"loss": abs(loss - expected.loss) / max(1.0, abs(expected.loss))}
     largest = max(float(x.abs().max()) for x in expected.gradients.values() if x.numel())
@@ -71,7 +71,7 @@ def judge_training(expected: Made, given: Sequence[Made]) -> Judged:
 
 
 def _gradient_error(name: str, expected: Made, given: Sequence[Made], largest: float) -> float:
-    """How far the mean is off, by that weight's largest gradient or a hundredth of the largest of all."""
+    """Measure how far the mean is off, by that weight's largest gradient or a hundredth of the largest of all."""
     parts = [made.gradients[name] for made in given if name in made.gradients]
     truth = expected.gradients.get(name)
     truth = torch.zeros_like(parts[0]) if truth is None else truth

@@ -1,4 +1,4 @@
-"""How checks ended: rows in a file, counts, and a table for the documentation."""
+"""Rows of how checks ended: in a file, in counts, and in a table for the documentation."""
 
 import json
 from collections import Counter
@@ -39,13 +39,21 @@ class Row:
         return f"{self.check} {self.status}" + (f" (off by {self.error:.0e})" if self.status == "wrong" else "")
 
 
+def told(rows: Sequence[Row]) -> str:
+    """Say how training and generation of one case ended, check by check where checks ended differently."""
+    parts: dict[str, list[Row]] = next(iter(kinds_of(rows).values()), {})
+    alike = {kind: len({row.status for row in some}) == 1 and some[0].status != "wrong" for kind, some in parts.items()}
+    words = (f"{kind} {some[0].status}" if alike[kind] else ", ".join(map(str, some)) for kind, some in parts.items())
+    return ", ".join(words)
+
+
 def status_of(rows: Sequence[Row]) -> str:
-    """What several checks of one case come to."""
+    """Sum up several checks of one case."""
     return next(status for status in WORST if any(row.status == status for row in rows))
 
 
 def kinds_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """The rows of each case, apart for training and generation."""
+    """Sort the rows by case, apart for training and generation."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         kind = "training" if row.check == "training" else "generation"
@@ -54,7 +62,7 @@ def kinds_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def counted(rows: Sequence[Row]) -> str:
-    """How many types, and how many of their variants, ended how."""
+    """Count how types, and how their variants, ended."""
     lines = []
     for name, wanted in (("types", False), ("variants", True)):
         cases = kinds_of([row for row in rows if (row.case != row.kind) == wanted]).values()
@@ -67,7 +75,7 @@ def counted(rows: Sequence[Row]) -> str:
 
 
 def faults(rows: Sequence[Row]) -> str:
-    """What is wrong or crashed, a line for each case and what there is to be said of it."""
+    """List what is wrong or crashed, a line for each case and what there is to be said of it."""
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if row.status in ("wrong", "crashed"):
@@ -77,7 +85,7 @@ def faults(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: each type, and whether it is right in generation and in training, or the words of its refusal."""
+    """Write in Markdown whether each type is right in generation and in training, or the words of its refusal."""
     lines = ["| type | generation | training |", "|---|---|---|"]
     for case, parts in sorted(kinds_of(rows).items()):
         cells = [_cell(parts.get(kind, [])) for kind in ("generation", "training")]
@@ -86,7 +94,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    """One answer if all checks ended alike, else each answer after the names of its checks."""
+    """Give one answer if all checks ended alike, else each answer after the names of its checks."""
     by_words: dict[str, list[str]] = {}
     for row in rows:
         by_words.setdefault(_words(row), []).append(row.check)

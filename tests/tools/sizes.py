@@ -49,10 +49,10 @@ BY_VALUE: dict[int, str] = {
     512: """
         max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions context_length""",
 }
-"""Which sizes are how large: windows of 16 tokens, since prompts have 37."""
+"""Sizes by their names: windows have 16 tokens, since prompts have 37."""
 
 DEPTHS = BY_VALUE[LAYERS].split()
-"""How configurations name the number of their layers."""
+"""Names for the number of layers."""
 
 SMALL: dict[str, Any] = {
     **{name: value for value, names in BY_VALUE.items() for name in names.split()},
@@ -118,4 +118,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": SHARED_BLOCKS},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What does not follow from the names of fields, by model type."""
+"""Fields whose values do not follow from their names, by model type."""

@@ -10,31 +10,32 @@ that stock transformers itself cannot do. The command fails if anything is wrong
 
 import argparse
 import ast
-import logging
 import multiprocessing as mp
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-os.environ["PYTHONWARNINGS"] = "ignore"
-
 from attnmesh.errors import InputError
 from attnmesh.mesh import Shape
 from tests.pool import Lost, Pool
 from tests.tools import checks, compare
 from tests.tools.checks import DTYPES, REFERENCES, Failed, Made
-from tests.tools.rows import Row, counted, faults, table
+from tests.tools.rows import Row, counted, faults, table, told
 from tests.tools.tiny_models import Case, all_types
 from tests.tools.variants import VARIANTS
+
+SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+"""Environment of the ranks."""
+
+PRELOADED = ["tests.interpreted", "torch._dynamo", "tests.tools.checks"]
+"""Modules that are imported once, and not by each rank."""
 
 DEADLINE = 120.0
 """Seconds for one check: a rank that takes longer hangs."""
@@ -84,33 +85,30 @@ class Sweep:
         return replace(row, dtype=_name(expected), reach=round(expected.reach, 3))
 
     def _generated(self, case: Case, check: str) -> Row:
-        """By the first reference of stock transformers that it can give, and if that disagrees by the others."""
+        """Judge by the first reference that stock transformers can give, and where that disagrees by the others."""
         shape, check = MESHES[check], check.partition("-")[0]
         first: Row | None = None
-        given: list[Made] | Row = []
+        given: list[Made] = []
         for reference in REFERENCES[check]:
             expected = self._stock(checks.stock_generation, case, check, reference)
             if isinstance(expected, Row):
                 first = first or expected
                 continue
             if not given or given[0].dtype != expected.dtype:
-                ranks = 2 if shape else 1
-                given = self._ask(ranks, checks.our_generation, case, check, expected.dtype, shape)
-            if isinstance(given, Row):
-                return replace(given, dtype=_name(expected))
+                answer = self._ask(2 if shape else 1, checks.our_generation, case, check, expected.dtype, shape)
+                if isinstance(answer, Row):
+                    return replace(answer, dtype=_name(expected))
+                given = answer
             row = replace(_row(compare.judge_generation(expected, given)), dtype=_name(expected))
             if row.status == "right":
-                return (
-                    row
-                    if reference == "fresh"
-                    else replace(row, words=f"as stock {reference}; {row.words}".strip("; "))
-                )
+                how = "" if reference == "fresh" else f"as stock {reference}"
+                return replace(row, words="; ".join(filter(None, (how, row.words))))
             first = row if first is None or first.status == "stock-fails" else first
         assert first is not None
         return first
 
     def _stock(self, function: Callable[..., Made], case: Case, *arguments: Any) -> Made | Row:
-        """What stock transformers makes of it, in the most exact dtype that it can, or why it cannot."""
+        """Ask stock transformers in the most exact dtype that it can, or say why it cannot."""
         asked = (case.name, function.__name__, *arguments)
         if asked not in self.known:
             self.known = {key: made for key, made in self.known.items() if key[0] == case.name}
@@ -122,13 +120,14 @@ class Sweep:
         for dtype in DTYPES:
             answer = self._ask(1, function, case, *arguments, dtype)
             if not isinstance(answer, Row):
-                return answer[0]
-            failed = failed or answer
+                made: Made = answer[0]
+                return made
+            failed = answer
         assert failed is not None
         return replace(failed, status="stock-fails")
 
     def _ask(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | Row:
-        """Each rank's answer, or a row that says why there is none."""
+        """Ask each rank, and return the answers or a row that says why there are none."""
         try:
             answers = self.pools[ranks].ask(ranks, function, *arguments, deadline=DEADLINE)
         except Lost as lost:
@@ -136,17 +135,17 @@ class Sweep:
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if not errors:
             return answers
-        told = {f"{type(error).__name__}: {error}" for error in errors}
-        refused = isinstance(errors[0], InputError) and len(errors) == ranks and len(told) == 1
+        words = {f"{type(error).__name__}: {error}" for error in errors}
+        refused = isinstance(errors[0], InputError) and len(errors) == ranks and len(words) == 1
         step = len(errors) == ranks and self._in_step(ranks)
         if not step:
             self.pools[ranks].close()  # nobody knows any more what the ranks are at
         if refused and not step:
-            return _blank("crashed", f"out of step after a refusal: {told.pop()}")
-        return _blank("refused", told.pop()) if refused else _crashed(errors, ranks)
+            return _blank("crashed", f"out of step after a refusal: {words.pop()}")
+        return _blank("refused", words.pop()) if refused else _crashed(errors, ranks)
 
     def _in_step(self, ranks: int) -> bool:
-        """Whether the ranks still understand each other."""
+        """Tell whether the ranks still understand each other."""
         try:
             self.pools[ranks].run(ranks, checks.in_step, deadline=30.0)
         except Exception:
@@ -177,7 +176,7 @@ def _crashed(errors: Sequence[BaseException], ranks: int) -> Row:
 
 
 def _hung(report: str) -> Row:
-    """What the ranks that answered said, and where another stands."""
+    """Tell what the ranks that answered said, and where another stands."""
     said = [ast.literal_eval(text) for text in re.findall(r"answered Failed(\(.*\))$", report, re.MULTILINE)]
     stands = re.findall(r'File "[^"]*/((?:attnmesh|transformers)/[^"]+)", line (\d+) in (\w+)', report)
     where = "{}:{} {}".format(*stands[0]) if stands else ""
@@ -205,30 +204,39 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweep, and say how it ended."""
-    options, rows = _options(arguments), []
-    logging.captureWarnings(True)
-    mp.get_context("forkserver").set_forkserver_preload(["tests.interpreted", "torch._dynamo", "tests.tools.checks"])
+def _start() -> None:
+    """Start the process that ranks are forked from."""
+    os.environ.update(SURROUNDINGS)
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
-    cases, sweep = chosen(options.only, options.quick), Sweep()
-    if options.json:
-        options.json.write_text("")
+
+
+def _swept(cases: Sequence[Case], wanted: Sequence[str], file: Path | None) -> Iterator[Row]:
+    """Run the checks of each case, and tell of it on the way."""
+    sweep = Sweep()
     try:
         for number, case in enumerate(cases, 1):
             begun, found = time.monotonic(), []
-            for check in options.checks.split(","):
-                found.append(sweep.run(case, check))
-                if options.json:
-                    found[-1].write(options.json)
-            rows += found
-            told = ", ".join(map(str, found))
-            print(f"{number}/{len(cases)} {case.name}: {told} ({time.monotonic() - begun:.1f} s)", flush=True)
+            for check in wanted:
+                found.append(row := sweep.run(case, check))
+                if file is not None:
+                    row.write(file)
+                yield row
+            print(f"{number}/{len(cases)} {case.name}: {told(found)} ({time.monotonic() - begun:.1f} s)", flush=True)
     finally:
         sweep.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the sweep, and say how it ended."""
+    options = _options(arguments)
+    if options.json:
+        options.json.write_text("")
+    _start()
+    rows = list(_swept(chosen(options.only, options.quick), options.checks.split(","), options.json))
     if options.table:
         options.table.write_text(table(rows))
-    print(faults(rows), counted(rows), sep="\n")
+    print(*filter(None, (faults(rows), counted(rows))), sep="\n")
     return int(any(row.status in ("wrong", "crashed") for row in rows))
 
 

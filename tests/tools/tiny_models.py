@@ -51,9 +51,9 @@ def _shrunk(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrained
 
 
 def _default(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What the class's own configuration has, if there is one without being told more."""
+    """Fields of the class's own configuration, if there is one without being told more."""
     try:
-        return vars(kind())
+        return dict(vars(kind()))
     except Exception:
         return {}
 

@@ -7,7 +7,7 @@ from tests.tools.tiny_models import Case
 BASE = {"rope_theta": 10000.0}
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], **BASE}
-"""Other angles from `original_max_position_embeddings` tokens on. The prompt has 37 tokens, and at the end 49."""
+"""Angles that are others from `original_max_position_embeddings` tokens on; there are 37 at first and 49 at last."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **BASE}
 
@@ -124,6 +124,6 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mpt": {"clipped": {"attn_config": {"clip_qkv": 0.5}}},
 }
-"""By type and by the variant's name, what is changed."""
+"""Changes by type and by the variant's name."""
 
 VARIANTS = [Case(f"{kind}+{name}", kind, changes) for kind, named in CHANGES.items() for name, changes in named.items()]

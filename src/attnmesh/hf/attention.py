@@ -13,7 +13,7 @@ from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache import PendingKV
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import check_layers
-from attnmesh.hf.shards import SUBJECT, Shards
+from attnmesh.hf.shards import SUBJECT, ItemCount, Shards
 from attnmesh.inputs import autocast, check_scale
 from attnmesh.kernel.attend import attend_op
 from attnmesh.mask import Causal, Full, Mask, Window
@@ -201,6 +201,8 @@ def _check_sharded(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: 
     if config is not None:
         check_layers(config)
     shards.check_layer(type(module).__name__)
+    count = more.get("num_items_in_batch")
+    shards.uses.count = None if isinstance(count, ItemCount) else count
     if not isinstance(key, PendingKV) and key.shape[2] != q.shape[2]:
         given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
         fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"

@@ -34,8 +34,8 @@ def shard_batch(
     """Return this rank's share of a batch, as arguments of a model: `model(**shard_batch(batch, mesh)).loss`.
 
     The model has to have `attn_implementation="attnmesh"`. The mean of the loss over all ranks is the loss on one
-    device. So are the means of gradients, as DDP and FSDP take them. `Trainer`'s own `num_items_in_batch`, a whole
-    number that counts the tokens of all ranks, may replace the batch's.
+    device. So are the means of gradients, as DDP and FSDP take them. `Trainer` may pass its own `num_items_in_batch` to
+    the model, which counts the tokens of all ranks.
 
     Args:
         batch: The same batch on every rank: `input_ids` (batch, length). To learn from it, `labels` or `shift_labels`.

@@ -35,6 +35,9 @@ class MaskSpec(Opaque):
     shards: Shards | None = None
     """Whose tokens they are, if not all ranks have the same."""
 
+    ndim = 4
+    """The dims of a mask that is ready: transformers passes such a mask on."""
+
     def contiguous(self) -> "MaskSpec":
         """Return itself: a mask of positions has no memory to lay out."""
         return self
@@ -60,13 +63,15 @@ def mask_function(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Function = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | MaskSpec | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> MaskSpec:
     """Return the mask of one kind of layer. transformers calls it once for each kind in a forward pass."""
+    if isinstance(attention_mask, MaskSpec):
+        return attention_mask  # `generate` makes it before the model runs, for a static cache
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask) else None
     if shards is not None and config is not None:
         check_layers(config)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import KernelError
+from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.opaque import FAMILIES
 from attnmesh.layout import Layout
 from attnmesh.mask import Full, Mask
@@ -62,6 +62,8 @@ class Uses:
 
     attention: bool = False
     positions: bool = False
+    count: object = None
+    """The `num_items_in_batch` that it was called with, where that is not the batch's."""
 
 
 @dataclass(frozen=True)
@@ -221,33 +223,32 @@ class ShardLabels(ShardTensor):
 
 
 class LossSum(ShardTensor):
-    """The sum of losses over this rank's tokens, about to be divided by how many tokens are learned from."""
+    """The sum of losses over this rank's tokens, about to be divided by the number of tokens that are learned."""
 
     def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return this rank's share of the mean loss, also where the divisor counts the tokens of all ranks.
-
-        A whole number counts those of all ranks, as `Trainer` does; the share of `shard_batch` is a float.
-        """
+        """Return this rank's part of the mean loss, also where `Trainer` passes a count of the tokens of all ranks."""
         if name in MOVES:
             return self.like(call())
-        if name in ("div", "true_divide", "divide", "__truediv__"):
-            return call() * (self.shards.ranks if _is_whole(args[1]) else 1)
+        if name not in ("div", "true_divide", "divide", "__truediv__") or self.shards.ranks == 1:
+            return call()
+        divisor, count = args[1], self.shards.uses.count
+        if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
+            return call() * self.shards.ranks
+        if isinstance(divisor, Tensor) and not isinstance(divisor, ItemCount):
+            expected, fix = "the count of the batch", "pass it to shard_batch(..., num_items_in_batch=)"
+            raise ArgumentError(f"{SUBJECT}: num_items_in_batch", expected, "another tensor", fix)
         return call()
 
 
 class ItemCount(ShardTensor):
-    """A rank's share of the count of tokens to learn from, which mixed precision must not round."""
+    """A rank's share of the number of tokens to learn from, which mixed precision must not round."""
 
     def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result in the precision that the count has."""
-        if name in MOVES:
-            return self.like(self.plain().to(call().device))
-        return call()
-
-    def plain(self) -> Tensor:
-        """Return the same number as a tensor of PyTorch's own class."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        """Return results as shares too, in the precision that the count has."""
+        result = call()
+        if name in MOVES and isinstance(result, Tensor):
+            result = self.as_subclass(Tensor).to(result.device)
+        return self.like(result)
 
 
 def _check_attended(shards: Shards) -> None:
@@ -255,11 +256,6 @@ def _check_attended(shards: Shards) -> None:
         expected = "a model whose layers ask attnmesh for their attention"
         given = "one of which no layer does, as recurrent models and attention of its own"
         raise KernelError(SUBJECT, expected, given, FAMILIES)
-
-
-def _is_whole(x: object) -> bool:
-    """Return whether a divisor is a whole number."""
-    return isinstance(x, int) or (isinstance(x, Tensor) and not x.is_floating_point())
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
