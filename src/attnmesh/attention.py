@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, askable, check_checked, told
-from attnmesh.errors import InputError, ShapeError
+from attnmesh.errors import InputError, LayoutError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
 from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
-from attnmesh.layout import Layout, Zigzag, check_layout
+from attnmesh.layout import Contiguous, Layout, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
 from attnmesh.mesh import Mesh, Shape, remembered
 from attnmesh.partial import wide, with_sinks
@@ -35,7 +35,7 @@ def attention(
     *,
     mesh: DeviceMesh | None = None,
     mask: Mask = Causal(),
-    layout: Layout = Zigzag(),
+    layout: Layout | None = None,
     exchange: str = "auto",
     scale: float | None = None,
     kernel: str = "auto",
@@ -52,14 +52,15 @@ def attention(
     softmax and gives nothing. Keys of another sequence, cross-attention, say so by their `key_length`; the last queries
     of a longer sequence are a case for `attend`, which takes positions.
 
-    On a mesh, `layout` says which of `length` tokens each rank holds, and `exchange` how keys travel: "bulk", at once;
+    On a mesh of several ranks `layout` is required: it says which of `length` tokens each rank holds, and shards of
+    another layout give a wrong result without an error. `exchange` says how keys travel: "bulk", at once;
     "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
     The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
     What is no exact softmax attention, as dropout or soft-capped logits, is refused by name.
     Before anyone waits for anyone, ranks tell each other what they were called with, and all raise the same error if
     that differs. `checked` says when: at every call, if True; never, if False; else at every call, but on GPUs, where
     it holds up the device, at the first of each kind. Without `length` they always do, to count the tokens.
-    DTensors whose tokens are sharded along the mesh's axes may come in, with `layout=Contiguous()`, and go out.
+    DTensors whose tokens are sharded along the mesh's axes may come in, and go out; their layout is `Contiguous()`.
 
     >>> import torch
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -78,8 +79,8 @@ class _Options(NamedTuple):
     """All that does not depend on the rank."""
 
     mask: Mask
-    layout: Layout
-    key_layout: Layout
+    layout: Layout | None
+    key_layout: Layout | None
     exchange: str
     kernel: str
     scale: float | None
@@ -122,12 +123,13 @@ def _of_dtensors(
 
     here = Mesh.of(first_of(q, k, v).device_mesh)
     try:
-        local = unwrap(q, k, v, mesh, options.layout)  # type: ignore[arg-type]
+        local = unwrap(q, k, v, mesh, (options.layout, options.key_layout))  # type: ignore[arg-type]
     except InputError as error:
         if asks(checked, torch.device(here.kind)) and not torch.compiler.is_compiling():
             agree(here, error)
         raise
-    options = options._replace(length=local.length, key_length=local.key_length)
+    runs = Contiguous()
+    options = options._replace(layout=runs, key_layout=runs, length=local.length, key_length=local.key_length)
     out = _of_shards(local.q, local.k, local.v, sinks, local.mesh, options, checked)
     return wrap(out, q, v.shape[-1])  # type: ignore[arg-type]
 
@@ -296,7 +298,8 @@ _asked_once = remembered(1024)(_asked)
 def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
     length = tokens if options.length is None else options.length
     key_length = keys if options.key_length is None else options.key_length
-    return Problem(options.mask, here.shape, options.layout, options.key_layout, length, key_length)
+    layouts = cast(tuple[Layout, Layout], (options.layout, options.key_layout))  # which several ranks have to give
+    return Problem(options.mask, here.shape, *layouts, length, key_length)
 
 
 def _fitting(problem: Problem, options: _Options) -> Problem:
@@ -317,8 +320,7 @@ def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks
     check_no_more("attention", options.more or {})
     check_qkv("attention", q, k, v)
     check_mask("attention mask", options.mask)
-    check_layout("attention layout", options.layout)
-    check_layout("attention key_layout", options.key_layout)
+    _check_layouts(options, mesh.shape.ranks)
     check_exchange("attention exchange", options.exchange)
     for name, length in (("length", options.length), ("key_length", options.key_length)):
         if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
@@ -330,6 +332,17 @@ def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks
         given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
         fix = "give those ranks to the queries or the keys axis"
         raise ShapeError("attention", "key heads that the heads axis divides", given, fix)
+
+
+def _check_layouts(options: _Options, ranks: int) -> None:
+    """Only the user knows how tokens were sharded, and shards of another layout may have the same lengths."""
+    if options.layout is None and ranks > 1:
+        fix = "pass layout=am.Zigzag() if you sharded with am.shard(..., layout=am.Zigzag())"
+        fix += ", am.Contiguous() for consecutive shards"
+        raise LayoutError("attention layout", f"the layout of the shards of {ranks} ranks", "None", fix)
+    for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
+        if layout is not None:
+            check_layout(f"attention {name}", layout)
 
 
 def _check_whole(options: _Options, q: Tensor, k: Tensor) -> None:
