@@ -368,6 +368,7 @@ ALIKE: Table = {
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
         ({"scale": 0.7}, MeshError, r"the same call on every rank, given:\n    shards  scale\n(.*\n)*.*  0.7\n"),
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),
+        ({"mask": am.Causal()}, MeshError, r"shards  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": T(4, 4)}, MaskError, r"attention mask: .*, given Tensor\. Fix: use Full\(\) for no mask; say"),
         ({"mask": am.Documents((2, 3))}, MeshError, r"shards  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
         ({"layout": "zigzag"}, LayoutError, r"attention layout: expected Contiguous.*, given 'zigzag'\. Fix: ma"),

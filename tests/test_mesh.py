@@ -87,7 +87,7 @@ def attend_with(changes: list[dict[str, object]], shape: tuple[int, int, int] = 
     options = {"layout": am.Contiguous(), "exchange": "bulk", "n": 5, "hk": 2, "d": 4, "dtype": torch.float32}
     options |= changes[dist.get_rank()] if dist.get_rank() < len(changes) else {}
     n, hk, d, dtype = (options.pop(name) for name in ("n", "hk", "d", "dtype"))
-    q, k = torch.randn(1, 2, n, d, dtype=dtype), torch.randn(1, hk, n, d, dtype=dtype)
+    q, k = torch.randn(1, 2, n, d, dtype=dtype), torch.randn(1, hk, options.pop("keys", n), d, dtype=dtype)
     am.attention(q, k, k, mesh=mesh_of(Shape(*shape)), **options)
 
 
@@ -117,6 +117,9 @@ DISAGREEMENTS = [
     ([{"exchange": "tree"}], errors.KernelError, "attention exchange: expected one of auto, bulk"),
     ([{}, {"dropout_p": 0.1}], errors.KernelError, "exact softmax attention .*given dropout_p="),
     ([{"length": "ten"}], errors.ShapeError, "attention length: expected a whole number, given 'ten'"),
+    ([{"keys": 7}] * 2, errors.ShapeError, r"given 10 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)"),
+    ([{"keys": 7, "key_length": 14}] * 2, errors.ShapeError, "given 10 queries, 14 keys and the default mask"),
+    ([{"keys": 7, "key_length": 14, "mask": am.Causal()}, {"keys": 7, "key_length": 14}], errors.MeshError, "  mask\n"),
     (
         [{"layout": None}] * 2,
         errors.LayoutError,

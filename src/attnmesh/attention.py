@@ -34,7 +34,7 @@ def attention(
     v: Tensor,
     *,
     mesh: DeviceMesh | None = None,
-    mask: Mask = Causal(),
+    mask: Mask | None = None,
     layout: Layout | None = None,
     exchange: str = "auto",
     scale: float | None = None,
@@ -48,9 +48,10 @@ def attention(
 ) -> Tensor:
     """Attention of this rank's queries over the keys of every rank: shards in, the same shard out.
 
-    The mask is causal unless another is given. `sinks` is one learned logit a query head, which takes a share of the
-    softmax and gives nothing. Keys of another sequence, cross-attention, say so by their `key_length`; the last queries
-    of a longer sequence are a case for `attend`, which takes positions.
+    Without `mask` it is `Causal()`, for as many keys as queries. Cross-attention takes `mask=Full()`. Any other mask
+    over the keys of another sequence needs their `key_length` too. The last queries of a longer sequence are a case for
+    `attend`, which takes positions. `sinks` is one learned logit per query head: it takes a share of the softmax and
+    gives nothing.
 
     On a mesh of several ranks `layout` is required: it says which of `length` tokens each rank holds, and shards of
     another layout give a wrong result without an error. `exchange` says how keys travel: "bulk", at once;
@@ -78,7 +79,7 @@ def attention(
 class _Options(NamedTuple):
     """All that does not depend on the rank."""
 
-    mask: Mask
+    mask: Mask | None
     layout: Layout | None
     key_layout: Layout | None
     exchange: str
@@ -87,6 +88,11 @@ class _Options(NamedTuple):
     length: int | None
     key_length: int | None
     more: dict[str, Never] | None  # what has no meaning here, to be refused by all ranks
+
+    @property
+    def applied(self) -> Mask:
+        """The mask given; causal where it is left out."""
+        return Causal() if self.mask is None else self.mask
 
 
 def _of_shards(
@@ -106,7 +112,7 @@ def _of_shards(
     _check(here, options, q, k, v, sinks)
     _check_whole(options, q, k)
     scale = check_scale("attention", options.scale, q)
-    out: Tensor = attend_op(q, k, v, sinks, None, None, options.mask.encode(), scale, options.kernel)[0]
+    out: Tensor = attend_op(q, k, v, sinks, None, None, options.applied.encode(), scale, options.kernel)[0]
     return out
 
 
@@ -299,11 +305,11 @@ def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
     length = tokens if options.length is None else options.length
     key_length = keys if options.key_length is None else options.key_length
     layouts = cast(tuple[Layout, Layout], (options.layout, options.key_layout))  # which several ranks have to give
-    return Problem(options.mask, here.shape, *layouts, length, key_length)
+    return Problem(options.applied, here.shape, *layouts, length, key_length)
 
 
 def _fitting(problem: Problem, options: _Options) -> Problem:
-    check_mask("attention mask", options.mask, problem.length, problem.key_length)
+    check_mask("attention mask", options.applied, problem.length, problem.key_length)
     _check_cross(options, problem.length, problem.key_length)
     return problem
 
@@ -319,7 +325,7 @@ def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     check_no_more("attention", options.more or {})
     check_qkv("attention", q, k, v)
-    check_mask("attention mask", options.mask)
+    check_mask("attention mask", options.applied)
     _check_layouts(options, mesh.shape.ranks)
     check_exchange("attention exchange", options.exchange)
     for name, length in (("length", options.length), ("key_length", options.key_length)):
@@ -353,16 +359,28 @@ def _check_whole(options: _Options, q: Tensor, k: Tensor) -> None:
             raise ShapeError(
                 "attention", f"{name} to count the tokens given", f"{name}={given!r} with {x.shape[2]} tokens", fix
             )
-    check_mask("attention mask", options.mask, q.shape[2], k.shape[2])
+    check_mask("attention mask", options.applied, q.shape[2], k.shape[2])
     _check_cross(options, q.shape[2], k.shape[2])
 
 
 def _check_cross(options: _Options, length: int, key_length: int) -> None:
-    """Positions of another sequence are compared only when asked for: a query at the end of a cache is at its end."""
-    if length != key_length and options.key_length is None and min(options.mask.left, options.mask.right) < FAR:
-        given = f"{length} queries, {key_length} keys and the mask {options.mask}"
-        fix = f"use attend with q_positions, or say key_length={key_length} if the keys are another sequence from 0 on"
-        raise ShapeError("attention", "as many queries as keys under a mask of positions", given, fix)
+    """Raise where it cannot be known which keys a query sees.
+
+    Queries and keys of unlike lengths may be of two sequences, or the queries the last of the keys' own. `key_length`
+    alone does not ask for the causal mask: over another sequence it is seldom meant.
+    """
+    mask = options.applied
+    asked_for = options.key_length is not None and options.mask is not None
+    if length == key_length or asked_for or min(mask.left, mask.right) >= FAR:
+        return
+    given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
+    fixes = ["pass mask=am.Full() for cross-attention"]
+    if length < key_length:
+        positions = f"torch.arange({key_length - length}, {key_length})"
+        fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
+    named = "mask=am.Causal(), " * (options.mask is None)
+    fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
+    raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
 
 
 def _check_shards(problem: Problem, table: list[list[int]]) -> None:
