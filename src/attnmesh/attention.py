@@ -21,11 +21,13 @@ from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
 from attnmesh.layout import Contiguous, Layout, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
-from attnmesh.mesh import Mesh, Shape, remembered
+from attnmesh.mesh import Mesh, Shape, Unsaid, remembered, said_mesh
 from attnmesh.partial import wide, with_sinks
 from attnmesh.schedule import EXCHANGES, Exchange, Problem, check_exchange, schedule
 from attnmesh.swap import swap_op
 from attnmesh.workload import Workload
+
+ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
 
 def attention(
@@ -33,7 +35,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Unsaid | None = Unsaid.MESH,
     mask: Mask | None = None,
     layout: Layout | None = None,
     exchange: str = "auto",
@@ -53,8 +55,9 @@ def attention(
     `attend`, which takes positions. `sinks` is one learned logit per query head: it takes a share of the softmax and
     gives nothing.
 
-    On a mesh of several ranks `layout` is required: it says which of `length` tokens each rank holds, and shards of
-    another layout give a wrong result without an error. `exchange` says how keys travel: "bulk", at once;
+    Without `mesh` a rank attends to its own tokens only, and warns once if there are other ranks; `mesh=None` says that
+    this is meant. On a mesh of several ranks `layout` is required: it says which of `length` tokens each rank holds.
+    Shards of another layout give a wrong result without an error. `exchange` says how keys travel: "bulk", at once;
     "pipelined", some heads at a time; "ring", round the queries axis, a chunk under way while the last is attended.
     The result does not depend on it. Gradients of `sinks` are those of this rank's tokens, as for any parameter.
     What is no exact softmax attention, as dropout or soft-capped logits, is refused by name.
@@ -72,8 +75,8 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
-        return _of_dtensors(q, k, v, sinks, mesh, options, checked)
-    return _of_shards(q, k, v, sinks, mesh, options, checked)
+        return _of_dtensors(q, k, v, sinks, None if isinstance(mesh, Unsaid) else mesh, options, checked)
+    return _of_shards(q, k, v, sinks, said_mesh("attention", mesh, ALONE), options, checked)
 
 
 class _Options(NamedTuple):

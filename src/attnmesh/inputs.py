@@ -1,5 +1,6 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
+import warnings
 from collections.abc import Mapping
 from numbers import Real
 
@@ -35,6 +36,16 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             fix = "add or split the missing dims; the heads come before the length"
             raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
     _check_shapes(subject, q, k, v)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn once a process, at the caller of the public function that calls the function that calls this one."""
+    if message not in _warned:
+        warnings.warn(message, UserWarning, stacklevel=4)
+        _warned.add(message)  # afterwards: where warnings are errors, each call is one
 
 
 def check_no_more(subject: str, more: Mapping[str, object]) -> None:
