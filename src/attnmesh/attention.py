@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agree, askable, check_checked, told
-from attnmesh.errors import InputError, LayoutError, ShapeError
+from attnmesh.errors import InputError, LayoutError, MaskError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
-from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks
+from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks, dims, hinted, warn_if_swapped
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
@@ -75,8 +75,15 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
-        return _of_dtensors(q, k, v, sinks, None if isinstance(mesh, Unsaid) else mesh, options, checked)
-    return _of_shards(q, k, v, sinks, said_mesh("attention", mesh, ALONE), options, checked)
+        out = _of_dtensors(q, k, v, sinks, None if isinstance(mesh, Unsaid) else mesh, options, checked)
+    else:
+        out = _of_shards(q, k, v, sinks, said_mesh("attention", mesh, ALONE), options, checked)
+    warn_if_swapped("attention", q, k.shape[2])  # last, for a warning that is an error would be one rank's own
+    return out
+
+
+Pair = tuple[int, int]
+"""A number of the queries and one of the keys."""
 
 
 class _Options(NamedTuple):
@@ -113,7 +120,6 @@ def _of_shards(
         return _on_mesh(q, k, v, sinks, here, problem, options)
     check_checked("attention", checked)
     _check(here, options, q, k, v, sinks)
-    _check_whole(options, q, k)
     scale = check_scale("attention", options.scale, q)
     out: Tensor = attend_op(q, k, v, sinks, None, None, options.applied.encode(), scale, options.kernel)[0]
     return out
@@ -262,7 +268,8 @@ def _agreed(
     """What all ranks are about to do, or the error that all raise; a rank alone never raises."""
     if torch.compiler.is_compiling():  # ranks are traced apart from each other: their shards are taken to be even
         _check(here, options, q, k, v, sinks)
-        return _fitting(_problem(here, options, *(x.shape[2] * here.shape.ranks for x in (q, k))), options)
+        tokens, keys = (x.shape[2] * here.shape.ranks for x in (q, k))
+        return _fitting(here, options, (q.shape[1], k.shape[1]), (tokens, keys))
     device = q.device if isinstance(q, Tensor) else torch.device(here.kind)
     ask = options.length is None or asks(checked, device)
     try:
@@ -273,13 +280,13 @@ def _agreed(
         if ask:
             agree(here, error)  # where the others ask too
         raise
-    lengths = q.shape[2], k.shape[2]
+    heads, lengths = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
     if ask:
-        return _asked(here, call, lengths, options)
+        return _asked(here, call, heads, lengths, options)
     if checked is None and askable(device):
-        return _asked_once(here, call, lengths, options)
+        return _asked_once(here, call, heads, lengths, options)
     length = cast(int, options.length)  # or ranks would have asked each other
-    return _fitting(_problem(here, options, length, length), options)
+    return _fitting(here, options, heads, (length, length))
 
 
 def asks(checked: bool | None, device: torch.device) -> bool:
@@ -292,12 +299,11 @@ def asked_each_time(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _asked(here: Mesh, call: str, lengths: tuple[int, int], options: _Options) -> Problem:
+def _asked(here: Mesh, call: str, heads: Pair, lengths: Pair, options: _Options) -> Problem:
     """What all ranks say that they are about to do."""
     table = agree(here, call, lengths)
-    problem = _problem(here, options, *(sum(column) for column in zip(*table, strict=True)))
-    _check_shards(problem, table)
-    return _fitting(problem, options)
+    tokens, keys = (sum(column) for column in zip(*table, strict=True))
+    return _fitting(here, options, heads, (tokens, keys), table)
 
 
 _asked_once = remembered(1024)(_asked)
@@ -311,9 +317,16 @@ def _problem(here: Mesh, options: _Options, tokens: int, keys: int) -> Problem:
     return Problem(options.applied, here.shape, *layouts, length, key_length)
 
 
-def _fitting(problem: Problem, options: _Options) -> Problem:
-    check_mask("attention mask", options.applied, problem.length, problem.key_length)
-    _check_cross(options, problem.length, problem.key_length)
+def _fitting(here: Mesh, options: _Options, heads: Pair, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Problem:
+    """The problem of so many heads and tokens, as all ranks know them alike; and each rank's tokens, if they do."""
+    problem = _problem(here, options, *tokens)
+    try:
+        if table:
+            _check_shards(problem, table)
+        check_mask("attention mask", options.applied, problem.length, problem.key_length)
+        _check_cross(options, problem.length, problem.key_length)
+    except (MaskError, ShapeError) as error:
+        raise hinted(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
     return problem
 
 
@@ -326,6 +339,15 @@ def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
 
 
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    try:
+        _check_call(mesh, options, q, k, v, sinks)
+        if mesh.shape.ranks == 1:
+            _check_whole(options, q, k)
+    except (MaskError, ShapeError) as error:
+        raise hinted(error, dims(q), dims(k)) from None
+
+
+def _check_call(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     check_no_more("attention", options.more or {})
     check_qkv("attention", q, k, v)
     check_mask("attention mask", options.applied)
@@ -386,7 +408,7 @@ def _check_cross(options: _Options, length: int, key_length: int) -> None:
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
 
 
-def _check_shards(problem: Problem, table: list[list[int]]) -> None:
+def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
     """Every rank holds as many tokens as its layout says; all ranks see the same table, so all raise alike."""
     named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
     for column, (name, layout, length) in enumerate(named):

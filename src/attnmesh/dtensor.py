@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.errors import LayoutError, MeshError
+from attnmesh.inputs import swap_hint
 from attnmesh.layout import Contiguous, Layout
 from attnmesh.mesh import AXES
 
@@ -72,7 +73,8 @@ def _check_placements(q: DTensor) -> None:
         allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            raise LayoutError("attention of DTensors", expected, str(placement), "redistribute q, k and v")
+            fix = "redistribute q, k and v" + swap_hint(placement == Shard(1) and q.shape[1] > q.shape[2])
+            raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 
 def _check_nesting(q: DTensor, k: DTensor) -> None:
