@@ -560,7 +560,29 @@ ALIKE: Table = {
     ],
     init_mesh: [
         ({"shape": Shape(1, 2, 4)}, MeshError, r"init_mesh: expected at most the world's \d ranks, given 1x2x4\. Fix"),
-        ({"shape": (2, 1)}, MeshError, r"init_mesh: expected a Shape, given \(2, 1\)\. Fix: pass what mesh"),
+        (
+            {"shape": (2, 1)},
+            MeshError,
+            r"init_mesh shape: expected \(heads, queries, keys\).*, given \(2, 1\)\. Fix",
+        ),
+        (
+            {"shape": (1, 0, 2)},
+            MeshError,
+            r"init_mesh shape: expected .* each 1 or more, given \(1, 0, 2\)\. Fix",
+        ),
+        ({"shape": [1, True, 1]}, MeshError, r"init_mesh shape: expected .*, given \[1, True, 1\]\. Fix: pass"),
+        ({"shape": (-1, -2, 1)}, MeshError, r"init_mesh shape: expected .*, given \(-1, -2, 1\)\. Fix: pass a tuple"),
+        (
+            {"shape": "1x1x2"},
+            MeshError,
+            r"init_mesh shape: expected .*, given '1x1x2'\. Fix: pass a tuple",
+        ),
+        ({"shape": None}, MeshError, r"init_mesh shape: expected .*, given None\. Fix: pass a tuple as \(1, 2, 2\)"),
+        (
+            {"shape": (1, 1, 1)},
+            MeshError,
+            r"init_mesh: .* same call .*:\n    shards  shape\n(.*\n)*.*keys=1\)",
+        ),
         ({"device_type": "foo"}, DeviceError, r"init_mesh device_type: expected a type of .*, given 'foo'\. Fix: "),
         ({"device_type": "cuda:0"}, DeviceError, r"init_mesh device_type: expected a type of .*, given 'cuda:0'\. F"),
         ({"q_heads": 8}, MeshError, r"init_mesh: expected the same call .*:\n    shards  q_heads\n(.*\n)*.*  8\n"),

@@ -169,6 +169,17 @@ def test_meshes_with_other_axes_or_none(pool: Pool) -> None:
         assert mixed == Shape(1, 2, 1)
 
 
+def from_tuples() -> list[object]:
+    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
+    return [(Mesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+
+
+def test_a_mesh_of_a_plain_tuple(pool: Pool) -> None:
+    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
+    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
+    assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
+
+
 def inside_a_bigger_mesh() -> bool:
     whole = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=("data", *AXES))
     torch.manual_seed(whole.get_local_rank("data"))  # each replica has a batch of its own
