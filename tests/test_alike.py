@@ -368,9 +368,11 @@ ALIKE: Table = {
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
         ({"scale": 0.7}, MeshError, r"the same call on every rank, given:\n    shards  scale\n(.*\n)*.*  0.7\n"),
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),
+        ({"mask": am.Causal()}, MeshError, r"shards  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": T(4, 4)}, MaskError, r"attention mask: .*, given Tensor\. Fix: use Full\(\) for no mask; say"),
         ({"mask": am.Documents((2, 3))}, MeshError, r"shards  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
         ({"layout": "zigzag"}, LayoutError, r"attention layout: expected Contiguous.*, given 'zigzag'\. Fix: ma"),
+        ({"layout": None}, LayoutError, r"attention layout: expected the layout of the shards of \d ranks, given None"),
         ({"key_layout": am.Striped}, LayoutError, r"attention key_layout: expected .*Striped'>\. Fix: make one"),
         ({"layout": am.Striped(2)}, MeshError, r"shards  layout +key_layout\n(.*\n)*.*Striped\(block=2\)"),
         ({"exchange": "tree"}, KernelError, r"attention exchange: expected one of auto, bulk, .*given 'tree'"),
@@ -392,7 +394,8 @@ ALIKE: Table = {
     dtensors: [
         ({"k": "plain"}, MeshError, r"q, k and v as DTensors of one mesh and one placement, given k Tensor"),
         ({"q": "plain"}, MeshError, r"q, k and v as DTensors of one mesh and one placement, given q Tensor"),
-        ({"layout": am.Zigzag()}, LayoutError, r"expected layout=Contiguous\(\), .*, given Zigzag\(\)\. Fix: pass"),
+        ({"layout": am.Zigzag()}, LayoutError, r"expected layout=Contiguous\(\), .*, given Zigzag\(\)\. Fix: leave"),
+        ({"key_layout": am.Striped()}, LayoutError, r"expected key_layout=Contiguous\(\), .*, given Striped.*: leave"),
         ({"placed": "by heads"}, LayoutError, r"expected S\(2\) along axis \w+, given S\(1\)\. Fix: redistribute"),
         ({"mesh": "cpu"}, MeshError, r"attention mesh: expected the DTensors' own mesh, given cpu beside"),
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
@@ -416,6 +419,7 @@ ALIKE: Table = {
     append: [
         ({"k": T(6, 1, 4)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(6, 1, 4\)\. Fix"),
         ({"v": T(1, 5, 1, 4)}, ShapeError, r"append v: expected shape \(1, 6, tokens, 4\), given \(1, 5, 1, 4\)"),
+        ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*; if these are \(batch, length, heads, dim\), pass x"),
         ({"v": T(1, 6, 2, 4)}, ShapeError, r"append: expected k and v of the same tokens, given 1 and 2 tokens"),
         ({"k": [1.0]}, DtypeError, r"append k: expected a tensor of floats, given list\. Fix: use torch"),
         ({"k": T(1, 6, 1, 4).half()}, DtypeError, r"append: expected one dtype of .*, given k float16, v float32"),
@@ -482,6 +486,7 @@ ALIKE: Table = {
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
         ({"q": T(12, 1, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given \(12, 1, 4\)"),
         ({"q": T(1, 12, 0, 4)}, ShapeError, r"decode q: expected shape .*, given \(1, 12, 0, 4\)\. Fix: pass"),
+        ({"q": T(1, 1, 12, 4)}, ShapeError, r"given 1 query heads on 6 .*; if these are \(batch, length, heads, dim\)"),
         ({"q": T(1, 7, 1, 4)}, ShapeError, r"query heads a multiple of key heads, given 7 query heads on 6"),
         ({"q": T(1, 12, 1, 4).double()}, DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
         ({"q": T(1, 12, 11, 4)}, ShapeError, r"as many queries as tokens in .*, given 11 queries and 10 of 32"),
@@ -555,7 +560,29 @@ ALIKE: Table = {
     ],
     init_mesh: [
         ({"shape": Shape(1, 2, 4)}, MeshError, r"init_mesh: expected at most the world's \d ranks, given 1x2x4\. Fix"),
-        ({"shape": (2, 1)}, MeshError, r"init_mesh: expected a Shape, given \(2, 1\)\. Fix: pass what mesh"),
+        (
+            {"shape": (2, 1)},
+            MeshError,
+            r"init_mesh shape: expected \(heads, queries, keys\).*, given \(2, 1\)\. Fix",
+        ),
+        (
+            {"shape": (1, 0, 2)},
+            MeshError,
+            r"init_mesh shape: expected .* each 1 or more, given \(1, 0, 2\)\. Fix",
+        ),
+        ({"shape": [1, True, 1]}, MeshError, r"init_mesh shape: expected .*, given \[1, True, 1\]\. Fix: pass"),
+        ({"shape": (-1, -2, 1)}, MeshError, r"init_mesh shape: expected .*, given \(-1, -2, 1\)\. Fix: pass a tuple"),
+        (
+            {"shape": "1x1x2"},
+            MeshError,
+            r"init_mesh shape: expected .*, given '1x1x2'\. Fix: pass a tuple",
+        ),
+        ({"shape": None}, MeshError, r"init_mesh shape: expected .*, given None\. Fix: pass a tuple as \(1, 2, 2\)"),
+        (
+            {"shape": (1, 1, 1)},
+            MeshError,
+            r"init_mesh: .* same call .*:\n    shards  shape\n(.*\n)*.*keys=1\)",
+        ),
         ({"device_type": "foo"}, DeviceError, r"init_mesh device_type: expected a type of .*, given 'foo'\. Fix: "),
         ({"device_type": "cuda:0"}, DeviceError, r"init_mesh device_type: expected a type of .*, given 'cuda:0'\. F"),
         ({"q_heads": 8}, MeshError, r"init_mesh: expected the same call .*:\n    shards  q_heads\n(.*\n)*.*  8\n"),
@@ -761,9 +788,9 @@ def called(case: Case, folder: Path) -> tuple[str, str, bool]:
 
 def goes_on(at: Place) -> bool:
     q, k, v = numbers(1, Q_HEADS, 8, WIDTH, seed=1), *numbers(2, 1, HEADS, 8, WIDTH, seed=2)
-    expected = am.attention(q, k, v)
+    expected = am.attention(q, k, v, mesh=None)
     mine = (am.shard(x, at.mesh, layout=am.Zigzag()) for x in (q, k, v))
-    out = am.unshard(am.attention(*mine, mesh=at.mesh), at.mesh, layout=am.Zigzag())
+    out = am.unshard(am.attention(*mine, mesh=at.mesh, layout=am.Zigzag()), at.mesh, layout=am.Zigzag())
     cache = new_cache(at)
     cache.append(k, v)
     last = am.decode(q[:, :, -2:], cache)

@@ -129,16 +129,17 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     """Attention twice, and if they ask once as on GPUs, how often; then with a mask of one rank's own."""
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
+    options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     asked, share = [], exchange.share
     with (
         mock.patch("attnmesh.attention.asked_each_time", return_value=on_cpu),
         mock.patch("attnmesh.agree.share", lambda *told: (asked.append(1), share(*told))[1]),
     ):
-        outs = [am.attention(x, x, x, mesh=mesh, length=length, checked=checked) for _ in range(2)]
+        outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
         count = len(asked)
         mask = am.Window(dist.get_rank() + 1)
-        unlike = said(lambda: am.attention(x, x, x, mesh=mesh, length=length, mask=mask, checked=checked))
+        unlike = said(lambda: am.attention(x, x, x, mask=mask, **options))
     return [same, count, unlike]
 
 
@@ -159,8 +160,8 @@ def unasked() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     with mock.patch("attnmesh.agree.share", side_effect=AssertionError("they ask")):
-        out = am.attention(x, x, x, mesh=mesh, length=9, checked=False)
-    return torch.equal(out, am.attention(x, x, x, mesh=mesh))
+        out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
+    return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 
 
 def test_attention_that_is_not_to_ask_does_not(pool: Pool) -> None:

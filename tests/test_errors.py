@@ -142,7 +142,24 @@ BAD = [
     (
         attention(q=T(1, 4, 1, 8)),
         errors.ShapeError,
-        r"as many queries as keys .* given 1 queries, 6 keys and the mask Causal",
+        r"as many queries as keys .* given 1 queries, 6 keys and the default mask Causal\(\)\. "
+        r"Fix: pass mask=am.Full\(\) for cross-attention; call am.attend with q_positions=torch.arange\(5, 6\) for the "
+        r"last queries of a longer sequence; pass mask=am.Causal\(\), key_length=6 for Causal\(\) over another",
+    ),
+    (
+        attention(q=T(1, 4, 1, 8), key_length=6),
+        errors.ShapeError,
+        r"the default mask Causal\(\)\. Fix: pass mask=am.Full\(\) for .* pass mask=am.Causal\(\), key_length=6 for",
+    ),
+    (
+        attention(q=T(1, 4, 9, 8)),
+        errors.ShapeError,
+        r"given 9 queries, 6 keys .* Fix: pass mask=am.Full\(\) for cross-attention; pass mask=am.Causal\(\), key_l",
+    ),
+    (
+        attention(q=T(1, 4, 1, 8), mask=am.Window(2)),
+        errors.ShapeError,
+        r"and the mask Window\(2\)\. Fix: pass mask=am.Full.*; call am.attend .*; pass key_length=6 for Window\(2\)",
     ),
     (attend(scale=1e-46), errors.DtypeError, r"size 1e-30 to 1e30, given 1e-46"),
     (attend(scale=10**400), errors.DtypeError, r"size 1e-30 to 1e30, given 1000"),

@@ -60,13 +60,13 @@ def lost_beside_a_stray_note() -> tuple[int, ...]:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
-    am.attention(x, x, x, mesh=mesh)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     dist.distributed_c10d._get_default_store().set("attnmesh lost 1", "[0]")
     try:
         if dist.get_rank() == 1:
             time.sleep(5)
         else:
-            am.attention(x, x, x, mesh=mesh)
+            am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
         return error.ranks
     return ()
@@ -84,13 +84,13 @@ def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
-    am.attention(x, x, x, mesh=mesh)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     start = time.monotonic()
     try:
         if dist.get_rank() == 1:
             time.sleep(6)
         else:
-            am.attention(x, x, x, mesh=mesh)
+            am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
         return error.ranks, time.monotonic() - start < 5
     return (), True

@@ -55,7 +55,7 @@ def traffic_of(shape: Shape, exchange: str, n: int, heads: tuple[int, int]) -> t
     q = torch.randn(1, heads[0], n, 8, requires_grad=True)
     k, v = (torch.randn(1, heads[1], n, 8, requires_grad=True) for _ in range(2))
     with counted() as forward:
-        out = am.attention(q, k, v, mesh=mesh, mask=am.Full(), exchange=exchange, length=n * ranks)
+        out = am.attention(q, k, v, mesh=mesh, layout=am.Zigzag(), mask=am.Full(), exchange=exchange, length=n * ranks)
     with counted() as backward:
         out.sum().backward()
     return forward, backward
@@ -87,7 +87,7 @@ def attend_with(changes: list[dict[str, object]], shape: tuple[int, int, int] = 
     options = {"layout": am.Contiguous(), "exchange": "bulk", "n": 5, "hk": 2, "d": 4, "dtype": torch.float32}
     options |= changes[dist.get_rank()] if dist.get_rank() < len(changes) else {}
     n, hk, d, dtype = (options.pop(name) for name in ("n", "hk", "d", "dtype"))
-    q, k = torch.randn(1, 2, n, d, dtype=dtype), torch.randn(1, hk, n, d, dtype=dtype)
+    q, k = torch.randn(1, 2, n, d, dtype=dtype), torch.randn(1, hk, options.pop("keys", n), d, dtype=dtype)
     am.attention(q, k, k, mesh=mesh_of(Shape(*shape)), **options)
 
 
@@ -117,6 +117,17 @@ DISAGREEMENTS = [
     ([{"exchange": "tree"}], errors.KernelError, "attention exchange: expected one of auto, bulk"),
     ([{}, {"dropout_p": 0.1}], errors.KernelError, "exact softmax attention .*given dropout_p="),
     ([{"length": "ten"}], errors.ShapeError, "attention length: expected a whole number, given 'ten'"),
+    ([{"keys": 7}] * 2, errors.ShapeError, r"given 10 queries, 14 keys and the default .* Fix: pass mask=am.Full\(\)"),
+    ([{"keys": 7, "key_length": 14}] * 2, errors.ShapeError, "given 10 queries, 14 keys and the default mask"),
+    ([{"keys": 7, "key_length": 14, "mask": am.Causal()}, {"keys": 7, "key_length": 14}], errors.MeshError, "  mask\n"),
+    (
+        [{"layout": None}] * 2,
+        errors.LayoutError,
+        r"attention layout: expected the layout of the shards of 2 ranks, given None\. Fix: pass layout=am.Zigzag\(\) "
+        r"if you sharded with am.shard\(..., layout=am.Zigzag\(\)\), am.Contiguous\(\) for consecutive shards\.",
+    ),
+    ([{}, {"layout": None}], errors.LayoutError, "attention layout: expected the layout of the shards of 2 ranks"),
+    ([{"layout": None, "length": 10, "checked": False}] * 2, errors.LayoutError, "of the shards of 2 ranks"),
 ]
 
 
@@ -158,14 +169,25 @@ def test_meshes_with_other_axes_or_none(pool: Pool) -> None:
         assert mixed == Shape(1, 2, 1)
 
 
+def from_tuples() -> list[object]:
+    made = [am.init_mesh((1, 2, 2)), am.init_mesh("cpu", [1, 2, 2], 8, 2)]
+    return [(Mesh.of(mesh).shape, mesh.device_type, mesh.mesh_dim_names) for mesh in made]
+
+
+def test_a_mesh_of_a_plain_tuple(pool: Pool) -> None:
+    ungrouped = Shape(1, 2, 2), "cpu", ("heads", "keys", "queries")  # keys and values weigh as much as queries
+    grouped = Shape(1, 2, 2), "cpu", ("heads", "queries", "keys")
+    assert pool.run(4, from_tuples) == [[ungrouped, grouped]] * 4
+
+
 def inside_a_bigger_mesh() -> bool:
     whole = init_device_mesh("cpu", (2, 1, 2, 2), mesh_dim_names=("data", *AXES))
     torch.manual_seed(whole.get_local_rank("data"))  # each replica has a batch of its own
     q, k, v = torch.randn(3, 1, 2, 24, 8).unbind()
-    expected = am.attention(q, k, v)
+    expected = am.attention(q, k, v, mesh=None)
     for mesh in (whole, whole[AXES]):
         mine = (am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v))
-        out = am.unshard(am.attention(*mine, mesh=mesh), mesh, layout=am.Zigzag())
+        out = am.unshard(am.attention(*mine, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
         if not torch.allclose(out, expected, atol=1e-5):
             return False
     return True
@@ -183,7 +205,7 @@ def compiled_layer(shape: Shape, exchange: str) -> bool:
     tensors = [torch.randn(1, h, 10, 8, requires_grad=True) for h in (4, 4, 4)]
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return am.attention(q * 2, k, v, mesh=mesh, exchange=exchange).sin()
+        return am.attention(q * 2, k, v, mesh=mesh, layout=am.Zigzag(), exchange=exchange).sin()
 
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     outs = [function(*tensors) for function in (layer, compiled)]
@@ -204,7 +226,8 @@ def composed() -> bool:
     tensors = [torch.randn(1, 2, 10, 8, requires_grad=True) for _ in range(3)]
 
     def layer(*x: Tensor) -> Tensor:
-        return am.attention(*x, mesh=mesh) + am.attention(*x, mesh=mesh, mask=am.Window(2))
+        where = {"mesh": mesh, "layout": am.Zigzag()}
+        return am.attention(*x, **where) + am.attention(*x, **where, mask=am.Window(2))
 
     plain = torch.autograd.grad(layer(*tensors).sum(), tensors)
     again = torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=False)
@@ -229,10 +252,13 @@ def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> boo
     placements = [Shard(2) if name in AXES else Shard(0) for name in names]
     placed = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
     out = am.attention(*placed, layout=am.Contiguous())
+    unsaid = am.attention(*placed)  # their placements say how they are sharded
     gradients = torch.autograd.grad(out.sum(), placed)
     plain = [x.requires_grad_() for x in whole]
-    expected = am.attention(*plain)
+    expected = am.attention(*plain, mesh=None)
     wanted = torch.autograd.grad(expected.sum(), plain)
+    if not torch.equal(unsaid.to_local(), out.to_local()):
+        return False
     given = [x.full_tensor() for x in (out, *gradients)]
     return out.placements == tuple(placements) and all(
         torch.allclose(one, other, atol=1e-5) for one, other in zip(given, (expected, *wanted), strict=True)
@@ -258,7 +284,8 @@ def refused_dtensors() -> list[str]:
     x = torch.randn(1, 4, 24, 8)
     good = distribute_tensor(x, row, [Shard(2)])
     calls = [
-        lambda: am.attention(good, good, good),
+        lambda: am.attention(good, good, good, layout=am.Zigzag()),
+        lambda: am.attention(good, good, good, key_layout=am.Striped()),
         lambda: am.attention(*[distribute_tensor(x, row, [Shard(1)])] * 3, layout=am.Contiguous()),
         lambda: am.attention(good, good, x, layout=am.Contiguous()),
         lambda: am.attention(*[distribute_tensor(x, square, [Shard(2)] * 2)] * 3, layout=am.Contiguous()),
@@ -275,10 +302,13 @@ def refused_dtensors() -> list[str]:
 
 
 def test_other_placements_are_refused_by_name(pool: Pool) -> None:
-    for zigzag, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
+    for zigzag, striped, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
         assert (
             "LayoutError attention of DTensors: expected layout=Contiguous(), which is how a Shard lies, given Zig"
             in zigzag
+        )
+        assert (
+            "expected key_layout=Contiguous(), which is how a Shard lies, given Striped(block=1). Fix: leave" in striped
         )
         assert "expected S(2) along axis queries, given S(1). Fix: redistribute" in heads
         assert "expected q, k and v as DTensors of one mesh and one placement, given v Tensor" in mixed

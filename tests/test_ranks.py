@@ -104,7 +104,7 @@ def groups_end() -> list[bool]:
     """Whether the groups of a mesh that attention has seen are gone once they are destroyed, and forgotten."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
     q = torch.randn(1, 2, 8, 8)
-    am.attention(q, q, q, mesh=mesh)
+    am.attention(q, q, q, mesh=mesh, layout=am.Zigzag())
     group = mesh.get_group("keys")
     seen = weakref.ref(group)
     dist.destroy_process_group(group)

@@ -25,14 +25,15 @@ def _shards() -> list[Tensor]:
 
 def _prefill(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     q, k, v = _shards()
-    return lambda: [am.attention(q, k, v, mesh=mesh, exchange=name) for name in ("bulk", "pipelined", "ring")]
+    where = {"mesh": mesh, "layout": am.Zigzag()}
+    return lambda: [am.attention(q, k, v, **where, exchange=name) for name in ("bulk", "pipelined", "ring")]
 
 
 def _training(mesh: Any, _: Path, __: dict[str, Any]) -> Step:
     heads = [x.requires_grad_() for x in _shards()]
 
     def step() -> Sequence[Tensor]:
-        out = am.attention(*heads, mesh=mesh)
+        out = am.attention(*heads, mesh=mesh, layout=am.Zigzag())
         return out.detach(), *torch.autograd.grad(out.square().sum(), heads)
 
     return step

@@ -20,7 +20,14 @@ from attnmesh.cache import KVCache
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.exchange import meet, swap
 from attnmesh.hosts import board_of
-from attnmesh.inputs import check_no_more, check_same_kind, check_scale, check_sinks
+from attnmesh.inputs import (
+    check_no_more,
+    check_same_kind,
+    check_scale,
+    check_sinks,
+    swap_hint,
+    warn_if_swapped,
+)
 from attnmesh.kernel.choose import NAMES, check_kernel, choose_held
 from attnmesh.kernel.walk import SlotKernel
 from attnmesh.local import attend_held, on_device
@@ -91,7 +98,9 @@ def decode(
     if torch.compiler.is_compiling():
         return _compiled(q, cache, sinks, _step(cache, options))
     with torch.no_grad():
-        return _agreed(q, cache, sinks, options, checked)
+        out = _agreed(q, cache, sinks, options, checked)
+    warn_if_swapped("decode", q, cache.sizes.kv_heads)
+    return out
 
 
 def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options", checked: bool | None) -> Tensor:
@@ -318,7 +327,8 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
         raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % cache.sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {cache.sizes.kv_heads} key heads"
-        raise ShapeError("decode q", "query heads a multiple of key heads", given, "pass the model's heads")
+        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % cache.sizes.kv_heads == 0)
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
     if q.dtype != cache.sizes.dtype or q.device.type != cache.device.type:
         given = f"{q.dtype} on {q.device}"
         raise DtypeError("decode q", f"{cache.sizes.dtype} on {cache.device}", given, "call .to(cache.sizes.dtype)")
@@ -342,7 +352,9 @@ def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
     """What needs to know the length: a graph does not ask for it."""
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
-        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, "append before decode")
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
+        fix = "append before decode" + swap_hint(fits)
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if options.mask.ends:
         options.mask.check_length("decode mask", cache.length)
 

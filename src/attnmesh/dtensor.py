@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.errors import LayoutError, MeshError
+from attnmesh.inputs import swap_hint
 from attnmesh.layout import Contiguous, Layout
 from attnmesh.mesh import AXES
 
@@ -28,7 +29,11 @@ def first_of(*tensors: object) -> DTensor:
     return next(x for x in tensors if isinstance(x, DTensor))
 
 
-def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layout: Layout) -> Unwrapped:
+Layouts = tuple[Layout | None, Layout | None]
+"""Of queries and of keys, as the caller gives them."""
+
+
+def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layouts: Layouts) -> Unwrapped:
     """Local shards of DTensors whose tokens are sharded along the mesh's axes, or the error that names what differs."""
     first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -39,7 +44,8 @@ def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layout: 
     if mesh is not None and mesh != q.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
         raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {q.device_mesh}", fix)
-    _check_placements(q, layout)
+    _check_layouts(layouts)
+    _check_placements(q)
     _check_nesting(q, k)
     return Unwrapped(q.to_local(), k.to_local(), v.to_local(), q.device_mesh, q.shape[2], k.shape[2])
 
@@ -51,17 +57,24 @@ def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check_placements(q: DTensor, layout: Layout) -> None:
+def _check_layouts(layouts: Layouts) -> None:
+    """A placement says the layout, so nobody has to; another one contradicts it."""
+    for name, layout in zip(("layout", "key_layout"), layouts, strict=True):
+        if layout is not None and layout != Contiguous():
+            expected = f"{name}=Contiguous(), which is how a Shard lies"
+            fix = "leave it out, or shard with am.shard and pass plain tensors"
+            raise LayoutError("attention of DTensors", expected, repr(layout), fix)
+
+
+def _check_placements(q: DTensor) -> None:
     """Tokens sharded along our axes, in runs; along others' axes batch or heads may be, and nothing may be partial."""
     names = q.device_mesh.mesh_dim_names or ()
-    if layout != Contiguous():
-        fix = "pass layout=Contiguous(), or shard with am.shard and pass plain tensors"
-        raise LayoutError("attention of DTensors", "layout=Contiguous(), which is how a Shard lies", repr(layout), fix)
     for name, size, placement in zip(names, q.device_mesh.shape, q.placements, strict=True):
         allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            raise LayoutError("attention of DTensors", expected, str(placement), "redistribute q, k and v")
+            fix = "redistribute q, k and v" + swap_hint(placement == Shard(1) and q.shape[1] > q.shape[2])
+            raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 
 def _check_nesting(q: DTensor, k: DTensor) -> None:

@@ -1,5 +1,6 @@
 """What every public function asks of its q, k and v, checked once at the public edge."""
 
+import warnings
 from collections.abc import Mapping
 from numbers import Real
 
@@ -11,6 +12,14 @@ from attnmesh import errors
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SHAPE = "(batch, heads, length, dim)"
+
+SWAPPED = "if these are (batch, length, heads, dim), pass x.transpose(1, 2)"
+
+MOST_HEADS = 256
+"""More query heads than released models have: Falcon-180B has 232, Llama 3.1 405B and DeepSeek-V3 have 128."""
+
+FEW_TOKENS = 128
+"""A number that may well be one of heads."""
 
 ELSEWHERE = {
     "dropout": "leave it out, and drop elsewhere in the layer",
@@ -35,6 +44,53 @@ def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             fix = "add or split the missing dims; the heads come before the length"
             raise errors.ShapeError(f"{subject} {name}", f"4 dims {SHAPE}", f"shape {tuple(x.shape)}", fix)
     _check_shapes(subject, q, k, v)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn once a process, at the caller of the public function that calls the function that calls this one."""
+    if message not in _warned:
+        warnings.warn(message, UserWarning, stacklevel=4)
+        _warned.add(message)  # afterwards: where warnings are errors, each call is one
+
+
+def dims(x: object) -> tuple[int, int]:
+    """Heads and length of a tensor as it is given; none of either if it has not 4 dims."""
+    return (x.shape[1], x.shape[2]) if isinstance(x, Tensor) and x.ndim == 4 else (0, 0)
+
+
+def hinted(error: errors.InputError, q: tuple[int, int], k: tuple[int, int]) -> errors.InputError:
+    """The error, with a hint in its fix where the dims seem to be in flash-attn's order.
+
+    Each of q and k is its heads and length, as given. The hint is for more key heads than keys, where the heads would
+    also fit the other way round.
+    """
+    keys = k[1]
+    if not 0 < keys < k[0] or q[1] % keys:
+        return error
+    subject, expected, given, fix = error.args
+    return type(error)(subject, expected, given, f"{fix}; {SWAPPED}")
+
+
+def swap_hint(fits: bool) -> str:
+    """The same hint, to be added to a fix, where the dims fit the other way round."""
+    return f"; {SWAPPED}" if fits else ""
+
+
+def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
+    """Warn once where a call without an error has its dims very likely in flash-attn's order.
+
+    It has more heads than any model, and its few queries would be heads that fit `key_heads`, also read so. A decode
+    step of 1 to 16 queries and 128 heads is none of these. Only a batch that was folded into the heads looks the same.
+    """
+    if torch.compiler.is_compiling():
+        return
+    heads, length = dims(q)
+    if heads > MOST_HEADS and 0 < length <= FEW_TOKENS and key_heads > 0 and length % key_heads == 0:
+        given = f"q has more than {MOST_HEADS} heads and at most {FEW_TOKENS} tokens in dims {SHAPE}"
+        warn_once(f"{subject}: {given}; {SWAPPED}.")
 
 
 def check_no_more(subject: str, more: Mapping[str, object]) -> None:

@@ -1,35 +1,71 @@
 """Meshes of the ranks of a world, who agree on them before they make them: who failed alone would be waited for."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.agree import agreed, told
 from attnmesh.errors import DeviceError, MeshError
-from attnmesh.mesh import AXES, Axis, Mesh, Shape, check_heads, device_of, elements
+from attnmesh.mesh import AXES, Axis, Mesh, Shape, check_heads, device_of, elements, kind_of
 
 
-def init_mesh(device_type: str, shape: Shape, q_heads: int, kv_heads: int) -> DeviceMesh:
+def init_mesh(
+    device_type: str | Sequence[int] | None = None,
+    shape: Sequence[int] | None = None,
+    q_heads: int = 1,
+    kv_heads: int | None = None,
+) -> DeviceMesh:
     """A `DeviceMesh` of that shape whose neighbours in rank, those of one host, share the axis that carries most.
 
-    Every rank of the world asks for the same.
+    The shape is what `mesh_shape` gives, or any three numbers of ranks: heads, queries, keys. The model's heads tell
+    which axis carries most; left out, they count as ungrouped. `init_mesh((1, 2, 2))`, without a device type, takes
+    that of the process group. Every rank of the world asks for the same.
     """
+    if shape is None and not isinstance(device_type, str):  # the shape came first
+        device_type, shape = None, device_type
+    device_type = world_device_type() if device_type is None else device_type
+    kv_heads = q_heads if kv_heads is None else kv_heads
 
-    def check() -> None:
+    def check() -> Shape:
         check_device_type("init_mesh", device_type)
-        if not isinstance(shape, Shape):
-            fix = "pass what mesh_shape gives, or attnmesh.Shape(heads, queries, keys)"
-            raise MeshError("init_mesh", "a Shape", repr(shape), fix)
-        check_heads("init_mesh", shape.ranks, q_heads, kv_heads)
-        if dist.is_initialized() and shape.ranks > dist.get_world_size():
-            expected, given = f"at most the world's {dist.get_world_size()} ranks", "x".join(map(str, shape))
+        found = checked_shape("init_mesh", shape)
+        check_heads("init_mesh", found.ranks, q_heads, kv_heads)
+        if dist.is_initialized() and found.ranks > dist.get_world_size():
+            expected, given = f"at most the world's {dist.get_world_size()} ranks", "x".join(map(str, found))
             raise MeshError("init_mesh", expected, given, "start more ranks, or ask mesh_shape for a smaller one")
+        return found
 
-    call = told("init_mesh", device_type=device_type, shape=shape, q_heads=q_heads, kv_heads=kv_heads)
-    agreed(everyone(), check, call)
-    sent = elements(shape, q_heads, kv_heads)._asdict()
+    def call(found: Shape) -> str:
+        return told("init_mesh", device_type=device_type, shape=found, q_heads=q_heads, kv_heads=kv_heads)
+
+    found = agreed(everyone(), check, call)
+    sent = elements(found, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent[name]))
-    return init_device_mesh(device_type, tuple(getattr(shape, name) for name in names), mesh_dim_names=names)
+    sizes = tuple(getattr(found, name) for name in names)
+    return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
+
+
+def checked_shape(subject: str, shape: object) -> Shape:
+    """The shape, or the error that says what a shape is."""
+    if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(map(_counts, shape)):
+        return Shape(*shape)
+    expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
+    fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
+    raise MeshError(f"{subject} shape", expected, repr(shape), fix)
+
+
+def _counts(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+
+
+def world_device_type() -> str:
+    """The devices that the process group was made for; before there is one, those that are there."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return kind_of(dist.group.WORLD) if dist.is_initialized() else "cuda"
 
 
 def everyone() -> Mesh:

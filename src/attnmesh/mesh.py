@@ -12,14 +12,17 @@ import atexit
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError
+from attnmesh.inputs import warn_once
 
 AXES = ("heads", "queries", "keys")
 
@@ -130,6 +133,29 @@ def kind_of(group: ProcessGroup | None) -> str:
 def device_of(mesh: DeviceMesh | None) -> torch.device:
     """Where the ranks of a mesh compute."""
     return torch.device("cpu" if mesh is None else mesh.device_type)
+
+
+class Unsaid(Enum):
+    """The default of `mesh=` where `mesh=None` says more than leaving it out: that a rank is meant to be alone."""
+
+    MESH = "mesh=None"
+
+    def __repr__(self) -> str:
+        return "None"
+
+
+def said_mesh(subject: str, mesh: DeviceMesh | Unsaid | None, alone: str) -> DeviceMesh | None:
+    """The mesh given, or None; with a warning where it was left out among several ranks.
+
+    `alone` tells what each rank then computes, and what to pass instead. Calls inside attnmesh always say their mesh,
+    so a call that is local by intent does not warn. Call this from the public function itself: its caller is blamed.
+    """
+    if not isinstance(mesh, Unsaid):
+        return mesh
+    if not torch.compiler.is_compiling() and dist.is_initialized() and dist.get_world_size() > 1:
+        ranks = f"no mesh= in a process group of {dist.get_world_size()} ranks"
+        warn_once(f"{subject}: {ranks}, so {alone}, or mesh=None if this is meant.")
+    return None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
-from attnmesh.inputs import DTYPES, check_same_kind
+from attnmesh.inputs import DTYPES, check_same_kind, swap_hint
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 
@@ -54,7 +54,9 @@ class Sizes:
         for name, x, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
-                raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", "pass what the cache was made for")
+                fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
+                fix = "pass what the cache was made for" + swap_hint(fits)
+                raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             if x.dtype != self.dtype or x.device.type != device.type:
                 fix = "call .to() with the cache's dtype and device"
                 raise DtypeError(f"{subject} {name}", f"{self.dtype} on {device}", f"{x.dtype} on {x.device}", fix)

@@ -324,7 +324,7 @@ class Peer:
 def _faults(peer: Peer, case: Case, whole: list[Tensor]) -> str | None:
     """Which of a package's gradients are not those of attention on one device, on any rank."""
     tensors = [x.clone().requires_grad_() for x in whole]
-    out = am.attention(*tensors, mask=case.mask)
+    out = am.attention(*tensors, mesh=None, mask=case.mask)
     expected = [_share(x, peer.layout) for x in torch.autograd.grad(out.sum(), tensors)]
     given = [x if x.shape == other.shape else x.transpose(1, 2) for x, other in zip(peer.call(), expected, strict=True)]
     off = torch.tensor([float((x - other).abs().max()) for x, other in zip(given, expected, strict=True)])

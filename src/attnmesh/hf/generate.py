@@ -24,7 +24,9 @@ from attnmesh.hf.models import rope_regime, unwrapped
 from attnmesh.hf.opaque import FAMILIES
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.layout import Striped
-from attnmesh.mesh import Mesh
+from attnmesh.mesh import Mesh, Unsaid, said_mesh
+
+ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to spread them over the ranks"
 
 CHUNK = 8192
 """Tokens that are prefilled at once on top of others, or with padding: there every rank holds all of their queries."""
@@ -34,7 +36,7 @@ def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Unsaid | None = Unsaid.MESH,
     cache: ShardedCache | None = None,
     attention_mask: Tensor | None = None,
     prefill_chunk_size: int | None = None,
@@ -44,9 +46,12 @@ def generate(
     """What `model.generate(input_ids, **options)` gives, with keys and values spread over the mesh.
 
     Every rank makes the same call: greedy, sampling, beams, assisted, streaming (where a streamer is passed), batches
-    padded on the left. Pass a `cache` to go on with it: what its tokens share with the prompt is kept, the rest is cut.
-    With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
+    padded on the left. Without `mesh` and `cache` a rank generates alone, and warns once if there are other ranks;
+    `mesh=None` says that this is meant. Pass a `cache` to go on with it: what its tokens share with the prompt is kept,
+    the rest is cut. With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
+    if isinstance(mesh, Unsaid):
+        mesh = said_mesh("generate", mesh, ALONE) if cache is None else None
     here, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrapped(model)
     settings = Settings(model, options)
     kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint

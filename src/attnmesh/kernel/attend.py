@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.inputs import check_no_more, check_qkv, check_scale
+from attnmesh.inputs import check_no_more, check_qkv, check_scale, dims, hinted, warn_if_swapped
 from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer, backward, forward
@@ -43,14 +43,22 @@ def attend(
     True
     """
     check_no_more("attend", more)
+    try:
+        _check(q, k, v, mask, q_positions, k_positions)
+    except (MaskError, ShapeError) as error:
+        raise hinted(error, dims(q), dims(k)) from None
+    scale = check_scale("attend", scale, q)
+    check_kernel(kernel)
+    warn_if_swapped("attend", q, k.shape[2])
+    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, q_positions: Tensor | None, k_positions: Tensor | None) -> None:
     check_qkv("attend", q, k, v)
     in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
     check_mask("attend mask", mask, *in_order)
-    q_positions = _checked_positions("attend q_positions", q_positions, q.shape[2])
-    k_positions = _checked_positions("attend k_positions", k_positions, k.shape[2])
-    scale = check_scale("attend", scale, q)
-    check_kernel(kernel)
-    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+    _check_positions("attend q_positions", q_positions, q.shape[2])
+    _check_positions("attend k_positions", k_positions, k.shape[2])
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -203,13 +211,12 @@ def placed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return empty_placed(x.to(dtype), x.shape[-1]).copy_(x)  # no view of another, so that users may write to it
 
 
-def _checked_positions(name: str, positions: Tensor | None, length: int) -> Tensor | None:
+def _check_positions(name: str, positions: Tensor | None, length: int) -> None:
     if positions is None:
-        return None
+        return
     fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
         raise DtypeError(name, "a tensor of torch.int64", given, fix)
     if tuple(positions.shape) != (length,):
         raise ShapeError(name, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
-    return positions
