@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.ending import come_to_rest
 from attnmesh.errors import MeshError
 from attnmesh.inputs import warn_once
 
@@ -46,12 +47,18 @@ def remembered(
 _REMEMBERED: list[Callable[[], None]] = []
 
 
-@atexit.register
 def forget() -> None:
-    """Let go of all meshes and their groups: threads of one that is still held when Python ends may abort it."""
+    """Let go of all meshes and their groups."""
     for clear in _REMEMBERED:
         clear()
     gc.collect()  # a sharded model refers to itself, and holds its groups
+
+
+@atexit.register
+def end() -> None:
+    """What has to be done before Python ends: to destroy a group ends its threads, which needs them to be at rest."""
+    come_to_rest()
+    forget()
 
 
 class Shape(NamedTuple):
