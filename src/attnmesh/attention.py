@@ -15,7 +15,17 @@ from attnmesh.agree import agree, askable, check_checked, told
 from attnmesh.errors import InputError, LayoutError, MaskError, ShapeError
 from attnmesh.execute import Task, backward, forward
 from attnmesh.here import best_exchange, surroundings
-from attnmesh.inputs import check_no_more, check_qkv, check_scale, check_sinks, dims, hinted, warn_if_swapped
+from attnmesh.inputs import (
+    autocast,
+    autocasts,
+    check_no_more,
+    check_qkv,
+    check_scale,
+    check_sinks,
+    dims,
+    hinted,
+    warn_if_swapped,
+)
 from attnmesh.kernel.attend import attend_op, empty_placed, placed, sink_gradient
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
@@ -114,6 +124,10 @@ def _of_shards(
     options: _Options,
     checked: bool | None,
 ) -> Tensor:
+    if autocasts(q, k, v):
+        q, k, v = autocast(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return _of_shards(q, k, v, sinks, mesh, options, checked)
     here = Mesh.of(mesh)
     if here.shape.ranks > 1:
         problem = _agreed(here, options, checked, q, k, v, sinks)

@@ -105,11 +105,15 @@ def check_no_more(subject: str, more: Mapping[str, object]) -> None:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors as autocast casts those of PyTorch's own attention, where it is enabled."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(*tensors):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def autocasts(*tensors: Tensor) -> bool:
+    """Return whether autocast is enabled where these tensors are."""
+    return all(isinstance(x, Tensor) for x in tensors) and torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:

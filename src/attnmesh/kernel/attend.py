@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.inputs import check_no_more, check_qkv, check_scale, dims, hinted, warn_if_swapped
+from attnmesh.inputs import autocast, autocasts, check_no_more, check_qkv, check_scale, dims, hinted, warn_if_swapped
 from attnmesh.kernel.blocks import Band
 from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer, backward, forward
@@ -43,6 +43,11 @@ def attend(
     True
     """
     check_no_more("attend", more)
+    if autocasts(q, k, v):
+        options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions, "scale": scale}
+        q, k, v = autocast(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return attend(q, k, v, mask=mask, kernel=kernel, **options)
     try:
         _check(q, k, v, mask, q_positions, k_positions)
     except (MaskError, ShapeError) as error:
