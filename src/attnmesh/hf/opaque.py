@@ -14,7 +14,7 @@ class Opaque:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)  # Python itself asks every object for these
-        self._refuse(f".{name}")
+        self._refuse(name)
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
@@ -24,7 +24,8 @@ class Opaque:
     @staticmethod
     def _refuse(what: str) -> NoReturn:
         expected = "a model that hands masks and cached keys to attention as they are"
-        raise KernelError("attnmesh in transformers", expected, f"one that asks for their {what}", FAMILIES)
+        given = f"one that reads them by {what}, as attention of its own does"
+        raise KernelError("attnmesh in transformers", expected, given, FAMILIES)
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
