@@ -4,8 +4,10 @@
 
 A script is a way to use the library, a last collective, and a way to end. Ranks are forked from a process that has
 imported what scripts import, and then live as if they had been started alone: the script's names are those of
-`__main__`, and it is Python that ends them. Before the last collective `--starve` lets all others go before gloo's
-threads: they are late then, which otherwise happens once in a while. Some runs more are torchrun's (`--torchrun`).
+`__main__`, and it is Python that ends them. Some runs more are torchrun's (`--torchrun`).
+
+That a thread of gloo is so late that it meets Python's end happens to some machines once in a dozen runs, to others
+never. With `--late` it happens in each run: there it is the last to have a tensor, and takes its time to let go of it.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 torch.set_num_threads(1)
+torch.manual_seed(0)
 dist.init_process_group("gloo")
 ranks = dist.get_world_size()
 """
@@ -120,6 +123,22 @@ dist.all_gather(losses, torch.ones(4))
 print(sum(float(loss.mean()) for loss in losses))
 """
 
+LATE = """
+import hashlib, random, threading, time, weakref
+begun, much = threading.Event(), bytes(1 << 26)
+def late():
+    begun.set()
+    for _ in range(random.randint(1, 8)):
+        hashlib.sha256(much)
+late_tensor = torch.ones(4)
+weakref.finalize(late_tensor, late).atexit = False
+dist.barrier()
+time.sleep(0.2 * dist.get_rank())
+dist.all_reduce(late_tensor, async_op=True)
+del late_tensor
+begun.wait(60)
+"""
+
 KEPT = """
 class Kept:
     pass
@@ -157,6 +176,11 @@ class Script(NamedTuple):
     end: str
     ranks: int
     torchrun: bool = False
+    late: bool = False
+
+    def text(self, uses: dict[str, str]) -> str:
+        """The script itself."""
+        return START + uses[self.use] + LAST + LATE * self.late + ENDS[self.end]
 
 
 class Outcome(NamedTuple):
@@ -212,7 +236,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ranks", default="2,4", help="of a run, in turn")
     parser.add_argument("--load", type=int, default=6, help="processes that keep the machine busy")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
-    parser.add_argument("--starve", action="store_true", help="let all others go before gloo's threads")
+    parser.add_argument("--late", action="store_true", help="have gloo's threads meet Python's end in each run")
     parser.add_argument("--alone", action="store_true", help="use PyTorch alone, without this library")
     return parser.parse_args()
 
@@ -228,7 +252,7 @@ def _scripts(options: argparse.Namespace, uses: dict[str, str]) -> Iterator[Scri
                 every = [(use, end) for use in uses for end in ENDS]
                 drawn.shuffle(every)
             use, end = every.pop()
-            yield Script(use, end, ranks[number % len(ranks)], torchrun)
+            yield Script(use, end, ranks[number % len(ranks)], torchrun, options.late)
 
 
 def _show(scripts: Sequence[Script], outcomes: Sequence[Outcome], seconds: float) -> None:
@@ -267,7 +291,7 @@ def under_torchrun(script: Script, uses: dict[str, str]) -> Outcome:
     """A script, as a file that torchrun starts."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "script.py"
-        file.write_text(START + uses[script.use] + LAST + ENDS[script.end])
+        file.write_text(script.text(uses))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={script.ranks}"]
         done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=2 * SECONDS)
     return Outcome([done.returncode], done.stderr, torchrun=True)
@@ -277,13 +301,13 @@ class Nursery:
     """A process from which ranks are forked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        flags = [flag for flag in ("alone", "starve") if getattr(options, flag)]
-        command = [sys.executable, "-m", "tests.tools.endings", "--nursery", *(f"--{flag}" for flag in flags)]
+        alone = ["--alone"] if options.alone else []
+        command = [sys.executable, "-m", "tests.tools.endings", "--nursery", *alone]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, script: Script, uses: dict[str, str]) -> Outcome:
         """A script's ranks, from the first to the last."""
-        asked = {"first": START + uses[script.use], "last": LAST + ENDS[script.end], "ranks": script.ranks}
+        asked = {"script": script.text(uses), "ranks": script.ranks}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
@@ -339,13 +363,6 @@ def _ends(born: Sequence[int]) -> list[int]:
     return [codes[process] for process in born]
 
 
-def starve() -> None:
-    """Let all others go before gloo's threads of this process."""
-    for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().startswith("pt_gloo"):
-            os.setpriority(os.PRIO_PROCESS, int(task.name), 19)
-
-
 if __name__ == "__main__":
     if "--nursery" not in sys.argv:
         main()
@@ -364,7 +381,4 @@ if __name__ == "__main__":
     gc.freeze()  # or most of a run would be Python's own cleaning up
     told = nursery()
     if told is not None:
-        exec(told["first"], globals())
-        if "--starve" in sys.argv:
-            starve()
-        exec(told["last"], globals())
+        exec(told["script"], globals())
