@@ -200,7 +200,7 @@ def _check_sharded(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: 
     config = getattr(module, "config", None)
     if config is not None:
         check_layers(config)
-    shards.check_layer(type(module).__name__)
+    shards.check_layer(type(module).__name__, getattr(config, "num_hidden_layers", 1))
     count = more.get("num_items_in_batch")
     shards.uses.count = None if isinstance(count, ItemCount) else count
     if not isinstance(key, PendingKV) and key.shape[2] != q.shape[2]:

@@ -36,6 +36,9 @@ def check_layers(config: PreTrainedConfig) -> None:
 def check_keys(config: PreTrainedConfig) -> None:
     """Raise unless each layer has keys of its own, which a cache can keep."""
     config = config.get_text_config(decoder=True)
+    if not hasattr(config, "num_hidden_layers"):
+        expected, given = "a model of one stack of layers", f"{config.model_type}, whose config counts none"
+        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
     modes = getattr(config, "kv_sharing_modes", None) or []
     if getattr(config, "num_kv_shared_layers", None) or "reuse" in modes:
         expected, given = "a model whose layers have keys of their own", f"{config.model_type}, whose layers share keys"

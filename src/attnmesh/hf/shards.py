@@ -60,7 +60,10 @@ VIEWS = {*MOVES, "__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "se
 class Uses:
     """What a model has done with its shards so far."""
 
-    attention: bool = False
+    calls: int = 0
+    """Layers that have asked attnmesh for their attention since the last loss."""
+    layers: int = 1
+    """Layers of the model, as its config counts them."""
     positions: bool = False
     count: object = None
     """The `num_items_in_batch` that it was called with, where that is not the batch's."""
@@ -93,9 +96,9 @@ class Shards:
         """Whether attention reads the cache, for the tokens before these or for padding."""
         return self.start > 0 or self.real is not None
 
-    def check_layer(self, layer: str) -> None:
-        """Note that a layer asks attnmesh for its attention, and raise if the model takes no positions."""
-        self.uses.attention = True
+    def check_layer(self, layer: str, layers: int) -> None:
+        """Count a layer that asks attnmesh for its attention, one of so many. Raise if the model takes no positions."""
+        self.uses.calls, self.uses.layers = self.uses.calls + 1, layers
         if not self.uses.positions and self.ranks > 1:
             expected = "a model that takes the positions of its tokens from position_ids"
             raise KernelError(SUBJECT, expected, f"a {layer} that counts them from 0 on each shard", FAMILIES)
@@ -252,10 +255,13 @@ class ItemCount(ShardTensor):
 
 
 def _check_attended(shards: Shards) -> None:
-    if not shards.uses.attention and shards.ranks > 1:
-        expected = "a model whose layers ask attnmesh for their attention"
-        given = "one of which no layer does, as recurrent models and attention of its own"
-        raise KernelError(SUBJECT, expected, given, FAMILIES)
+    """Raise unless every layer has asked for its attention: another layer mixed tokens of this shard alone, or none."""
+    uses = shards.uses
+    calls, uses.calls = uses.calls, 0
+    if calls < uses.layers and shards.ranks > 1:
+        expected = "a model whose layers all ask attnmesh for their attention"
+        given = f"one of which {calls} of {uses.layers} layers do" if calls else "one of which no layer does"
+        raise KernelError(SUBJECT, expected, f"{given}, as recurrent models and attention of its own", FAMILIES)
 
 
 def _flat(values: Iterable[Any]) -> Iterable[Any]:
