@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 SIZES = (1, 2, 3, 4, 6, 8)
+DEADLINE = 180.0
+"""Seconds after which ranks hang: three times what the slowest function takes on a busy machine."""
 GRACE = 5.0
 """Seconds that the other ranks get after one has raised: they may be waiting for it, and would until the deadline."""
 
@@ -106,7 +108,7 @@ class Pool:
         self.backend = backend
         self._worlds: dict[int, World] = {}
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> list[Any]:
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Every rank's result; the first error of a rank is raised."""
         answers = self.ask(size, function, *arguments, deadline=deadline)
         for answer in answers:
@@ -114,7 +116,7 @@ class Pool:
                 raise answer
         return answers
 
-    def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60.0) -> list[Any]:
+    def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
         """Every rank's result or error, as a list."""
         if size not in self._worlds:
             self._worlds[size] = World(size, self.backend)

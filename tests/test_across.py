@@ -128,7 +128,7 @@ def compiled() -> bool:
 
 
 def test_is_one_node_of_a_graph(pool: Pool) -> None:
-    assert pool.run(2, compiled, deadline=100) == [True] * 2
+    assert pool.run(2, compiled) == [True] * 2
 
 
 def own_hosts() -> list[list[int]]:

@@ -799,7 +799,7 @@ def goes_on(at: Place) -> bool:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case) -> None:
-    answers = pool.run(case.ranks, called, case, tmp_path, deadline=20)
+    answers = pool.run(case.ranks, called, case, tmp_path)
     assert answers == [answers[0]] * case.ranks
     _, kind, message = case.given
     raised, said, went_on = answers[0]
@@ -822,7 +822,7 @@ def refused_by_one() -> str:
 
 
 def test_nobody_makes_groups_that_one_refuses(pool: Pool) -> None:
-    answers = pool.run(8, refused_by_one, deadline=20)
+    answers = pool.run(8, refused_by_one)
     assert answers == ["forward: expected this, given that. Fix: pass this."] * 8
 
 

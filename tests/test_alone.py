@@ -62,7 +62,7 @@ def alone() -> dict[str, Any]:
 
 
 def test_attention_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> None:
-    for found in pool.run(2, alone, deadline=100):
+    for found in pool.run(2, alone):
         text = (
             "attention: no mesh= in a process group of 2 ranks, so each rank attends to its own tokens only. "
             "Pass mesh= for attention over the tokens of all ranks, or mesh=None if this is meant."
@@ -114,7 +114,7 @@ def generated() -> dict[str, Any]:
 
 
 def test_generating_without_a_mesh_among_several_ranks_warns_once(pool: Pool) -> None:
-    for found in pool.run(2, generated, deadline=100):
+    for found in pool.run(2, generated):
         text = (
             "generate: no mesh= in a process group of 2 ranks, so each rank generates alone, with all keys and values. "
             "Pass mesh= or a cache to spread them over the ranks, or mesh=None if this is meant."

@@ -26,7 +26,7 @@ def counted_and_foretold() -> list[tuple[str, int, int]]:
 
 
 def test_what_is_counted_was_foretold(pool: Pool) -> None:
-    for name, counted, foretold in pool.run(2, counted_and_foretold, deadline=100)[0]:
+    for name, counted, foretold in pool.run(2, counted_and_foretold)[0]:
         assert counted == foretold, name
 
 
@@ -42,7 +42,7 @@ def faults_of_peers() -> dict[str, list[str | None]]:
 
 def test_the_peers_solve_the_same_problem(pool: Pool) -> None:
     """Or the bench says that they do not: one's backward pass returns dk and dv added up."""
-    one, other = pool.run(2, faults_of_peers, deadline=100)
+    one, other = pool.run(2, faults_of_peers)
     assert one == other
     assert one["axolotl-ringmaster ring"][0] is None
     assert one["ring-attention-pytorch"][:3] == ["its dk, dv are wrong"] * 3
@@ -80,7 +80,7 @@ def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
 
 
 def test_the_contenders_of_a_step_run(pool: Pool) -> None:
-    (names, _) = pool.run(2, merges_of_a_step, deadline=100)
+    (names, _) = pool.run(2, merges_of_a_step)
     assert {"decode", "ring, overlapped", "ring-attention-pytorch", "three all-reduces"} <= set(names)
 
 

@@ -65,7 +65,7 @@ def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> lis
 def test_a_step_that_ranks_are_asked_unlike_raises_the_same_on_all(
     pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
 ) -> None:
-    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape, deadline=60)
+    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
     for step, told in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
         if step == "an error" and kernel == "triton" and checked is None:  # it is no call of any kind
             assert told[1].startswith("decode scale: expected None, 0 or a number"), told
@@ -79,7 +79,7 @@ def test_a_step_that_ranks_are_asked_unlike_raises_the_same_on_all(
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
 def test_ranks_that_ask_nobody_have_nan(pool: Pool, kernel: str) -> None:
-    first, second = pool.run(2, steps, kernel, False, (1, 1, 2), deadline=60)
+    first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
     assert first == ["NaN", "numbers"] * len(STEPS)
     assert second[:-2] == first[:-2]
     assert second[-2].startswith("decode scale: expected")
@@ -94,8 +94,8 @@ def later(checked: bool | None) -> str:
 
 
 def test_the_second_step_of_a_kind_is_asked_about_if_told_so(pool: Pool) -> None:
-    assert pool.run(2, later, None, deadline=60) == ["NaN"] * 2
-    one, other = pool.run(2, later, True, deadline=60)
+    assert pool.run(2, later, None) == ["NaN"] * 2
+    one, other = pool.run(2, later, True)
     assert one == other
     assert "shards  q\n    0       torch.float32 [1, 4, 1, 16] of digest" in one
 
@@ -119,7 +119,7 @@ def call(name: str, checked: bool | None, times: int) -> list[str]:
 @pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_a_cache_are_asked_about(pool: Pool, name: str, checked: bool | None, times: int) -> None:
-    one, other = pool.run(2, call, name, checked, times, deadline=20)
+    one, other = pool.run(2, call, name, checked, times)
     assert one == other
     assert one[:-1] == ["numbers"] * (times - 1)
     assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    shards  ")
@@ -150,7 +150,7 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
 def test_attention_asks_when_it_is_told_to(
     pool: Pool, checked: bool | None, on_cpu: bool, length: int | None, count: int
 ) -> None:
-    one, other = pool.run(2, attended, checked, on_cpu, length, deadline=20)
+    one, other = pool.run(2, attended, checked, on_cpu, length)
     assert one == other
     assert one[:2] == [True, count]
     assert "shards  mask\n    0       " in one[2]
@@ -165,7 +165,7 @@ def unasked() -> bool:
 
 
 def test_attention_that_is_not_to_ask_does_not(pool: Pool) -> None:
-    assert pool.run(2, unasked, deadline=20) == [True] * 2
+    assert pool.run(2, unasked) == [True] * 2
 
 
 def merged(checked: bool | None, how: str) -> str:
@@ -175,7 +175,7 @@ def merged(checked: bool | None, how: str) -> str:
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
 def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
-    one, two, three = pool.run(3, merged, checked, how, deadline=20)
+    one, two, three = pool.run(3, merged, checked, how)
     assert one == two == three
     expected = "shards  out\n    0, 2    [1, 2, 3, 4]\n    1       [1, 2, 4, 4]\nFix"
     assert one == "NaN" if checked is False else expected in one
@@ -226,7 +226,7 @@ def told_otherwise(kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["padding", "order"])
 def test_what_ranks_were_told_earlier_is_compared(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, told_otherwise, kind, deadline=20)
+    one, other = pool.run(2, told_otherwise, kind)
     assert one == other
     assert "padding and order" in one
 
@@ -244,7 +244,7 @@ def scaled() -> tuple[int, ...]:
 
 
 def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
-    assert pool.run(2, scaled, deadline=20) == [(1, 4, 1, 4)] * 2
+    assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
 
 
 def without_memory() -> str:
@@ -259,7 +259,7 @@ def without_memory() -> str:
 
 
 def test_what_no_check_foresaw_on_one_rank_is_told_to_the_others(pool: Pool) -> None:
-    assert pool.run(2, without_memory, deadline=20) == [
+    assert pool.run(2, without_memory) == [
         "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
         "Fix: see what the rank says that raised it.",
         "MemoryError: no more",

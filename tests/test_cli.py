@@ -139,7 +139,7 @@ def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPa
 def test_hostile_command_lines_end_as_they_should() -> None:
     """In a process of its own: what hears of all that a process does cannot be taken away again."""
     fuzz = [sys.executable, "-m", "tests.fuzz_command", "--inputs", "1200"]
-    done = subprocess.run(fuzz, capture_output=True, text=True, timeout=110, cwd=Path(__file__).parents[1])
+    done = subprocess.run(fuzz, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     assert "1,200 inputs" in done.stdout
     assert all(f"'code {code}': " in done.stdout for code in (0, 1, 2)), done.stdout
@@ -154,10 +154,10 @@ warnings.simplefilter("ignore")  # PyTorch's own, about numpy
 
 def test_the_library_needs_torch_alone_and_the_command_says_what_it_needs() -> None:
     library = LONELY + "import torch, attnmesh as am; print(am.attention(*torch.ones(3, 1, 1, 2, 4)).sum().item())"
-    done = subprocess.run([sys.executable, "-c", library], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", library], capture_output=True, text=True, timeout=300)
     assert done.stdout == "8.0\n", done.stderr
     command = LONELY + "from attnmesh.__main__ import main; main()"
-    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert done.stderr == "the attnmesh command needs typer: pip install 'attnmesh[cli]'\n"
 
@@ -165,19 +165,16 @@ def test_the_library_needs_torch_alone_and_the_command_says_what_it_needs() -> N
 def test_importing_prints_nothing_and_starts_nothing() -> None:
     checks = "assert threading.active_count() == 1; assert not torch.distributed.is_initialized()"
     code = f"import attnmesh, torch, threading; {checks}"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_importing_takes_little_beyond_torch_and_no_transformers() -> None:
+def test_importing_brings_in_no_more_than_torch() -> None:
+    """Whatever is slow to import waits until it is needed."""
     code = (
-        "import sys, time, torch; start = time.perf_counter(); import attnmesh; "
-        "print(time.perf_counter() - start, 'transformers' in sys.modules)"
+        "import sys, torch; before = set(sys.modules); import attnmesh; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    times = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-        seconds, imported = done.stdout.split()
-        times.append(float(seconds))
-        assert imported == "False"
-    assert min(times) < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    slow = {"transformers", "safetensors", "typer", "rich", "matplotlib", "triton", "numpy", "sympy"}
+    assert not slow & set(done.stdout.split()), done.stdout

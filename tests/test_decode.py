@@ -117,7 +117,7 @@ def compiled(shape: tuple[int, ...]) -> bool:
 def test_a_step_is_one_graph_whatever_the_length(pool: Pool, shape: tuple[int, ...]) -> None:
     """Lengths live on the device: nothing is traced again as the cache grows."""
     ranks = Shape(*shape).ranks
-    assert pool.run(ranks, compiled, shape, deadline=100) == [True] * ranks
+    assert pool.run(ranks, compiled, shape) == [True] * ranks
 
 
 def compiled_past_the_end() -> bool:
@@ -129,7 +129,7 @@ def compiled_past_the_end() -> bool:
 
 
 def test_a_graph_cannot_raise_and_gives_nan(pool: Pool) -> None:
-    assert pool.run(2, compiled_past_the_end, deadline=100) == [True] * 2
+    assert pool.run(2, compiled_past_the_end) == [True] * 2
 
 
 # --- what travels and what is held ---
@@ -173,7 +173,7 @@ def growth_of_a_thousand_steps() -> float:
 
 
 def test_a_thousand_steps_hold_no_more_than_a_hundred(pool: Pool) -> None:
-    assert max(pool.run(2, growth_of_a_thousand_steps, deadline=60)) < 4, "the allocator's own pages"
+    assert max(pool.run(2, growth_of_a_thousand_steps)) < 4, "the allocator's own pages"
 
 
 # --- bad input ---
@@ -274,7 +274,7 @@ BAD = [
 
 @pytest.mark.parametrize(("kind", "error", "message"), BAD)
 def test_all_ranks_raise_alike_and_go_on(pool: Pool, kind: str, error: type[Exception], message: str) -> None:
-    answers = pool.ask(3, bad_step, kind, deadline=20)
+    answers = pool.ask(3, bad_step, kind)
     assert [type(answer) for answer in answers] == [error] * 3
     assert len({str(answer) for answer in answers}) == 1
     with pytest.raises(error, match=message):
@@ -293,7 +293,7 @@ def alone_with_a_bad_query(options: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("options", [{"reproducible": True}, {"merge": "tree"}, {"merge": "direct"}, {}])
 def test_a_rank_that_is_given_a_bad_query_is_not_waited_for(pool: Pool, options: dict[str, object]) -> None:
-    for said in pool.run(4, alone_with_a_bad_query, options, deadline=20):
+    for said in pool.run(4, alone_with_a_bad_query, options):
         assert "decode q: expected shape (1, 'heads', 'length', 8), given (1, 4, 1, 3)" in said
 
 
@@ -370,7 +370,7 @@ ALONE = {
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_ranks_that_differ_all_hear_of_it(pool: Pool, kind: str) -> None:
-    for said in pool.run(2, bad_call, kind, deadline=20):
+    for said in pool.run(2, bad_call, kind):
         assert ALONE[kind] in said
 
 
@@ -446,7 +446,7 @@ def test_a_damaged_or_foreign_file_is_refused(pool: Pool, tmp_path: Path) -> Non
         ("other", "a folder that KVCache.save wrote"),
         ("good", ""),
     ):
-        answers = pool.ask(3, loaded, tmp_path / name, deadline=20)
+        answers = pool.ask(3, loaded, tmp_path / name)
         assert [type(answer) for answer in answers] == [errors.StoreError] * 3
         assert len({str(answer) for answer in answers}) == 1
         assert message in str(answers[0])

@@ -27,7 +27,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 
 def run(*arguments: str, launch: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_what_cannot_be_is_said_in_one_line(
 
 def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
     ask = [*ASK[:3], "--prompt-file", "-", "--max-new-tokens", "8", "--temperature", "0", "--json"]
-    done = subprocess.run([*COMMAND, *ask], input=ASK[4], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([*COMMAND, *ask], input=ASK[4], capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout)["tokens"] == expected
 
 

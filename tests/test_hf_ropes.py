@@ -61,8 +61,11 @@ def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, d
     return learned(model(name, "attnmesh", torch.float64).train(), batch)
 
 
-@pytest.mark.parametrize("layout", [am.Zigzag(), am.Contiguous()], ids=str)
-@pytest.mark.parametrize("length", [SWITCH - 3, SWITCH + 1, 3 * SWITCH - 1])
+@pytest.mark.parametrize(
+    ("length", "layout"),
+    [(SWITCH - 3, am.Zigzag()), (SWITCH + 1, am.Contiguous()), (3 * SWITCH - 1, am.Zigzag())],
+    ids=["short", "crossed", "long"],
+)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_has_the_rope_of_the_whole_sequence(name: str, length: int, layout: Any, pool: Pool) -> None:
     ids = prompt(length, batch=2)
@@ -93,7 +96,7 @@ CALLS = [(40, GREEDY), (150, GREEDY), (150, {**GREEDY, "prefill_chunk_size": 50}
 TURNS = [15, 60, 40, 1]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, pool: Pool) -> None:
     expected = []
@@ -148,6 +151,6 @@ def test_positions_that_begin_after_padding_are_those_of_the_whole(pool: Pool) -
     ids = prompt(41)
     ids[0, 17] = 5
     expected = roberta("eager")(input_ids=ids, labels=ids).loss.item()
-    assert sum(pool.run(2, learned_by_roberta, 5)) / 2 == pytest.approx(expected, rel=1e-9)
+    assert sum(pool.run(2, learned_by_roberta, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
     for said in pool.run(2, learned_by_roberta, 1):  # positions do not count it, nor does this know how many do
         assert said.startswith("attnmesh in transformers: input_ids: expected padding at the end of a sequence, if any")

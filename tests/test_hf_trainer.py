@@ -83,11 +83,23 @@ def on_rank(shape: Shape, family: str, folder: str, options: dict[str, Any]) -> 
             os.environ.pop(name)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("family", "shape"), [("llama", Shape(1, 2, 2)), ("gpt-oss", Shape(1, 1, 2))])
+def sampled() -> list[Any]:
+    """Each case on one mesh; all on all where there is time."""
+    meshes = {"llama": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 2)}
+    short = {("recipe", "llama"), ("plain", "gpt-oss"), ("counts of each rank", "gpt-oss")}
+    return [
+        pytest.param(
+            name, family, shape, id=f"{name}-{family}", marks=[] if (name, family) in short else pytest.mark.long
+        )
+        for name in CASES
+        for family, shape in meshes.items()
+    ]
+
+
+@pytest.mark.parametrize(("name", "family", "shape"), sampled())
 def test_losses_are_those_of_one_process(name: str, family: str, shape: Shape, pool: Pool, tmp_path: Any) -> None:
     options, tolerance = CASES[name]
     expected = losses(OneLoader, family, families.STOCK[family], str(tmp_path), **options)
-    answers = pool.run(shape.ranks, on_rank, shape, family, str(tmp_path), options, deadline=110)
+    answers = pool.run(shape.ranks, on_rank, shape, family, str(tmp_path), options, deadline=350)
     assert all(answer == answers[0] for answer in answers)
     assert answers[0] == pytest.approx(expected, rel=tolerance)

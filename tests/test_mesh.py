@@ -133,16 +133,16 @@ DISAGREEMENTS = [
 
 @pytest.mark.parametrize(("changes", "kind", "message"), DISAGREEMENTS)
 def test_all_ranks_raise_alike_and_go_on(pool: Pool, changes: list, kind: type[Exception], message: str) -> None:
-    answers = pool.ask(2, attend_with, changes, deadline=20)
+    answers = pool.ask(2, attend_with, changes)
     assert [type(answer) for answer in answers] == [kind] * 2
     assert str(answers[0]) == str(answers[1])
     with pytest.raises(kind, match=message):
         raise answers[0]
-    assert pool.run(2, fine, deadline=20) == [True] * 2
+    assert pool.run(2, fine) == [True] * 2
 
 
 def test_heads_that_the_axis_does_not_divide_are_refused(pool: Pool) -> None:
-    answers = pool.ask(3, attend_with, [], (3, 1, 1), deadline=20)
+    answers = pool.ask(3, attend_with, [], (3, 1, 1))
     assert len({str(answer) for answer in answers}) == 1
     with pytest.raises(errors.ShapeError, match="divides, given 2 key heads and a heads axis of 3"):
         raise answers[0]
@@ -218,7 +218,7 @@ PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "bulk"), (Shape(1, 1, 2), "pipelined")
 
 @pytest.mark.parametrize(("shape", "exchange"), PAIRS)
 def test_compiles_to_one_graph(pool: Pool, shape: Shape, exchange: str) -> None:
-    assert pool.run(2, compiled_layer, shape, exchange, deadline=100) == [True] * 2
+    assert pool.run(2, compiled_layer, shape, exchange) == [True] * 2
 
 
 def composed() -> bool:

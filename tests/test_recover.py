@@ -96,7 +96,7 @@ def recovered(
 def test_what_is_left_and_its_copies_are_the_whole(
     pool: Pool, before: tuple[int, int, int], after: tuple[int, int, int], lost: list[int], padded: bool
 ) -> None:
-    for worst, same in pool.run(Shape(*before).ranks, recovered, before, after, lost, padded, 2, deadline=60):
+    for worst, same in pool.run(Shape(*before).ranks, recovered, before, after, lost, padded, 2):
         assert worst < 1e-5, "float32, merged in another order"
         assert same
 
@@ -112,7 +112,7 @@ def without_copies(lost: int) -> str:
 
 
 def test_what_nobody_has_is_told_by_name(pool: Pool) -> None:
-    said = pool.run(3, without_copies, 1, deadline=30)
+    said = pool.run(3, without_copies, 1)
     assert len(set(said)) == 1
     assert said[0].startswith("recover: expected a rank or a copy of each shard, given none of [(0, 1)], along heads")
 
@@ -154,7 +154,7 @@ WRONG = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_all_ranks_raise_alike(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, called_wrong, kind, deadline=20)
+    one, other = pool.run(2, called_wrong, kind)
     assert one == other
     assert one.startswith(WRONG[kind])
 
@@ -202,7 +202,7 @@ def unlike_layers(kind: str) -> float | str:
 
 @pytest.mark.parametrize("kind", ["blocks", "places", "cuts", "padding ahead"])
 def test_layers_need_not_lie_alike(pool: Pool, kind: str) -> None:
-    for off in pool.run(3, unlike_layers, kind, deadline=30):
+    for off in pool.run(3, unlike_layers, kind):
         assert isinstance(off, float), off
         assert off < 1e-5, "float32, merged in another order"
 
@@ -215,7 +215,7 @@ def test_layers_need_not_lie_alike(pool: Pool, kind: str) -> None:
     ],
 )
 def test_what_not_all_layers_have_is_told(pool: Pool, kind: str, message: str) -> None:
-    (said,) = set(pool.run(3, unlike_layers, kind, deadline=30))
+    (said,) = set(pool.run(3, unlike_layers, kind))
     assert str(said).startswith(message)
 
 
@@ -240,7 +240,7 @@ def grown_at_the_second_try() -> list[Any]:
 
 
 def test_room_that_could_not_be_made_is_made_when_it_can(pool: Pool) -> None:
-    first, second = pool.run(2, grown_at_the_second_try, deadline=20)
+    first, second = pool.run(2, grown_at_the_second_try)
     assert first == ["UnforeseenError", [200, 200], 200]
     assert second == ["MemoryError", [200, 200], 200]
 

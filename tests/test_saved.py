@@ -273,7 +273,7 @@ SAID = {
 
 @pytest.mark.parametrize("act", SAID)
 def test_a_path_that_one_rank_is_given_wrong_is_refused_by_all(pool: Pool, tmp_path: Path, act: str) -> None:
-    one, other = pool.run(2, called, act, tmp_path, deadline=20)
+    one, other = pool.run(2, called, act, tmp_path)
     assert one == other
     assert one.startswith(SAID[act])
 
@@ -304,7 +304,7 @@ SIZES = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 20, "dtype": torc
 
 
 def test_folders_of_one_name_on_disks_of_their_own_are_noticed(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, saved_apart, tmp_path, deadline=20)
+    one, other = pool.run(2, saved_apart, tmp_path)
     assert one == other
     assert len(one) == 2
     assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]

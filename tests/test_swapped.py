@@ -143,7 +143,7 @@ def on_a_mesh(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["lengths", "shards", "DTensors"])
 def test_on_a_mesh_all_ranks_hint_alike(pool: Pool, case: str) -> None:
-    one, other = pool.ask(2, on_a_mesh, case, deadline=30)
+    one, other = pool.ask(2, on_a_mesh, case)
     assert str(one) == str(other)
     with pytest.raises(errors.InputError, match=HINT):
         raise one

@@ -109,7 +109,7 @@ def losses_of_tours(ranks: int) -> list[list[float]]:
 def test_losses_are_those_of_one_device(pool: Pool, ranks: int) -> None:
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(ranks)))
     assert expected[-5:].mean() < expected[:5].mean() / 2, "it learns, or equal losses would say little"
-    for answers in pool.run(ranks, losses_of_tours, ranks, deadline=100):
+    for answers in pool.run(ranks, losses_of_tours, ranks):
         for exchange, given in zip(EXCHANGES, answers, strict=True):
             errors = (torch.tensor(given) - expected).abs()
             assert errors.max() <= ATOL, f"{exchange}: {errors.max():.1e} at step {int(errors.argmax())}"
@@ -124,7 +124,7 @@ def losses_on(shape: Shape, exchange: str) -> list[float]:
 @pytest.mark.parametrize("shape", [shape for ranks in SIZES for shape in shapes(ranks)])
 def test_losses_on_every_mesh_are_those_of_one_device(pool: Pool, shape: Shape, exchange: str) -> None:
     expected = torch.tensor(losses([ONE_DEVICE] * STEPS, heads(shape.ranks)))
-    for given in pool.run(shape.ranks, losses_on, shape, exchange, deadline=100):
+    for given in pool.run(shape.ranks, losses_on, shape, exchange):
         assert (torch.tensor(given) - expected).abs().max() <= ATOL
 
 
