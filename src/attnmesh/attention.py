@@ -31,7 +31,7 @@ from attnmesh.kernel.choose import check_kernel, choose
 from attnmesh.kernel.walk import Answer
 from attnmesh.layout import Contiguous, Layout, check_layout
 from attnmesh.mask import FAR, Causal, Mask, check_mask
-from attnmesh.mesh import Mesh, Shape, Unsaid, remembered, said_mesh
+from attnmesh.mesh import Mesh, NotGiven, Shape, given_mesh, remembered
 from attnmesh.partial import wide, with_sinks
 from attnmesh.schedule import EXCHANGES, Exchange, Problem, check_exchange, schedule
 from attnmesh.swap import swap_op
@@ -45,7 +45,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    mesh: DeviceMesh | Unsaid | None = Unsaid.MESH,
+    mesh: DeviceMesh | NotGiven | None = NotGiven.MESH,
     mask: Mask | None = None,
     layout: Layout | None = None,
     exchange: str = "auto",
@@ -85,9 +85,9 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     options = _Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, more or None)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
-        out = _of_dtensors(q, k, v, sinks, None if isinstance(mesh, Unsaid) else mesh, options, checked)
+        out = _of_dtensors(q, k, v, sinks, None if isinstance(mesh, NotGiven) else mesh, options, checked)
     else:
-        out = _of_shards(q, k, v, sinks, said_mesh("attention", mesh, ALONE), options, checked)
+        out = _of_shards(q, k, v, sinks, given_mesh("attention", mesh, ALONE), options, checked)
     warn_if_swapped("attention", q, k.shape[2])  # last, for a warning that is an error would be one rank's own
     return out
 

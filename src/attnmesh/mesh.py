@@ -142,7 +142,7 @@ def device_of(mesh: DeviceMesh | None) -> torch.device:
     return torch.device("cpu" if mesh is None else mesh.device_type)
 
 
-class Unsaid(Enum):
+class NotGiven(Enum):
     """The default of `mesh=` where `mesh=None` says more than leaving it out: that a rank is meant to be alone."""
 
     MESH = "mesh=None"
@@ -151,13 +151,13 @@ class Unsaid(Enum):
         return "None"
 
 
-def said_mesh(subject: str, mesh: DeviceMesh | Unsaid | None, alone: str) -> DeviceMesh | None:
+def given_mesh(subject: str, mesh: DeviceMesh | NotGiven | None, alone: str) -> DeviceMesh | None:
     """The mesh given, or None; with a warning where it was left out among several ranks.
 
     `alone` tells what each rank then computes, and what to pass instead. Calls inside attnmesh always say their mesh,
     so a call that is local by intent does not warn. Call this from the public function itself: its caller is blamed.
     """
-    if not isinstance(mesh, Unsaid):
+    if not isinstance(mesh, NotGiven):
         return mesh
     if not torch.compiler.is_compiling() and dist.is_initialized() and dist.get_world_size() > 1:
         ranks = f"no mesh= in a process group of {dist.get_world_size()} ranks"

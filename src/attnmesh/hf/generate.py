@@ -24,7 +24,7 @@ from attnmesh.hf.models import rope_regime, unwrapped
 from attnmesh.hf.opaque import FAMILIES
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.layout import Striped
-from attnmesh.mesh import Mesh, Unsaid, said_mesh
+from attnmesh.mesh import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to spread them over the ranks"
 
@@ -36,7 +36,7 @@ def generate(
     model: PreTrainedModel,
     input_ids: Tensor,
     *,
-    mesh: DeviceMesh | Unsaid | None = Unsaid.MESH,
+    mesh: DeviceMesh | NotGiven | None = NotGiven.MESH,
     cache: ShardedCache | None = None,
     attention_mask: Tensor | None = None,
     prefill_chunk_size: int | None = None,
@@ -50,8 +50,8 @@ def generate(
     `mesh=None` says that this is meant. Pass a `cache` to go on with it: what its tokens share with the prompt is kept,
     the rest is cut. With a `checkpoint` what there is is kept in a folder, and the same call goes on from there.
     """
-    if isinstance(mesh, Unsaid):
-        mesh = said_mesh("generate", mesh, ALONE) if cache is None else None
+    if isinstance(mesh, NotGiven):
+        mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
     here, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrapped(model)
     settings = Settings(model, options)
     kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
