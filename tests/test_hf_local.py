@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 import attnmesh.hf  # noqa: F401
+from attnmesh import errors
 from tests import families
 from tests.families import CONFIGS, STOCK, prompt
 
@@ -80,6 +81,14 @@ def test_the_models_own_generate_gives_stocks_tokens(family: str, name: str) -> 
     options = {"max_new_tokens": 9, "do_sample": False, "disable_compile": True, **CALLS[name]}
     given, expected = (model.generate(**batch, **options) for model in pair(family))
     assert given.tolist() == expected.tolist()
+
+
+def test_a_mask_of_new_tokens_alone_is_refused() -> None:
+    ours = families.model("llama", "attnmesh")
+    with torch.no_grad():
+        cache = ours(prompt(30)).past_key_values
+        with pytest.raises(errors.ShapeError, match="attention_mask: expected one of all 35 tokens, given one of 5"):
+            ours(prompt(5), past_key_values=cache, attention_mask=torch.ones(1, 5, dtype=torch.long))
 
 
 def test_a_pipeline_writes_stocks_text() -> None:

@@ -110,6 +110,27 @@ def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, 
     assert pool.run(shape.ranks, written, name, shape) == [expected] * shape.ranks
 
 
+def test_a_rope_that_has_grown_is_not_mixed_with_keys_from_before() -> None:
+    ours, stock = model("dynamic", "attnmesh"), model("dynamic", "sdpa")
+    cache, options = hf.ShardedCache(ours.config), {"do_sample": False, "max_new_tokens": 6}
+    for length, kept in ((100, cache), (250, None), (100, cache), (100, cache)):
+        given = hf.generate(ours, prompt(length), cache=kept, mesh=None, **options)
+        assert given.tolist() == stock.generate(prompt(length), **options).tolist()
+
+
+def test_padding_does_not_count_for_the_length() -> None:
+    ours, stock = model("longrope", "attnmesh"), model("longrope", "sdpa")
+    ids, mask = prompt(SWITCH + 6, batch=2), torch.ones(2, SWITCH + 6, dtype=torch.long)
+    ids[:, :14], mask[:, :14] = 0, 0
+    cache, options = hf.ShardedCache(ours.config), {"do_sample": False, "max_new_tokens": 4}
+    for more in (0, 10):
+        ids = torch.cat((ids, prompt(more, batch=2, seed=more)), 1)
+        mask = torch.cat((mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.long)), 1)
+        given = hf.generate(ours, ids, cache=cache, attention_mask=mask, **options)
+        assert given.tolist() == stock.generate(ids, attention_mask=mask, **options).tolist()
+        ids = given
+
+
 def crossed() -> str:
     try:
         hf.generate(model("longrope", "attnmesh"), prompt(60), mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=9)

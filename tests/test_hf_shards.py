@@ -2,12 +2,14 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DataCollatorWithFlattening
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvConfig
 
 import attnmesh.hf as hf
 from attnmesh import errors
@@ -155,6 +157,81 @@ def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
     assert sum(pool.run(2, foreign_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
+
+
+def in_pieces() -> list[float]:
+    """A loss that is made in pieces, beside the model's own."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    with torch.no_grad():
+        made = families.model("llama", "attnmesh")(**part)
+    pieces = zip(made.logits[0].split(4), part["shift_labels"][0].split(4), strict=True)
+    total = sum(nn.functional.cross_entropy(logits, labels, reduction="sum") for logits, labels in pieces)
+    return [float(made.loss), float(total / part["num_items_in_batch"])]
+
+
+def test_a_loss_may_be_made_more_than_once(pool: Pool) -> None:
+    for own, pieces in pool.run(2, in_pieces):
+        assert pieces == pytest.approx(own, rel=1e-5)
+
+
+def in_layers_of_fsdp(count: Any) -> float:
+    """FSDP copies the arguments of a layer whose inputs it casts."""
+    model = families.model("llama", "attnmesh").train()
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["keys"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["keys"], mp_policy=policy)
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, mesh)
+    loss = model(**(part if count is None else {**part, "num_items_in_batch": count})).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("count", [None, 20])
+def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool: Pool) -> None:
+    with torch.no_grad():
+        loss = float(families.model("llama", "sdpa").bfloat16()(prompt(21), labels=prompt(21)).loss)
+    assert sum(pool.run(2, in_layers_of_fsdp, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
+
+
+def one_batch_for_two() -> str:
+    """A model without attention, called after another on the same batch."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    families.model("llama", "attnmesh")(**part)
+    torch.manual_seed(0)
+    config = RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
+    try:
+        AutoModelForCausalLM.from_config(config)(**part)
+    except errors.KernelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_another_model_on_the_same_batch_is_checked_too(pool: Pool) -> None:
+    for said in pool.run(2, one_batch_for_two):
+        assert "a model whose layers all ask attnmesh for their attention, given one of which no layer does" in said
+
+
+def mean_of_few() -> str:
+    ids = prompt(21)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(21) < 15, -100)}
+    part = hf.shard_batch(batch, named_mesh(Shape(1, 1, 2), AXES))
+    try:
+        families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": None})
+    except errors.ArgumentError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_mean_over_a_ranks_own_tokens_is_refused_where_ranks_have_more_or_fewer(pool: Pool) -> None:
+    for said in pool.run(2, mean_of_few):
+        assert "expected a loss in which the tokens of all ranks weigh alike, given a mean over its own" in said
+
+
+def test_arguments_can_be_copied() -> None:
+    part = deepcopy({name: x for name, x in batch().items() if isinstance(x, Tensor)})
+    assert {type(x).__name__ for x in part.values()} >= {"ShardMask", "ShardPositions", "ShardLabels", "ItemCount"}
 
 
 SEQUENCES = [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (10, 33, 21)]

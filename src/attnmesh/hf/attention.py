@@ -116,6 +116,9 @@ def _trained(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
     """Return attention on one device, as in any model: over a cache of transformers, or with padding."""
+    if spec.covered is not None:
+        expected, fix = f"one of all {spec.kv_offset + k.shape[2]} tokens", "put those of the cache first"
+        raise ShapeError(f"{SUBJECT}: attention_mask", expected, f"one of {spec.covered}", fix)
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
     if spec.real is None:

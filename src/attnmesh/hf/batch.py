@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.agree import agreed, fingerprints, told
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
-from attnmesh.hf.shards import ItemCount, OtherLabels, ShardLabels, ShardMask, ShardPositions, Shards
+from attnmesh.hf.shards import ItemCount, OtherLabels, ShardIds, ShardLabels, ShardMask, ShardPositions, Shards
 from attnmesh.layout import Layout, Zigzag, check_layout
 from attnmesh.mask import Documents, Full, Mask
 from attnmesh.mesh import Mesh
@@ -68,7 +68,10 @@ def shard_batch(
     batch, positions, documents = agreed(
         here, look, lambda found: told("shard_batch", **{"layout": layout, **_described(found[0])})
     )
-    shards = Shards(mesh, layout, batch["input_ids"].shape[1], documents)
+    length, labels = batch["input_ids"].shape[1], _shifted(batch)
+    parts = [layout.positions(length, here.shape.ranks, shard) for shard in range(here.shape.ranks)]
+    learned = {int((labels[:, part.to(labels.device)] != IGNORED).sum()) for part in parts if labels is not None}
+    shards = Shards(mesh, layout, length, documents, even=len(learned) < 2)
 
     def own(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
@@ -77,17 +80,18 @@ def shard_batch(
     mask = batch.get("attention_mask")
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     part = {
-        "input_ids": own(batch["input_ids"]),
+        "input_ids": ShardIds.of(own(batch["input_ids"]), shards),
         "position_ids": ShardPositions.within(own(positions), shards, int(positions.max()), counted),
         "attention_mask": ShardMask.of(own(mask), shards),
         "use_cache": False,
     }
-    return part | _learned(batch, own, shards)
+    return part | _learned(batch, labels, own, shards)
 
 
-def _learned(batch: Mapping[str, Any], own: Callable[[Tensor], Tensor], shards: Shards) -> dict[str, Any]:
+def _learned(
+    batch: Mapping[str, Any], labels: Tensor | None, own: Callable[[Tensor], Tensor], shards: Shards
+) -> dict[str, Any]:
     """Return what a loss is made from, if the batch has labels."""
-    labels = _shifted(batch)
     if labels is None:
         return {}
     count = batch.get("num_items_in_batch")

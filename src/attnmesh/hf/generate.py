@@ -20,7 +20,7 @@ from attnmesh.exchange import share
 from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint, Each
-from attnmesh.hf.models import rope_regime, unwrapped
+from attnmesh.hf.models import rope_growth, rope_regime, unwrapped
 from attnmesh.hf.opaque import FAMILIES
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.layout import Striped
@@ -65,7 +65,7 @@ def generate(
             raise MaskError("generate checkpoint", "a prompt without padding", "some", "cut the padding off")
         chunk = prefill_chunk_size or settings["prefill_chunk_size"] or CHUNK
         return _with_checkpoint(model, input_ids, cache, checkpoint, chunk, settings, options)
-    shared = _keep_shared(cache, input_ids, attention_mask)
+    shared = _keep_shared(model, cache, input_ids, attention_mask)
     assisted, beams = any(settings[name] for name in ASSISTED), settings["num_beams"] or 1
     if assisted and shared:
         given, fix = f"{shared} tokens in the cache", "pass a new cache, or none"
@@ -158,7 +158,7 @@ def prefill(
     """
     model = unwrapped(model)
     agree_on(Mesh.of(getattr(cache, "mesh", None)), model, input_ids, attention_mask, cache, {"chunk_size": chunk_size})
-    _keep_shared(cache, input_ids, attention_mask)
+    _keep_shared(model, cache, input_ids, attention_mask)
     _prefill(model, input_ids, cache, attention_mask, chunk_size, after)
 
 
@@ -262,11 +262,12 @@ def _check_kept(model: PreTrainedModel, cache: ShardedCache, tokens: int) -> Non
         raise KernelError("generate", expected, given, FAMILIES)
 
 
-def _keep_shared(cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
+def _keep_shared(model: PreTrainedModel, cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None) -> int:
     """Cut from the cache what is not a beginning of the prompt, or its last token; how many tokens are left."""
     cache.level()
     length: int = cache.get_seq_length()
-    regime, cache.rope = cache.rope, rope_regime(cache.config, ids.shape[1])
+    tokens = ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+    regime, cache.rope = cache.rope, rope_regime(cache.config, tokens, rope_growth(model))
     if cache.rope and regime != cache.rope and length:
         cache.crop(-length)  # its keys are turned by another rope than the whole of this prompt is
         return 0

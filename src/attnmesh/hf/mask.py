@@ -34,6 +34,8 @@ class MaskSpec(Opaque):
     """(batch, keys), False for padding; None if there is none. It may end before the room of a static cache does."""
     shards: Shards | None = None
     """Whose tokens they are, if not all ranks have the same."""
+    covered: int | None = None
+    """Keys that the mask of padding covers; None if all of them, in a static cache, or without such a mask."""
 
     ndim = 4
     """The dims of a mask that is ready: transformers passes such a mask on."""
@@ -76,8 +78,11 @@ def mask_function(
     if shards is not None and config is not None:
         check_layers(config)
     padding = None if shards is not None else _padding(attention_mask, kv_length, kv_offset)
+    covered = None
+    if isinstance(attention_mask, Tensor) and shards is None and not isinstance(q_offset, Tensor):
+        covered = attention_mask.shape[-1] if attention_mask.shape[-1] < kv_offset + kv_length else None
     q_offset, kv_offset = int(q_offset), int(kv_offset)  # a static cache keeps them in tensors
-    where = (q_length, q_offset, kv_offset, padding, shards)
+    where = (q_length, q_offset, kv_offset, padding, shards, covered)
     if use_vmap:
         fix = "use a model of text whose mask is causal"
         raise MaskError("attention mask", "a causal mask or a sliding window", "a mask function of its own", fix)

@@ -78,18 +78,31 @@ def unwrapped(model: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
-def rope_regime(config: PreTrainedConfig, length: int) -> tuple[int, ...]:
+def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[int, ...]:
     """Return what the rope's frequencies depend on: keys of two regimes are not keys of one sequence.
+
+    `grown` is the length that a model's dynamic ropes have been scaled to before, as `rope_growth` has it.
 
     >>> from transformers import LlamaConfig
     >>> dynamic = LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    >>> rope_regime(dynamic, 100), rope_regime(dynamic, 5000)
-    ((2048,), (5000,))
+    >>> rope_regime(dynamic, 100, 6000), rope_regime(dynamic, 5000), rope_regime(dynamic, 5000, 6000)
+    ((2048,), (5000,), (6000,))
     """
     return tuple(
-        max(length, config.max_position_embeddings) if rope["rope_type"] == "dynamic" else int(length > switch)
+        (max(length, grown) if length > switch else switch) if rope["rope_type"] == "dynamic" else int(length > switch)
         for rope, switch in _scaled_ropes(config)
     )
+
+
+def rope_growth(model: PreTrainedModel) -> int:
+    """Return the longest sequence that the model's dynamic ropes are scaled to: they grow, and seldom shrink."""
+    grown = [
+        int(value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.endswith("max_seq_len_cached")
+    ]
+    return max(grown, default=0)
 
 
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:

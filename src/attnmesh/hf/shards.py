@@ -3,6 +3,7 @@
 A model takes each argument for that of a whole sequence. On a mesh every rank passes only its own tokens, so the
 arguments are tensors of these classes:
 
+    input_ids            `ShardIds`        a forward pass begins where they are embedded
     attention_mask       `ShardMask`       goes to attnmesh as it is; a model that reads it raises
     position_ids         `ShardPositions`  its maximum is that of the whole sequence, by which ropes scale
     labels               `OtherLabels`     a model that makes its loss from these, and not from shift_labels, raises
@@ -11,6 +12,7 @@ arguments are tensors of these classes:
 """
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -56,17 +58,24 @@ VIEWS = {*MOVES, "__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "se
 """Functions of PyTorch that give some or all of a tensor's numbers in another shape."""
 
 
-@dataclass
 class Uses:
-    """What a model has done with its shards so far."""
+    """What a model has done with its shards in this forward pass.
 
-    calls: int = 0
-    """Layers that have asked attnmesh for their attention since the last loss."""
-    layers: int = 1
-    """Layers of the model, as its config counts them."""
-    positions: bool = False
-    count: object = None
-    """The `num_items_in_batch` that it was called with, where that is not the batch's."""
+    It is no dataclass: FSDP copies those among a layer's arguments, and all layers have to count in one place.
+    """
+
+    def __init__(self) -> None:
+        self.count: object = None
+        """The `num_items_in_batch` that the model was called with, where that is not the batch's."""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a forward pass."""
+        self.calls = 0
+        """Layers that have asked attnmesh for their attention."""
+        self.layers = 1
+        """Layers of the model, as its config counts them."""
+        self.positions = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,8 @@ class Shards:
     """(batch, tokens of all ranks), False for padding; None if there is none."""
     cached: bool = False
     """Whether their keys go to a cache, in generation."""
+    even: bool = True
+    """Whether all ranks learn from as many tokens."""
     uses: Uses = field(default_factory=Uses, compare=False)
 
     @property
@@ -133,6 +144,26 @@ class ShardTensor(Tensor):
     def like(self, result: Any) -> Any:
         """Return a result as a tensor of this class, if it is a tensor."""
         return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
+
+    def plain(self) -> Tensor:
+        """Return the same numbers as a tensor of PyTorch's own class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.like(deepcopy(self.plain(), memo))
+
+
+class ShardIds(ShardTensor):
+    """This rank's tokens, as the model's `input_ids`. A forward pass begins where they are embedded."""
+
+    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what is asked for, and forget what another forward pass has done."""
+        if name in VIEWS:
+            return self.like(call())
+        if name == "embedding":
+            self.shards.uses.begin()
+        return call()
 
 
 class ShardMask(ShardTensor):
@@ -221,7 +252,12 @@ class ShardLabels(ShardTensor):
             return self.like(call())
         if name == "cross_entropy":
             _check_attended(self.shards)
-            return LossSum.of(call(), self.shards) if kwargs.get("reduction") == "sum" else call()
+            reduction = kwargs.get("reduction", "mean")
+            if reduction == "mean" and not self.shards.even:
+                given, fix = "a mean over its own", "divide a loss of reduction='sum' by the batch's num_items_in_batch"
+                expected = "a loss in which the tokens of all ranks weigh alike"
+                raise ArgumentError(f"{SUBJECT}: num_items_in_batch", expected, given, fix)
+            return LossSum.of(call(), self.shards) if reduction == "sum" else call()
         return call()
 
 
@@ -230,13 +266,13 @@ class LossSum(ShardTensor):
 
     def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return this rank's part of the mean loss, also where `Trainer` passes a count of the tokens of all ranks."""
-        if name in MOVES:
+        if name in ("__get__", "to", "float", "double"):
             return self.like(call())
-        if name not in ("div", "true_divide", "divide", "__truediv__") or self.shards.ranks == 1:
+        if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
             return call()
         divisor, count = args[1], self.shards.uses.count
         if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
-            return call() * self.shards.ranks
+            return call().mul_(self.shards.ranks)
         if isinstance(divisor, Tensor) and not isinstance(divisor, ItemCount):
             expected, fix = "the count of the batch", "pass it to shard_batch(..., num_items_in_batch=)"
             raise ArgumentError(f"{SUBJECT}: num_items_in_batch", expected, "another tensor", fix)
@@ -250,17 +286,16 @@ class ItemCount(ShardTensor):
         """Return results as shares too, in the precision that the count has."""
         result = call()
         if name in MOVES and isinstance(result, Tensor):
-            result = self.as_subclass(Tensor).to(result.device)
+            result = self.plain().to(result.device)
         return self.like(result)
 
 
 def _check_attended(shards: Shards) -> None:
     """Raise unless every layer has asked for its attention: another layer mixed tokens of this shard alone, or none."""
     uses = shards.uses
-    calls, uses.calls = uses.calls, 0
-    if calls < uses.layers and shards.ranks > 1:
+    if uses.calls < uses.layers and shards.ranks > 1:
         expected = "a model whose layers all ask attnmesh for their attention"
-        given = f"one of which {calls} of {uses.layers} layers do" if calls else "one of which no layer does"
+        given = f"one of which {uses.calls} of {uses.layers} layers do" if uses.calls else "one of which no layer does"
         raise KernelError(SUBJECT, expected, f"{given}, as recurrent models and attention of its own", FAMILIES)
 
 
