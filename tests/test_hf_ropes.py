@@ -1,5 +1,6 @@
 """Ropes that depend on the length of a sequence: on shards it is the length of the whole, as in stock transformers."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ CONFIGS: dict[str, Any] = {
 def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention)
+        made = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation=attention)
     return made.to(dtype).eval()
 
 
@@ -154,7 +155,7 @@ ROBERTA = RobertaConfig(
 def roberta(attention: str) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(ROBERTA, attn_implementation=attention)
+        made = AutoModelForCausalLM.from_config(deepcopy(ROBERTA), attn_implementation=attention)
     return made.double().train()
 
 
