@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,6 +194,23 @@ def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa").bfloat16()(prompt(21), labels=prompt(21)).loss)
     assert sum(pool.run(2, in_layers_of_fsdp, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
+
+
+def compiled() -> list[float]:
+    """Losses and a gradient, without and with the compiler."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    found = []
+    for wrap in (lambda model: model, partial(torch.compile, backend="aot_eager")):
+        model = families.model("llama", "attnmesh").train()
+        loss = wrap(model)(**part).loss
+        loss.backward()
+        found += [loss.item(), float(model.lm_head.weight.grad.norm())]
+    return found
+
+
+def test_a_compiled_model_learns_the_same(pool: Pool) -> None:
+    for loss, norm, *again in pool.run(2, compiled):
+        assert again == pytest.approx([loss, norm], rel=1e-5)
 
 
 def one_batch_for_two() -> str:

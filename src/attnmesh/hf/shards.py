@@ -128,12 +128,15 @@ class ShardTensor(Tensor):
         return made
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # its graphs take tensors of PyTorch alone
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer for this class, with plain tensors as results unless `answer` says otherwise."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func == vars(torch._C.TensorBase)["_base"].__get__:
+                return func(*args)  # torch.compile follows it to a tensor of its own class
             own = next(x for x in _flat((*args, *kwargs.values())) if isinstance(x, cls))
             return own.answer(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
