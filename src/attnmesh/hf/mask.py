@@ -35,7 +35,7 @@ class MaskSpec(Opaque):
     shards: Shards | None = None
     """Whose tokens they are, if not all ranks have the same."""
     covered: int | None = None
-    """Keys that the mask of padding covers; None if all of them, in a static cache, or without such a mask."""
+    """Keys that the mask of padding covers; None if all up to the last query, or without such a mask."""
 
     ndim = 4
     """The dims of a mask that is ready: transformers passes such a mask on."""
@@ -78,10 +78,9 @@ def mask_function(
     if shards is not None and config is not None:
         check_layers(config)
     padding = None if shards is not None else _padding(attention_mask, kv_length, kv_offset)
-    covered = None
-    if isinstance(attention_mask, Tensor) and shards is None and not isinstance(q_offset, Tensor):
-        covered = attention_mask.shape[-1] if attention_mask.shape[-1] < kv_offset + kv_length else None
     q_offset, kv_offset = int(q_offset), int(kv_offset)  # a static cache keeps them in tensors
+    covered = attention_mask.shape[-1] if isinstance(attention_mask, Tensor) and shards is None else None
+    covered = covered if covered is not None and covered < q_offset + q_length else None
     where = (q_length, q_offset, kv_offset, padding, shards, covered)
     if use_vmap:
         fix = "use a model of text whose mask is causal"
