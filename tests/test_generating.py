@@ -227,7 +227,7 @@ def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
 def test_an_interrupt_ends_all_ranks(launch: str, tmp_path: Path) -> None:
     story = tmp_path / "story"
     story.write_text("Once upon a time. " * 900)
-    ask = ["generate", "--model", PACKAGED, "--prompt-file", str(story), "--max-new-tokens", "8000"]
+    ask = ["generate", "--model", PACKAGED, "--prompt-file", str(story), "--max-new-tokens", "3000"]
     start = [*COMMAND, *ask, "--ranks", "2"]
     if launch == "torchrun":
         start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
