@@ -232,7 +232,7 @@ def test_an_interrupt_ends_all_ranks(launch: str, tmp_path: Path) -> None:
     if launch == "torchrun":
         start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
-        time.sleep(20)  # prefilling, or decoding
+        time.sleep(11)  # importing on a slow machine, prefilling, or decoding
         assert running.poll() is None
         began = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
@@ -240,7 +240,7 @@ def test_an_interrupt_ends_all_ranks(launch: str, tmp_path: Path) -> None:
         assert running.returncode != 0
         if launch == "ranks":
             assert b"interrupted: all ranks have ended" in error
-            assert b"Error" not in error
+            assert b"Traceback" not in error
         while _members(running.pid):
             assert time.monotonic() - began < 100, "ranks are left behind"
             time.sleep(0.1)

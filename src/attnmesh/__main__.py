@@ -10,6 +10,8 @@ def main() -> None:
         from attnmesh.generating import show_errors
     except ModuleNotFoundError as missing:
         sys.exit(f"the attnmesh command needs {missing.name}: pip install 'attnmesh[cli]'")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
     sys.exit(show_errors(app, verbose=bool({"-v", "--verbose"} & {*sys.argv})))
 
 

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def run_on_ranks(
     context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload([function.__module__])  # imported once, or each rank would
+        _start_forkserver()
     if exact_memory:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
@@ -74,6 +76,17 @@ def run_on_ranks(
         finally:
             os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             _end(processes)
+
+
+def _start_forkserver() -> None:
+    """Start the process that ranks are forked from, which ignores interrupts from its first import on."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread can change how signals are handled
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def results(
