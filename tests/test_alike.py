@@ -661,7 +661,11 @@ OF_TRANSFORMERS: Table = {
     ],
     forward_again: [
         ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
-        ({"use_cache": False}, KernelError, r"use_cache: expected a cache that is used, given use_cache=False"),
+        (
+            {"use_cache": False, "position_ids": torch.arange(40)[None]},
+            KernelError,
+            r"use_cache: expected a cache that is used, given use_cache=False",
+        ),
         ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
     ],
     forward_anew: [

@@ -113,7 +113,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def autocasts(*tensors: Tensor) -> bool:
     """Return whether autocast is enabled where these tensors are."""
-    return all(isinstance(x, Tensor) for x in tensors) and torch.is_autocast_enabled(tensors[0].device.type)
+    if not all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors):
+        return False
+    return torch.is_autocast_enabled(tensors[0].device.type)
 
 
 def check_same_kind(subject: str, named: dict[str, Tensor]) -> None:
