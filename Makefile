@@ -25,7 +25,7 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	@echo "SmolLM2-135M reads 4,000 tokens of Python's documentation, its context spread over 4 ranks on this machine:"
 	$(RUN)/attnmesh generate --model smollm2 --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
-	$(RUN)/attnmesh bench model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
+	$(RUN)/python -m benchmarks model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 
 test: $(VENV)/ready            ## the whole suite, on the CPU (14 minutes on 2 cores)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'not gpu and not long'
@@ -50,15 +50,15 @@ bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA an
 
 SECONDS ?= 60
 fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS each; damaged files, hostile command lines
-	$(RUN)/python -m tests.fuzz --seconds $(SECONDS)
-	$(RUN)/python -m tests.fuzz --seconds $(SECONDS) --caches
-	$(RUN)/python -m tests.fuzz_store
-	$(RUN)/python -m tests.fuzz_command
-	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
+	$(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS)
+	$(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS) --caches
+	$(RUN)/python -m tests.tools.fuzz_store
+	$(RUN)/python -m tests.tools.fuzz_command
+	for ranks in 2 3 4 6 8; do $(RUN)/python -m tests.tools.fuzz --seconds $(SECONDS) --ranks $$ranks || exit; done
 
 RUNS ?= 240
 chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to harm at random moments, RUNS times (5 minutes)
-	$(RUN)/python -m tests.chaos --runs $(RUNS)
+	$(RUN)/python -m tests.tools.chaos --runs $(RUNS)
 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
 	@$(RUN)/python -m benchmarks.gpu

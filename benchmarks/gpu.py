@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnmesh.shown import machine
+from attnmesh.cli.output import machine
 
 HERE = Path(sys.executable).parent
 RESULTS = Path(__file__).parent / "results"

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import attnmesh as am
-from attnmesh.draw import draw_mesh
-from attnmesh.draw_tree import draw_tree
+from attnmesh.mesh.figures import draw_mesh, draw_tree
 
 project = "attnmesh"
 author = "the attnmesh developers"

@@ -7,10 +7,10 @@ import hypothesis
 import pytest
 import torch
 
-import tests.interpreted  # noqa: F401 (first of all)
-from tests.pool import Pool
+import tests.support.interpreted  # noqa: F401 (first of all)
+from tests.support.pool import Pool
 
-collect_ignore = ["simulated.py"]  # a script for another Python, the system's, which has SimGrid
+collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid
 
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")

@@ -1,54 +1,40 @@
-"""The map of the code is true: each room is on it, and imports only from rooms above it."""
+"""Each room imports only from rooms above it in this table, and no two files import each other."""
 
 import ast
-import re
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-SOURCE = ROOT / "src" / "attnmesh"
+ROOMS = [
+    "errors",
+    "core",
+    "kernels",
+    "mesh",
+    "planner",
+    "comm",
+    "attention",
+    "decode",
+    "hf",
+    "diffusers",
+    "engines",
+    "cli",
+]
+APART = {("planner", "kernels"), ("diffusers", "hf"), ("engines", "hf"), ("engines", "diffusers")}
+LATE = {("planner.cluster", "comm.measure"), ("planner.plan", "comm.init_mesh")}  # Cluster.measure and Plan.init_mesh
+SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
+FILES = {".".join(f.relative_to(SOURCE).with_suffix("").parts): f for f in SOURCE.rglob("*.py") if "__" not in f.name}
 
 
-def rooms() -> list[str]:
-    """As docs/code.md lists them; those of `hf/` by their names."""
-    found: list[str] = []
-    for line in (ROOT / "docs" / "code.md").read_text().splitlines():
-        if line.startswith("| `"):
-            _, named, owned, *_ = line.split("|")
-            names = re.findall(r"`([a-z_/]+)`", named)
-            found += [f"hf/{name}" for name in re.findall(r"`([a-z_]+)`", owned)] if names == ["hf/"] else []
-            found += names
-    return found
+def imports(file: Path) -> set[str]:
+    """The files of the package that a file imports, also inside functions."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = {name for n in nodes for name in (n.module, *(f"{n.module}.{alias.name}" for alias in n.names))}
+    return {str(name).removeprefix("attnmesh.") for name in names} & FILES.keys()
 
 
-def room(module: str) -> str:
-    """The room of `attnmesh.a.b`."""
-    first, *rest = module.split(".")[1:]
-    if first in ("kernel", "bench"):
-        return f"{first}/"
-    return "/".join(["hf", *rest[:1]]) if first == "hf" and rest else f"{first}/" if first == "hf" else first
-
-
-def imported(file: Path) -> set[str]:
-    """The modules of attnmesh that a file imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attnmesh"):
-            place = SOURCE.joinpath(*str(node.module).split(".")[1:])
-            inside = {
-                a.name
-                for a in node.names
-                if (place / a.name).with_suffix(".py").exists() or (place / a.name / "__init__.py").exists()
-            }
-            found |= {f"{node.module}.{name}" for name in inside} if inside else {str(node.module)}
-    return found - {"attnmesh"}
-
-
-def test_each_room_imports_only_from_rooms_above_it() -> None:
-    order = {name: number for number, name in enumerate(rooms())}
-    for file in sorted(SOURCE.rglob("*.py")):
-        if file.stem in ("__init__", "__main__"):
-            continue
-        here = room(".".join(("attnmesh", *file.relative_to(SOURCE).with_suffix("").parts)))
-        assert here in order, f"{here} is not in docs/code.md"
-        for other in map(room, imported(file)):
-            assert other == here or order[other] < order[here], f"{here} imports {other}, which stands below it"
+def test_rooms_import_only_from_above() -> None:
+    edges = {(name, other) for name, file in FILES.items() for other in imports(file)} - LATE
+    for name, other in sorted(edges):
+        room, above = name.split(".")[0], other.split(".")[0]
+        assert ROOMS.index(above) <= ROOMS.index(room), f"{name} imports {other}"
+        assert (room, above) not in APART, f"{name} imports {other}"
+    TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare()  # raises on a circle

@@ -5,12 +5,12 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 
 from dataclasses import replace
 
-from attnmesh.cluster import Cluster
-from attnmesh.cost import cost
-from attnmesh.cost_decode import Line, Payload, merge_seconds
-from attnmesh.hardware import BOUNDLESS, Link
-from attnmesh.way import Way
-from attnmesh.workload import Workload
+from attnmesh.planner.candidate import Way
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cost import cost
+from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
+from attnmesh.planner.hardware import BOUNDLESS, Link
+from attnmesh.planner.workload import Workload
 
 HALF, FLOAT = 2, 4
 

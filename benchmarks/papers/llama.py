@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from math import ceil, log2
 
 import attnmesh as am
-from attnmesh.cluster import Cluster
-from attnmesh.cost import cost
-from attnmesh.mesh import Shape
-from attnmesh.way import Way
-from attnmesh.workload import Workload
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.candidate import Way
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cost import cost
+from attnmesh.planner.workload import Workload
 from benchmarks.papers.baselines import HALF, algorithm_3, crossed, ring_decode
 
 TOKENS = 10

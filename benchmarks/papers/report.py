@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import attnmesh as am
-from attnmesh import shown
+from attnmesh.cli import output
 
 TOLERATED = 0.25
 """How far a prediction may be from the published figure before it needs a reason."""
@@ -74,7 +74,7 @@ class Report:
     def show(self) -> None:
         """The table, and under it the reasons by number."""
         whys = list(dict.fromkeys(row.why for row in self.rows if row.why))
-        table = shown.titled(
+        table = output.titled(
             f"{self.title} ({self.paper})", "case", "published", "predicted", "ratio", "attnmesh", "why"
         )
         for row in self.rows:
@@ -84,9 +84,9 @@ class Report:
             why = str(whys.index(row.why) + 1) if row.why else ""
             ratio = "" if row.ratio is None else _told(row.ratio, "")
             table.add_row(row.case, told + source, _told(row.predicted, row.unit), ratio, best, why)
-        shown.console.print(table)
+        output.console.print(table)
         for number, why in enumerate(whys, 1):
-            shown.console.print(f"{number}. {why}", highlight=False, markup=False)
+            output.console.print(f"{number}. {why}", highlight=False, markup=False)
 
 
 def published(command: str, reports: Iterable[Report], as_json: bool, out: Any = None) -> None:
@@ -97,7 +97,7 @@ def published(command: str, reports: Iterable[Report], as_json: bool, out: Any =
         "attnmesh": am.__version__,
         "papers": [report.record() for report in reports],
     }
-    if not shown.published(record, as_json, out):
+    if not output.published(record, as_json, out):
         for report in reports:
             report.show()
 

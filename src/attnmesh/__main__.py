@@ -6,8 +6,8 @@ import sys
 def main() -> None:
     """Run the command, or say what it needs: the library itself gets by with PyTorch alone."""
     try:
-        from attnmesh.cli import app
-        from attnmesh.generating import show_errors
+        from attnmesh.cli.app import app
+        from attnmesh.cli.generate import show_errors
     except ModuleNotFoundError as missing:
         sys.exit(f"the attnmesh command needs {missing.name}: pip install 'attnmesh[cli]'")
     except KeyboardInterrupt:

@@ -15,8 +15,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 import attnmesh.hf as hf
 from attnmesh.errors import InputError
-from attnmesh.mesh import Shape
-from tests.mesh_problems import named_mesh
+from attnmesh.mesh.shapes import Shape
+from tests.support.mesh_problems import named_mesh
 from tests.tools.sizes import VOCABULARY
 from tests.tools.tiny_models import Case, build
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from attnmesh.errors import InputError
-from attnmesh.mesh import Shape
-from tests.pool import Lost, Pool
+from attnmesh.mesh.shapes import Shape
+from tests.support.pool import Lost, Pool
 from tests.tools import checks, compare
 from tests.tools.checks import DTYPES, REFERENCES, Failed, Made
 from tests.tools.rows import Row, counted, faults, table, told
@@ -34,7 +34,7 @@ from tests.tools.variants import VARIANTS
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 """Environment of the ranks."""
 
-PRELOADED = ["tests.interpreted", "torch._dynamo", "tests.tools.checks"]
+PRELOADED = ["tests.support.interpreted", "torch._dynamo", "tests.tools.checks"]
 """Modules that are imported once, and not by each rank."""
 
 DEADLINE = 120.0

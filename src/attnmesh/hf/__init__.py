@@ -10,7 +10,6 @@ Importing this package enters the name into transformers' registries of attentio
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnmesh.hf.attention import attention_function
-from attnmesh.hf.batch import shard_batch as shard_batch
 from attnmesh.hf.cache import ShardedCache as ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.generate import generate as generate
@@ -18,6 +17,7 @@ from attnmesh.hf.generate import prefill as prefill
 from attnmesh.hf.mask import mask_function
 from attnmesh.hf.models import NAME
 from attnmesh.hf.shards import Shards as Shards
+from attnmesh.hf.training import shard_batch as shard_batch
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)

@@ -6,19 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.agree import agree
-from attnmesh.attention import asks, attention
-from attnmesh.cache import KVCache
+from attnmesh.attention.attention import asks, attention
+from attnmesh.attention.sharding import shard, unshard
+from attnmesh.comm.consensus import agree
+from attnmesh.core.checks import autocast, check_scale
+from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache import PendingKV
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import check_layers
 from attnmesh.hf.shards import SUBJECT, ItemCount, Shards
-from attnmesh.inputs import autocast, check_scale
-from attnmesh.kernel.attend import attend_op
-from attnmesh.mask import Causal, Full, Mask, Window
-from attnmesh.mesh import Mesh
-from attnmesh.shards import shard, unshard
+from attnmesh.kernels.attend import attend_op
+from attnmesh.mesh.axes import Mesh
 
 HARMLESS = (
     "cache_position",

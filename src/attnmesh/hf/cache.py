@@ -12,22 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from attnmesh.across import check_merge
-from attnmesh.agree import agree, agreed, check_checked, told
-from attnmesh.cache import KVCache, load_layers, save_layers
-from attnmesh.copies import check_copies
-from attnmesh.decode import check_reproducible, decode
+from attnmesh.comm.consensus import agree, agreed, told
+from attnmesh.comm.merge import check_merge
+from attnmesh.comm.p2p import share
+from attnmesh.core.checks import check_checked
+from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache, load_layers, save_layers
+from attnmesh.decode.checkpoint_writer import Saving
+from attnmesh.decode.decode import check_reproducible, decode
+from attnmesh.decode.recover import recover
+from attnmesh.decode.replicas import check_copies
+from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import InputError, KernelError, ShapeError, StoreError
-from attnmesh.exchange import share
 from attnmesh.hf.models import NAME, check_keys, check_layers
 from attnmesh.hf.opaque import Opaque
-from attnmesh.kernel.choose import check_kernel
-from attnmesh.mask import Mask
-from attnmesh.mesh import Mesh, Shape
-from attnmesh.recover import recover
-from attnmesh.saving import Saving
-from attnmesh.schedule import check_exchange
-from attnmesh.store import check_more
+from attnmesh.kernels.select import check_kernel
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import check_exchange
+from attnmesh.mesh.shapes import Shape
 
 
 @dataclass(frozen=True)

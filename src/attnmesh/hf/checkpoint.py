@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from attnmesh.agree import agreed, digest, told
+from attnmesh.comm.consensus import agreed, told
+from attnmesh.core.digest import digest
+from attnmesh.decode.checkpoint import MANIFEST, folder_of, opened
+from attnmesh.decode.checkpoint_writer import Saving, check_writable
 from attnmesh.errors import ArgumentError, KernelError, StoreError
-from attnmesh.hf.asked import ASSISTED, Settings, value_of
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.mesh import Mesh
-from attnmesh.saved import MANIFEST, folder_of, opened
-from attnmesh.saving import Saving, check_writable
+from attnmesh.hf.options import ASSISTED, Settings, value_of
+from attnmesh.mesh.axes import Mesh
 
 UNKEPT = {
     "stop_strings": "stop at tokens, by eos_token_id",

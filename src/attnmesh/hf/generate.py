@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from attnmesh.comm.p2p import share
+from attnmesh.core.layout import Striped
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.exchange import share
-from attnmesh.hf.asked import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint, Each
 from attnmesh.hf.models import rope_growth, rope_regime, unwrapped
 from attnmesh.hf.opaque import FAMILIES
+from attnmesh.hf.options import ASSISTED, Kept, Settings, agree_on, check_left
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
-from attnmesh.layout import Striped
-from attnmesh.mesh import Mesh, NotGiven, given_mesh
+from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to spread them over the ranks"
 

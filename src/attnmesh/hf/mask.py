@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import MaskError
 from attnmesh.hf.models import check_layers
 from attnmesh.hf.opaque import Opaque
 from attnmesh.hf.shards import ShardMask, Shards
-from attnmesh.mask import Causal, Full, Mask, Window
 
 
 @dataclass(frozen=True)

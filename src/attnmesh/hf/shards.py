@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.core.layout import Layout
+from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.opaque import FAMILIES
-from attnmesh.layout import Layout
-from attnmesh.mask import Full, Mask
-from attnmesh.mesh import Mesh
+from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh in transformers"
 

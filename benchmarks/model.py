@@ -1,0 +1,151 @@
+"""`python -m benchmarks model`: a whole model on one process with stock transformers, and over ranks.
+
+All say the same tokens. On the ranks the same prefilled cache is decoded from by tree, by the three all-reduces of the
+Tree Attention paper, and by passing keys and values round a ring.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
+
+from attnmesh import hf
+from attnmesh.cli.bench_decode import ring
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.cli.netns import World, run_on
+from attnmesh.cli.timing import Timing, resident
+from attnmesh.comm.init_mesh import init_mesh
+from attnmesh.comm.p2p import share
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import with_sinks
+from attnmesh.decode.cache import KVCache
+from attnmesh.hf.load import open_model
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to decode, as the slowest rank sees it."""
+
+    contender: str
+    tokens: list[int]
+    timing: Timing
+    """Of a token, in milliseconds."""
+    prefill_seconds: float
+    cache_megabytes: float
+    """Keys and values on the fullest rank."""
+    resident_megabytes: float
+    """All that the largest process has in memory, weights that ranks share included."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What all contenders are asked."""
+
+    model: str
+    ids: tuple[int, ...]
+    new: int
+    shape: Shape
+    heads: tuple[int, int]
+
+
+def rows(request: Request, threads: int, world: World) -> list[Row]:
+    """One process with all threads, then ranks that share them, or ranks of one thread each on hosts."""
+    alone: list[Row] = run_on_ranks(1, _alone, request, threads=threads)[0]
+    together: list[Row] = run_on(world, _together, request, threads=max(1, threads // request.shape.ranks))[0]
+    return alone + together
+
+
+class _Times(BaseStreamer):  # type: ignore[misc]
+    """When each token came; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times += [perf_counter()] * (value.numel() if self.times else 1)
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each token after the first, which is the last of the prompt's."""
+        return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
+
+
+def _alone(request: Request) -> list[Row]:
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(request.model).eval()
+    ids, cache, times = torch.tensor([request.ids]), DynamicCache(config=model.config), _Times()
+    start = perf_counter()
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    prefill = perf_counter() - start
+    made = model.generate(ids, past_key_values=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    name, tokens = "1 process, stock transformers", made[0, ids.shape[1] :].tolist()
+    return [Row(name, tokens, Timing.of(times.seconds), round(prefill, 2), held / 1e6, resident("VmRSS") / 1e6)]
+
+
+class _RingCache(hf.ShardedCache):
+    """Decodes a token at a time by passing keys and values round."""
+
+    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        if q.shape[2] > 1:
+            return super().attend(q, kv, mask, scale, sinks)
+        counts = [kv.room.deal.count(rank, kv.length) for rank in range(kv.tokens.size)]
+        held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
+        return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
+
+
+def _together(request: Request) -> list[Row]:
+    logging.disable_progress_bar()
+    device, ids = torch.device("cpu"), torch.tensor([request.ids])
+    ranks, shape = request.shape.ranks, request.shape
+    model = open_model(request.model, "auto", device)
+    mesh = init_mesh("cpu", shape, *request.heads)
+    room = ids.shape[1] + request.new
+    merges = {"tree": "tree", "three all-reduces": "allreduce"}
+    caches: dict[str, Callable[[], hf.ShardedCache]] = {
+        f"{ranks} ranks, {name}": partial(
+            hf.ShardedCache, model.config, mesh, capacity=room, merge=merge, checked=False
+        )
+        for name, merge in merges.items()
+    }
+    if shape.heads == 1:
+        caches[f"{ranks} ranks, ring"] = lambda: _RingCache(model.config, mesh, capacity=room)
+    found, prefill, first = [], 0.0, None
+    for name, make in caches.items():
+        cache = make()
+        if first is None:
+            start = perf_counter()
+            hf.prefill(model, ids, cache)
+            prefill = perf_counter() - start
+        else:  # what the first has computed: the same keys and values
+            first.crop(ids.shape[1] - 1 - first.get_seq_length())
+            cache.layers, first.layers = first.layers, cache.layers
+            cache.tokens = first.tokens
+            for layer in cache.layers:
+                layer.cache = cache
+        first, times = cache, _Times()
+        dist.barrier()
+        made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
+        timing = Timing.of(times.seconds)
+        held, most = _largest(mesh, cache.held_bytes, resident("VmRSS"))
+        tokens = made[0, ids.shape[1] :].tolist()
+        found.append(Row(name, tokens, timing, round(prefill, 2), held / 1e6, most / 1e6))
+    return found
+
+
+def _largest(mesh: Any, *numbers: int) -> list[int]:
+    return [max(column) for column in zip(*share(numbers, Mesh.of(mesh).axes), strict=True)]

@@ -1,0 +1,263 @@
+"""`python -m benchmarks plan`: what the planner foretells of a world of ranks, beside what is measured there.
+
+The world's constants are measured first; then every workload is planned with them, and the plans are run in turns: the
+one picked, the best of each other shape, and the shapes that have names. *Regret* is how much longer the picked one
+takes than the best measured. On shaped hosts, bytes are told by the counters of their interfaces.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import attnmesh as am
+from attnmesh.cli.bench_prefill import mesh_of
+from attnmesh.cli.launch import Say
+from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, wires
+from attnmesh.cli.timing import Timing
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import Plan, plan
+from attnmesh.planner.workload import Workload
+
+GLOO = 147
+"""Bytes that gloo sends with each message: that it has one, that it may come, and before its bytes."""
+
+
+class Crossed(NamedTuple):
+    """Bytes of one call over the links of a class: foretold, with what gloo adds, and as interfaces counted them."""
+
+    predicted: int
+    gloo: int
+    payload: int
+    headers: int
+
+    @property
+    def off(self) -> float:
+        """By what share the prediction misses what was counted."""
+        return (self.predicted + self.gloo) / max(1, self.payload) - 1
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One plan: what was said of it and what came of it; bytes are of all hosts together, between them."""
+
+    workload: str
+    plan: str
+    known_as: str
+    layout: str
+    picked: bool
+    predicted_ms: float
+    timing: Timing
+    beside_best: float
+    between: Crossed | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that one world told."""
+
+    world: str
+    cluster: Cluster
+    rows: list[Ran]
+
+
+def workloads(length: int) -> list[Workload]:
+    """Each phase with heads of their own, in groups of 4 and of 8; decoding over 16 times the tokens."""
+    found = []
+    for phase in ("decode", "prefill", "training"):  # short steps first: each new mesh brings threads
+        for kv_heads in (8, 2, 1):
+            tokens = 16 * length if phase == "decode" else length
+            found.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
+    return found
+
+
+def described(workload: Workload) -> str:
+    """A workload in few words."""
+    heads = f"{workload.q_heads}/{workload.kv_heads} heads of {workload.head_dim}"
+    return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
+
+
+def report(world: World, length: int, most: int, rounds: int, heard: Say) -> Report:
+    """Measure a world and what is planned for it."""
+    wired = isinstance(world, Hosts)
+    cluster, rows = run_on(world, _on_rank, workloads(length), most, rounds, wired, heard=heard)[0]
+    return Report(str(world), cluster, rows)
+
+
+def _on_rank(say: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
+    first, line = dist.get_rank() == 0, Shape(1, 1, dist.get_world_size())
+    cluster = Cluster.measure(mesh_of(line, line))
+    if first:
+        say(f"measured {cluster.hosts} hosts of {cluster.ranks}")
+    rows = []
+    for workload in todo:
+        rows += _contest(workload, cluster, most, rounds, wired)
+        if first:
+            say(described(workload))
+    return cluster, rows
+
+
+def contenders(plans: list[Plan], most: int) -> list[Plan]:
+    """The picked plan, the best of each other shape and exchange, and of each placement of the picked one."""
+    found: dict[tuple[Any, ...], Plan] = {}
+    for each in plans:
+        found.setdefault((each.shape, each.exchange), each)
+    chosen = list(found.values())[:most]
+    names: dict[str, Plan] = {}
+    for each in plans:
+        names.setdefault(each.known_as, each)
+    others = [each for each in plans if each.shape == plans[0].shape and each.exchange == plans[0].exchange]
+    chosen += [each for each in (*names.values(), *others) if each not in chosen]
+    return chosen
+
+
+def _contest(workload: Workload, cluster: Cluster, most: int, rounds: int, wired: bool) -> list[Ran]:
+    plans = contenders(plan(workload, cluster), most)
+    calls = [_repeated(each) for each in plans]
+    times: list[list[float]] = [[] for _ in calls]
+    for number in range(rounds + 1):
+        for (call, repeat), taken in zip(calls, times, strict=True):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            dist.barrier()
+            if number:
+                taken.append((time.perf_counter() - start) / repeat)
+    best = min(statistics.median(taken) for taken in times)
+    return [
+        Ran(
+            workload=described(workload),
+            plan=each.name,
+            known_as=each.known_as,
+            layout=str(each.layout),
+            picked=each is plans[0],
+            predicted_ms=round(1e3 * each.seconds, 3),
+            timing=Timing.of(taken),
+            beside_best=round(statistics.median(taken) / best, 3),
+            between=crossing(each, call) if wired else None,
+        )
+        for each, (call, _), taken in zip(plans, calls, times, strict=True)
+    ]
+
+
+def _repeated(each: Plan) -> tuple[Callable[[], Any], int]:
+    """A short step is timed many times in a row, as a server makes them; all ranks count alike."""
+    return call_of(each), max(1, min(20, int(0.1 / each.seconds)))
+
+
+def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
+    """What one call sends between hosts: of as many calls that what the counting sends does not count."""
+    per_host = max(1.0, (each.bytes.between + GLOO * each.messages) / each.cluster.hosts)
+    repeat = max(1, min(200, int(1e6 / per_host)))
+    quiet, busy = _quiet(), counted(lambda: [call() for _ in range(repeat)])
+    payload, headers = ((x - y) / repeat for x, y in ((busy.payload, quiet.payload), (_headers(busy), _headers(quiet))))
+    return Crossed(*(round(x) for x in (each.bytes.between, GLOO * each.messages, payload, headers)))
+
+
+@lru_cache
+def _quiet() -> Wire:
+    """What counting sends when there is nothing to count."""
+    return counted(lambda: None)
+
+
+def _headers(sent: Wire) -> int:
+    return HEADERS * sent.sent_packets
+
+
+def counted(call: Callable[[], Any]) -> Wire:
+    """What left all hosts while all ranks made a call, beside two barriers."""
+    _settled()
+    before = wires()[1]
+    dist.barrier()
+    call()
+    dist.barrier()
+    _settled()
+    once = os.environ["LOCAL_RANK"] == "0"
+    total = torch.tensor([once * x for x in wires()[1] - before])
+    dist.all_reduce(total)
+    return Wire(*total.tolist())
+
+
+def _settled() -> None:
+    """Until nothing is on its way any more."""
+    dist.barrier()
+    before = wires()[1]
+    while True:
+        time.sleep(0.04)
+        now = wires()[1]
+        if now.sent - before.sent < 500 and now.received - before.received < 500:
+            return
+        before = now
+
+
+def call_of(each: Plan) -> Callable[[], Any]:
+    """What a plan plans, to be called on every rank of its mesh."""
+    work, mesh = each.workload, mesh_of(each.shape, each.tile)
+    torch.manual_seed(0)
+    if work.phase == "decode":
+        return _decoding(each, mesh)
+    tokens = len(each.layout.positions(work.length, each.shape.ranks, Mesh.of(mesh).shard))
+    heads, dtype = (work.q_heads, work.kv_heads, work.kv_heads), getattr(torch, str(work.dtype))
+    q, k, v = (torch.randn(1, n, tokens, work.head_dim).to(dtype) for n in heads)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mask": work.mask,
+        "layout": each.layout,
+        "exchange": each.exchange,
+        "length": work.length,
+    }
+    if work.phase == "prefill":
+        return lambda: am.attention(q, k, v, **options)
+    learned = [x.requires_grad_() for x in (q, k, v)]
+    dout = torch.ones_like(q)
+    return lambda: torch.autograd.grad(am.attention(*learned, **options), learned, dout)
+
+
+def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
+    work = each.workload
+    sizes = {"batch": 1, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "capacity": work.length}
+    dtype = getattr(torch, str(work.dtype))
+    cache = am.KVCache(mesh, dtype=dtype, **sizes)  # type: ignore[arg-type]
+    for start in range(0, work.length, 8192):
+        more = min(8192, work.length - start)
+        cache.append(*torch.randn(2, 1, work.kv_heads, more, work.head_dim).to(dtype).unbind())
+    q = torch.randn(1, work.q_heads, 1, work.head_dim).to(dtype)
+    return lambda: am.decode(q, cache, merge=each.exchange)
+
+
+def summary(reports: list[Report]) -> dict[str, Any]:
+    """How often the planner was right, and every miss."""
+    rows = [row for report in reports for row in report.rows]
+    close = [abs(row.predicted_ms / row.timing.median - 1) <= CLOSE for row in rows]
+    wired = [abs(row.between.off) for row in rows if row.between is not None]
+    missed = [told for report in reports for told in _misses(report)]
+    picked = sum(row.picked for row in rows)
+    return {
+        "workloads": picked,
+        f"picked within {REGRET:.2f} of the best measured": picked - len(missed),
+        "misses": missed,
+        "plans measured": len(rows),
+        f"seconds within {CLOSE:.0%}": f"{sum(close) / len(rows):.0%}",
+        "bytes off at the most": f"{max(wired, default=0.0):.1%}",
+    }
+
+
+def _misses(report: Report) -> Iterator[str]:
+    best = {row.workload: row for row in report.rows if row.beside_best == 1.0}
+    for row in report.rows:
+        if row.picked and row.beside_best > REGRET:
+            yield f"{report.world}: {row.workload}: {row.plan} takes {row.beside_best} of {best[row.workload].plan}"
+
+
+REGRET, CLOSE = 1.10, 0.25
+"""What is asked of a planner: the picked plan is hardly slower than the best, and seconds are about those foretold."""

@@ -1,0 +1,1 @@
+"""Prefill and training: attention on a mesh."""

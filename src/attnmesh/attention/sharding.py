@@ -1,0 +1,86 @@
+"""Cut a whole tensor into this rank's shard, and put the shards of all ranks together again."""
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.consensus import agree, told, tried
+from attnmesh.comm.p2p import blank, swap
+from attnmesh.core.checks import check_tensor
+from attnmesh.core.layout import Layout, check_layout
+from attnmesh.errors import KernelError, ShapeError
+from attnmesh.mesh.axes import Mesh
+
+
+def shard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, dim: int = 2) -> Tensor:
+    """The tokens of `x`, along `dim`, that this rank holds: every rank passes the same whole tensor. Differentiable.
+
+    >>> import attnmesh as am
+    >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    check_layout("shard layout", layout)
+    here, dim = Mesh.of(mesh), _dim("shard", x, dim)
+    return x.index_select(dim, layout.positions(x.shape[dim], here.shape.ranks, here.shard).to(x.device))
+
+
+@torch.no_grad()
+def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int | None = None, dim: int = 2) -> Tensor:
+    """The whole tensor, on every rank, from the shards of all: the inverse of `shard`. Not differentiable.
+
+    >>> import attnmesh as am
+    >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    here = Mesh.of(mesh)
+
+    def look() -> int:
+        check_layout("unshard layout", layout)
+        along = _dim("unshard", x, dim)
+        if x.requires_grad:
+            given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
+            raise KernelError("unshard", "a tensor without gradients", given, fix)
+        return along
+
+    def call(dim: int) -> str:
+        others = [n for other, n in enumerate(x.shape) if other != dim]
+        return told("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
+
+    dim, said = tried(look, call)
+    counts = [row[0] for row in agree(here, said, [0 if dim is None else x.shape[dim]])]
+    positions = _positions(layout, sum(counts) if length is None else length, counts)
+    whole = _gathered(x.movedim(dim, 0), here, counts)
+    return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
+
+
+def _gathered(x: Tensor, here: Mesh, counts: list[int]) -> Tensor:
+    """All shards in order of their number, axis after axis from the innermost."""
+    held = 1  # shards gathered so far: those from `first` on
+    for axis in reversed(here.axes):
+        if axis.group is not None:
+            first = here.shard - here.shard % (held * axis.size)
+            starts = [first + index * held for index in range(axis.size)]
+            wanted = [(blank(x, sum(counts[start : start + held]), 0),) for start in starts]
+            x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
+        held *= axis.size
+    return x
+
+
+def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
+    """Where the tokens of all shards stand, shard after shard; every rank sees the same counts and raises alike."""
+    parts = [layout.positions(length, len(counts), index) for index in range(len(counts))]
+    if [len(part) for part in parts] != counts:
+        expected = f"shards of {[len(part) for part in parts]} tokens for {layout} of length {length}"
+        raise ShapeError(
+            "unshard", expected, f"{counts}", "pass the layout and the length that the tensor was sharded with"
+        )
+    return torch.cat(parts)
+
+
+def _dim(subject: str, x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor) or x.layout != torch.strided:
+        check_tensor(subject, x)
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        fix = "say along which dim the tokens lie"
+        raise ShapeError(subject, f"a dim of the tensor's {x.ndim}", f"dim {dim!r}", fix)
+    return dim % x.ndim

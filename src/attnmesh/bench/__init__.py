@@ -1,1 +1,0 @@
-"""Measurements that anyone can run again: rivals side by side, warm, with spread, beside the machine's limit."""

@@ -1,0 +1,1 @@
+"""The command `attnmesh`: one file a subcommand, output, and the launch of ranks."""

@@ -1,0 +1,228 @@
+"""`attnmesh bench kernel` on a GPU: decoding and prefill beside whatever is fastest there, and beside its memory."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import attnmesh as am
+from attnmesh.cli.bench_row import Row
+from attnmesh.cli.timing import Call, Timing, race
+from attnmesh.core.layout import Layout
+from attnmesh.kernels.cache_view import Question
+from attnmesh.kernels.driver import SlotKernel
+from attnmesh.kernels.select import choose_held
+
+Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of each is measured: on a GPU in earnest, elsewhere to see that it runs."""
+
+    decoding: tuple[tuple[int, int], ...] = (  # (batch, keys)
+        (1, 8_192), (1, 65_536), (1, 262_144), (1, 1_048_576), (8, 8_192), (8, 65_536), (64, 8_192), (64, 65_536),
+    )  # fmt: skip
+    prefill: tuple[int, ...] = (8_192, 16_384, 32_768, 65_536)
+    shards: int = 4
+    heads: tuple[int, int] = (Q_HEADS, KV_HEADS)
+    seconds: float = 1.0
+
+
+def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Row]:
+    """Every comparison, measured when it is asked for."""
+    for batch, keys in sizes.decoding:
+        yield from _decoding(device, sizes, batch, keys)
+    for length in sizes.prefill:
+        yield from _prefill(device, sizes, length)
+    yield _overhead(device, sizes)
+
+
+# --- decoding ---
+
+
+def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iterator[Row]:
+    """Beside each rival, and beside one that does no more than read the keys and values."""
+    case = f"decode bfloat16: batch {batch}, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {keys:,} keys"
+    cache = _filled(device, sizes, batch, keys)
+    q = torch.randn(batch, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
+    k, v = (x[:, :, :keys] for x in (cache.keys, cache.values))
+    calls = {"ours": lambda: am.decode(q, cache), "reading them": lambda: (k.amax(), v.amax())} | _rivals(q, k, v)
+    timings = _raced(calls, device, sizes)
+    ours, reading = timings.pop("ours"), timings.pop("reading them")
+    size = 2 * k.numel() * k.element_size()
+    reached = size / ours.median / 1e6
+    goal = 0.85 if keys >= 65_536 else None
+    share = reached / (size / reading.median / 1e6)
+    yield Row(case, "one that only reads them", reading, ours, goal, reached, share)
+    for rival, theirs in timings.items():
+        yield Row(case, rival, theirs, ours, 1.0, reached, share)
+
+
+def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int) -> am.KVCache:
+    heads, dtype = sizes.heads[1], torch.bfloat16
+    cache = am.KVCache(None, batch=batch, kv_heads=heads, head_dim=WIDTH, capacity=keys + 1, dtype=dtype, device=device)
+    step = 8_192
+    for start in range(0, keys, step):
+        more = min(step, keys - start)
+        cache.append(*torch.randn(2, batch, sizes.heads[1], more, WIDTH, device=device, dtype=torch.bfloat16))
+    return cache
+
+
+def _rivals(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """All that is here and decodes: the heads of a group as rows of one is the best that SDPA can be asked."""
+    groups = q.reshape(k.shape[0], k.shape[1], -1, q.shape[-1])
+    calls: dict[str, Call] = {
+        "SDPA": lambda: sdpa(q, k, v, enable_gqa=True),
+        "SDPA, groups as rows": lambda: sdpa(groups, k, v),
+    }
+    if q.device.type == "cuda":
+        calls["FlexAttention"] = lambda: _flex()(q, k, v, enable_gqa=True)
+    if find_spec("flash_attn"):
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        calls["flash-attn"] = lambda: import_module("flash_attn").flash_attn_with_kvcache(*turned)
+    if find_spec("flashinfer") and len(q) == 1:
+        alone = q[0, :, 0], k[0], v[0]
+        decode = partial(import_module("flashinfer").single_decode_with_kv_cache, kv_layout="HND")
+        calls["FlashInfer"] = lambda: decode(*alone)
+    return calls
+
+
+@cache
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _overhead(device: torch.device, sizes: Sizes) -> Row:
+    """A whole step beside its kernel alone, on so few keys that what they cost besides is seen."""
+    cache = _filled(device, sizes, 1, 256)
+    q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
+    kernel = choose_held("auto", q, cache.keys, cache.values)
+    calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
+    if isinstance(kernel, SlotKernel):
+        calls["kernel"] = lambda: kernel.attend_slots(Question(q, am.Causal(), WIDTH**-0.5, 257), cache.held)
+    else:
+        calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
+    timings = _raced(calls, device, sizes)
+    allowed = Timing(*(x + 0.01 for x in (timings["kernel"].median, timings["kernel"].low, timings["kernel"].high)))
+    return Row("decode step of 256 keys", "its kernel alone, and 10 us", allowed, timings["step"], 1.0)
+
+
+# --- prefill ---
+
+
+def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Row]:
+    """Beside each of PyTorch's kernels on plain causal attention, and on shards as fast a pair as there."""
+    heads = _heads(device, sizes, length)
+    for gradients, what in ((False, "forward"), (True, "forward + backward")):
+        case = f"causal bfloat16: {length:,} tokens, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {what}"
+        rivals: dict[str, Call] = {
+            f"PyTorch's {name}": partial(_sdpa, *heads, backend) for name, backend in _backends(device).items()
+        }
+        calls = {"ours": lambda: am.attend(*heads, mask=am.Causal()).out} | rivals
+        timings = _raced({name: _with(call, heads, gradients) for name, call in calls.items()}, device, sizes)
+        ours = timings.pop("ours")
+        for rival, theirs in timings.items():
+            yield Row(case, rival, theirs, ours, 0.95)
+        for layout in (am.Zigzag(), am.Striped()):
+            yield _shard(device, sizes, length, layout, gradients, ours)
+
+
+def _shard(device: torch.device, sizes: Sizes, length: int, layout: Layout, gradients: bool, plain: Timing) -> Row:
+    """One rank's queries against all keys; the rival is plain attention's time for as many pairs.
+
+    Striped, with the bounds of each row brought to the GPU meanwhile.
+    """
+    positions = layout.positions(length, sizes.shards, 1)
+    q, k, v = _heads(device, sizes, length)
+    heads = q.detach()[:, :, positions.to(device)].requires_grad_(), k, v
+    call = partial(am.attend, *heads, mask=am.Causal(), q_positions=positions)
+    ours = _raced({"ours": _with(lambda: call().out, heads, gradients)}, device, sizes)["ours"]
+    share = float((positions + 1).sum()) / (length * (length + 1) / 2)
+    theirs = Timing(*(round(x * share, 4) for x in (plain.median, plain.low, plain.high)))
+    what = "forward + backward" if gradients else "forward"
+    case = f"shard 1 of {sizes.shards}, {layout}: {length:,} tokens, {what}"
+    return Row(case, "plain causal, by pairs", theirs, ours, 0.85)
+
+
+def _heads(device: torch.device, sizes: Sizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.randn(1, heads, length, WIDTH, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (sizes.heads[0], sizes.heads[1], sizes.heads[1])
+    )
+    return q, k, v
+
+
+def _backends(device: torch.device) -> Mapping[str, SDPBackend]:
+    if device.type != "cuda":
+        return {"flash": SDPBackend.FLASH_ATTENTION}
+    return {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
+    with sdpa_kernel(backend):
+        return sdpa(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _with(call: Callable[[], Tensor], heads: tuple[Tensor, Tensor, Tensor], gradients: bool) -> Call:
+    """The call, without gradients or followed by them."""
+    if not gradients:
+        return torch.no_grad()(call)
+    dout = torch.randn(*heads[0].shape, device=heads[0].device, dtype=heads[0].dtype)
+    return lambda: torch.autograd.grad(call(), heads, dout)
+
+
+# --- how it is measured ---
+
+
+def _raced(calls: Mapping[str, Call], device: torch.device, sizes: Sizes) -> dict[str, Timing]:
+    """Those that run here, each as a CUDA graph if it can be one: a server's step is."""
+    ready = {}
+    for name, call in calls.items():
+        try:
+            ready[name] = graphed(call, device)
+        except RuntimeError as error:  # a kernel that this GPU has not
+            warnings.warn(f"{name} does not run here: {str(error).splitlines()[0]}", stacklevel=2)
+    return race(ready, device, seconds=sizes.seconds * len(ready))
+
+
+def graphed(call: Call, device: torch.device) -> Call:
+    """The same call as one launch of a graph; itself where it waits for the device, which no graph can."""
+    call()
+    if device.type != "cuda":
+        return call
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        waits = _waits(call)
+    torch.cuda.current_stream(device).wait_stream(side)
+    if waits:
+        return call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _waits(call: Call) -> bool:
+    """Whether a call, of which one has been made, waits for the device."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            call()
+        except RuntimeError:
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return False

@@ -1,0 +1,124 @@
+"""`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA, and beside the rate at which memory is read."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import attnmesh as am
+from attnmesh.cli import bench_gpu
+from attnmesh.cli.bench_row import Row
+from attnmesh.cli.timing import Call, peak_memory, race, read_rate
+from attnmesh.core.mask import Mask
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+MASKS = {
+    "window of 256": am.Window(256),
+    "16 documents": am.Causal() & am.Documents([1024] * 16),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The most extra megabytes that one call held, at three lengths."""
+
+    case: str
+    lengths: tuple[int, ...]
+    megabytes: tuple[float | None, ...]
+
+
+def rows(device: torch.device) -> Iterator[Row]:
+    """Every comparison, measured when it is asked for."""
+    if device.type == "cuda":
+        yield from bench_gpu.rows(device)
+        return
+    rate = read_rate(device)
+    for dtype, goal in ((torch.float32, 2.5), (torch.bfloat16, 2.0)):
+        yield from _decode(device, dtype, goal, rate)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _prefill(device, dtype)
+    for (name, mask), goal in zip(MASKS.items(), (8.0, 6.0), strict=True):
+        yield from _sparse(device, name, mask, goal)
+
+
+def memory(device: torch.device) -> Iterator[Memory]:
+    """Peak extra memory of masked calls, forward and backward: it is to grow with the length alone."""
+    lengths = (16_384, 32_768, 65_536)
+    for name in MASKS:
+        peaks = [_peak(_heads(device, torch.float32, length), _stretched(name, length)) for length in lengths]
+        yield Memory(
+            f"{name}, forward + backward", lengths, tuple(None if p is None else round(p / 1e6, 1) for p in peaks)
+        )
+
+
+def _decode(device: torch.device, dtype: torch.dtype, goal: float, rate: float) -> Iterator[Row]:
+    """Beside SDPA, and beside no more than the two products that decoding is made of, to see what limits it."""
+    q = torch.randn(1, 32, 1, 128, device=device, dtype=dtype)
+    k, v = (torch.randn(1, 8, 65_536, 128, device=device, dtype=dtype) for _ in range(2))
+    grouped, weights = q.view(1, 8, 4, 128).mT, torch.rand(1, 8, 4, 65_536, device=device, dtype=dtype)
+    rivals: dict[str, tuple[float | None, Call]] = {
+        "SDPA": (goal, lambda: sdpa(q, k, v, enable_gqa=True)),
+        "bare products": (None, lambda: (k @ grouped, weights @ v)),
+    }
+    for rival, (wanted, theirs) in rivals.items():
+        case = f"decode {_name(dtype)}: 1 query, 32/8 heads of 128, 65,536 keys"
+        row = _row(case, rival, wanted, device, theirs, lambda: am.attend(q, k, v))
+        reached = 2 * k.numel() * k.element_size() / row.ours.median / 1e6
+        yield replace(row, gigabytes_a_second=reached, share_of_read_rate=reached / rate)
+
+
+def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+    case = f"causal {_name(dtype)}: 4,096 tokens, 8 heads of 64"
+    return _beside_causal(case, "SDPA", 0.95, _heads(device, dtype, 4096), am.Causal())
+
+
+def _sparse(device: torch.device, name: str, mask: Mask, goal: float) -> Iterator[Row]:
+    case = f"{name} float32: 16,384 tokens, 8 heads of 64"
+    return _beside_causal(case, "SDPA full causal", goal, _heads(device, torch.float32, 16_384), mask)
+
+
+def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask) -> Iterator[Row]:
+    """Ours under the mask beside PyTorch's causal attention, forward alone and with gradients."""
+    q, k, v = heads
+
+    def theirs() -> Tensor:
+        return sdpa(q, k, v, is_causal=True)
+
+    def ours() -> Tensor:
+        return am.attention(q, k, v, mask=mask)
+
+    with torch.no_grad():
+        yield _row(f"{case}, forward", rival, goal, q.device, theirs, ours)
+    both = (_differentiated(call, heads) for call in (theirs, ours))
+    yield _row(f"{case}, forward + backward", rival, goal, q.device, *both)
+
+
+def _row(case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call) -> Row:
+    timings = race({"theirs": theirs, "ours": ours}, device)
+    return Row(case, rival, timings["theirs"], timings["ours"], goal)
+
+
+def _heads(device: torch.device, dtype: torch.dtype, length: int) -> Heads:
+    q, k, v = (torch.randn(1, 8, length, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    return q, k, v
+
+
+def _differentiated(call: Callable[[], Tensor], heads: Heads) -> Call:
+    dout = torch.randn_like(heads[0])
+    return lambda: torch.autograd.grad(call(), heads, dout)
+
+
+def _peak(heads: Heads, mask: Mask) -> int | None:
+    return peak_memory(_differentiated(lambda: am.attention(*heads, mask=mask), heads), heads[0].device)
+
+
+def _stretched(name: str, length: int) -> Mask:
+    """The documents of 1,024 tokens again, as many as fill the length."""
+    return MASKS[name] if not MASKS[name].ends else am.Causal() & am.Documents([1024] * (length // 1024))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

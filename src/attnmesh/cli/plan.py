@@ -1,0 +1,283 @@
+"""The command `attnmesh plan`: what was asked as a workload and a cluster, every way priced, the best as a table."""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from attnmesh.cli.output import (
+    AsJson,
+    Verbose,
+    console,
+    pairs,
+    print_json,
+    printable,
+    progress,
+    telling,
+    titled,
+    writable,
+)
+from attnmesh.cli.plan_figure import check_picture, write_plot
+from attnmesh.cli.plan_page import write_report
+from attnmesh.core.checks import DTYPES
+from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.errors import ArgumentError, ClusterError, ShapeError
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import STAGES, Plan, in_bytes, in_seconds
+from attnmesh.planner.plan import plan as plans_for
+from attnmesh.planner.schemes import told_cluster, told_workload
+from attnmesh.planner.workload import PHASES, Workload
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
+"""What a length may be counted in: 128k are 128,000 tokens, 128Ki are 131,072."""
+
+
+def plan(
+    cluster: Annotated[
+        str,
+        typer.Option(help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe."),
+    ],
+    heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8; or one number for both.")],
+    length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="The width of a head.")] = 128,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="The width of a value, where it is another.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Forward and backward; unless told otherwise.")] = False,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Forward alone.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="New tokens meet --length kept ones.")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers, one after the other.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    q_len: Annotated[int | None, typer.Option(min=1, help="New tokens a sequence in decoding, 1 unless given.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    window: Annotated[
+        int | None, typer.Option(min=0, help="A token sees itself and so many before it; all before it unless given.")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all.")] = False,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write a page to this .html on which sizes can be changed.", dir_okay=False)
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Price every way to run attention on a cluster, before it is run: the best first, with its reasons."""
+    machines = cluster_of(cluster)
+    q_heads, kv_heads = heads_of(heads)
+    work = Workload(
+        q_heads,
+        kv_heads,
+        head_dim,
+        length_of(length),
+        value_dim=value_dim,
+        batch=batch,
+        q_len=q_len,
+        layers=layers,
+        dtype=dtype,
+        phase=_phase(training, prefill, decode),
+        mask=_mask(window, full),
+    )
+    _check_files(plot, report)
+    with progress.status("pricing") as status:
+        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} ways"))
+        if plot is not None:
+            write_plot(plot, work, machines, plans, telling(status))
+        if report is not None:
+            write_report(report, work, machines, telling(status))
+    shown = distinct(plans)[:top]
+    if as_json:
+        print_json(_record(cluster, work, machines, shown))
+        return
+    console.print(_table(shown))
+    console.print(plans[0].explain(), highlight=False, markup=False)
+    if verbose:
+        console.print(_parts(plans[0]))
+        console.print(pairs(f"where the constants of {machines.name} are from", dict(machines.sources)))
+    for file in filter(None, (plot, report)):
+        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
+
+
+# --- what was asked ---
+
+
+def cluster_of(text: str) -> Cluster:
+    """The cluster that `--cluster` names: a preset or a file, with as many hosts, and ranks a host, as it says.
+
+    >>> cluster_of("dgx-h100:2x4").world
+    8
+    """
+    name, _, size = (text, "", "") if os.path.isfile(text) else text.partition(":")
+    hosts, ranks = _size(text, size) if size or text.endswith(":") else (None, None)
+    if not os.path.isfile(name) and not name.endswith(".json"):
+        return Cluster.preset(name, hosts, ranks)
+    found = _measured(Path(name))
+    for what, given, most in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
+        if most == 1 and given not in (None, 1):  # nothing is known of links that were not there
+            fix = f"measure with attnmesh probe on more {what}"
+            raise ClusterError(f"--cluster {name}", f"1, as it was measured on 1 of {what}", f"{given} {what}", fix)
+    return found.sized(hosts or found.hosts, ranks or found.ranks)
+
+
+def _size(text: str, size: str) -> tuple[int, int | None]:
+    match = re.fullmatch(r"([0-9]{1,15})(?:x([0-9]{1,15}))?", size)
+    if match is None:
+        fix = "write dgx-h100:16 for 16 hosts, dgx-h100:16x4 for 4 ranks on each"
+        raise ClusterError("--cluster", "NAME, NAME:HOSTS or NAME:HOSTSxRANKS", repr(text), fix)
+    hosts, ranks = match.groups()
+    return int(hosts), None if ranks is None else int(ranks)
+
+
+def _measured(file: Path) -> Cluster:
+    fix = "write one with attnmesh probe --out"
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ClusterError("--cluster", "a JSON file that probe wrote", f"{file}: {error}", fix) from None
+    if not isinstance(record, dict) or "cluster" not in record:
+        raise ClusterError("--cluster", 'a JSON object with a "cluster"', f"{file} without one", fix)
+    try:
+        return Cluster.of_record(record["cluster"])
+    except ClusterError as error:
+        _, expected, given, fix = error.args
+        raise ClusterError(f"--cluster {file}", expected, given, fix) from None
+
+
+def heads_of(text: str) -> tuple[int, int]:
+    """Query heads and key heads.
+
+    >>> heads_of("32/8"), heads_of("16")
+    ((32, 8), (16, 16))
+    """
+    match = re.fullmatch(r"([0-9]{1,15})(?:/([0-9]{1,15}))?", text)
+    if match is None:
+        raise ShapeError("--heads", "query heads / key heads", repr(text), "write 32/8, or 32 where both are as many")
+    q_heads, kv_heads = match.groups()
+    return int(q_heads), int(kv_heads or q_heads)
+
+
+def length_of(text: str) -> int:
+    """Tokens.
+
+    >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
+    [4096, 128000, 131072, 1500000]
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(|k|m|ki|mi)", text.lower())
+    tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
+    if tokens != int(tokens):
+        fix = "k and M count in thousands, Ki and Mi in 1,024s"
+        raise ShapeError("--length", "tokens, as 4096, 128k, 5M, 128Ki or 1Mi", repr(text), fix)
+    return int(tokens)
+
+
+def _phase(*wanted: bool) -> str:
+    phases = [phase for phase, asked in zip(PHASES, wanted, strict=True) if asked]
+    if len(phases) > 1:
+        given = " and ".join(f"--{phase}" for phase in phases)
+        raise ArgumentError("attnmesh plan", "one phase", given, "plan for one after the other")
+    return phases[0] if phases else PHASES[0]
+
+
+def _mask(window: int | None, full: bool) -> Mask:
+    if full and window is not None:
+        raise ArgumentError("attnmesh plan", "one mask", f"--full and --window {window}", "leave one out")
+    return Full() if full else Causal() if window is None else Window(window)
+
+
+def _check_files(plot: Path | None, report: Path | None) -> None:
+    """What cannot be written is better known before than after."""
+    if plot is not None:
+        check_picture(plot)
+    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+        raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it so: it is a page")
+    writable("--plot", plot)
+    writable("--report", report)
+
+
+# --- what is told ---
+
+
+def distinct(plans: Sequence[Plan]) -> list[Plan]:
+    """Of each shape and exchange the best placement."""
+    best: dict[object, Plan] = {}
+    for one in plans:
+        best.setdefault((one.shape, one.exchange), one)
+    return list(best.values())
+
+
+def _table(shown: Sequence[Plan]) -> Table:
+    work, machines = shown[0].workload, shown[0].cluster
+    table = titled(f"{told_workload(work)}; {told_cluster(machines)}", "")
+    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns are to fit a terminal of 80
+    table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
+    table.add_column("known as")
+    columns = {
+        "exchange": [one.exchange for one in shown],
+        "layout": [type(one.layout).__name__.lower() for one in shown],
+        "tile\na host": [_by(one.tile) for one in shown],
+        "time": [in_seconds(one.seconds) for one in shown],
+        "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
+        "inside\nhosts": [in_bytes(one.bytes.inside) for one in shown],
+        "memory\na rank": [in_bytes(one.memory) for one in shown],
+    }
+    if 1 in (machines.hosts, machines.ranks):  # then there is one class of links
+        del columns["tile\na host"], columns["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
+    for name in columns:
+        table.add_column(name, justify="right" if "\n" in name or name == "time" else "left", no_wrap=True)
+    for number, (one, *figures) in enumerate(zip(shown, *columns.values(), strict=True), 1):
+        table.add_row(str(number), _by(one.shape), one.known_as, *figures)
+    table.caption, table.caption_justify = CAPTION, "left"
+    return table
+
+
+CAPTION = """\
+The best first; of each shape and exchange only its best placement on hosts. Bytes are those of all ranks together."""
+
+
+def _by(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _parts(best: Plan) -> Table:
+    times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
+    return pairs(f"{best.name}: {in_seconds(best.seconds)}", times)
+
+
+def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
+    return {
+        "command": _command(cluster, work),
+        "cluster": machines.record(),
+        "workload": {**{field.name: getattr(work, field.name) for field in fields(work)}, "mask": repr(work.mask)},
+        "plans": [_plan_record(one) for one in shown],
+        "explanation": shown[0].explain(),
+    }
+
+
+def _plan_record(one: Plan) -> dict[str, Any]:
+    return {
+        "shape": list(one.shape),
+        "tile": list(one.tile),
+        "exchange": one.exchange,
+        "layout": repr(one.layout),
+        "known_as": one.known_as,
+        "seconds": one.seconds,
+        "bytes": {"inside": one.bytes.inside, "between": one.bytes.between},
+        "memory": one.memory,
+        "parts": dict(one.parts),
+    }
+
+
+def _command(cluster: str, work: Workload) -> str:
+    words = f"attnmesh plan --cluster {shlex.quote(cluster)} --heads {work.q_heads}/{work.kv_heads}"
+    words += f" --head-dim {work.head_dim} --length {work.length} --{work.phase} --dtype {work.dtype}"
+    mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
+    counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
+    return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

@@ -1,0 +1,203 @@
+"""A plan as a figure: how the schemes' times go with devices and with tokens, and what each sends over which links."""
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnmesh.errors import ArgumentError
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import Plan, in_bytes, in_seconds
+from attnmesh.planner.schemes import (
+    SCHEMES,
+    Schemes,
+    best_of,
+    curves,
+    over_lengths,
+    over_sizes,
+    told_cluster,
+    told_workload,
+)
+from attnmesh.planner.workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT, RULE = "#2b3038", "#626a75", "#e3e6ea"
+SIDE = 0.045
+"""Of a panel's height: how far apart the labels of two curves are, for each of their lines."""
+
+Points = Mapping[str, Sequence[tuple[int, float]]]
+
+
+def check_picture(file: Path) -> None:
+    """Raise unless its name is that of a picture that can be written, and there is what draws it."""
+    if file.suffix.lower() not in (".png", ".svg"):
+        raise ArgumentError("--plot", "a file named .png or .svg", repr(str(file)), "name it so")
+    import matplotlib  # noqa: F401
+
+
+def write_plot(
+    file: Path, workload: Workload, cluster: Cluster, plans: Sequence[Plan], say: Callable[[str], None]
+) -> None:
+    """Draw the schemes to a file."""
+    say("pricing other numbers of devices")
+    devices = curves(over_sizes(workload, cluster))
+    say("pricing other lengths")
+    tokens = curves(over_lengths(workload, cluster))
+    say(f"drawing {file}")
+    draw_plan(workload, cluster, best_of(plans), devices, tokens).savefig(file, dpi=150)
+
+
+def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Points, tokens: Points) -> "Figure":
+    """Three panels: seconds over devices, seconds over tokens, bytes by class of link of each scheme's best plan.
+
+    Needs matplotlib: `pip install 'attnmesh[plot]'`.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure((17, 5.8), facecolor="white")
+    plain: dict[str, Any] = {"va": "top", "parse_math": False}  # a name with dollars in it is no formula
+    figure.text(0.05, 0.955, told_cluster(cluster), fontsize=15, fontweight="bold", color=INK, **plain)
+    figure.text(0.05, 0.89, f"{told_workload(workload)}. {BEST}", fontsize=10.5, color=FAINT, **plain)
+    over_devices, over_tokens, links = (
+        figure.add_axes((left, 0.115, width, 0.655)) for left, width in ((0.05, 0.205), (0.4, 0.205), (0.8, 0.15))
+    )
+    _curves(over_devices, devices, "devices", cluster.world, f"time at {workload.length:,} tokens")
+    _curves(over_tokens, tokens, "tokens", workload.length, f"time on {cluster.world} devices")
+    _bars(links, best, "bytes of all ranks")
+    return figure
+
+
+BEST = "The best plan of each scheme, as the cost model has it; what does not fit the memory is left out."
+
+
+def _curves(axes: "Axes", points: Points, what: str, here: int, title: str) -> None:
+    """A curve a scheme, its name at its end; the vertical line is what was asked for."""
+    from matplotlib.ticker import LogLocator
+
+    _style(axes, title)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.axvline(here, color=RULE, linewidth=6, zorder=0)
+    for name, curve in points.items():
+        line = SCHEMES[name]
+        style = "--" if line.dashed else "-"
+        axes.plot(*zip(*curve, strict=True), style, marker="o", markersize=3.5, color=line.colour, label=name)
+    axes.minorticks_off()
+    axes.set_xticks(_apart({x for curve in points.values() for x, _ in curve} | {here}))
+    axes.xaxis.set_major_formatter(lambda value, _: _count(round(value)))
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0), numticks=30))
+    axes.yaxis.set_major_formatter(lambda value, _: in_seconds(value))
+    axes.set_xlabel(what, color=INK)
+    axes.set_ylabel("seconds", color=INK)
+    _label(axes, points)
+
+
+def _label(axes: "Axes", points: Points) -> None:
+    """Each curve's name to the right of the panel, as near to its end as the others let it."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    names = sorted(points, key=lambda name: (points[name][-1][1], name))
+    texts = {name: _folded(name) for name in names}
+    sizes = [SIDE * (1 + texts[name].count("\n")) + 0.012 for name in names]
+    wanted = [
+        float(axes.transAxes.inverted().transform(axes.transData.transform(points[name][-1]))[1]) for name in names
+    ]
+    for name, height in zip(names, spread(wanted, sizes), strict=True):
+        axes.annotate(
+            texts[name],
+            points[name][-1],
+            (1.09, height),
+            "data",
+            "axes fraction",
+            {
+                "arrowstyle": "-",
+                "color": SCHEMES[name].colour,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+            va="center",
+            fontsize=8.5,
+            linespacing=1.05,
+            color=SCHEMES[name].colour,
+        )
+
+
+def _folded(name: str) -> str:
+    return textwrap.fill(name, 24, break_on_hyphens=False)
+
+
+def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
+    """Places near those wanted, ascending, each as far from the next as both need, in 0 to 1 if there is room.
+
+    >>> [round(place, 2) for place in spread([0.5, 0.5, 0.98], [0.1, 0.1, 0.1])]
+    [0.5, 0.6, 0.95]
+    """
+    places: list[float] = []
+    bottom = 0.0
+    for place, size in zip(wanted, sizes, strict=True):
+        places.append(max(place, bottom + size / 2))
+        bottom = places[-1] + size / 2
+    top = max(1.0, sum(sizes))
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], top - sizes[index] / 2)
+        top = places[index] - sizes[index] / 2
+    return places
+
+
+def _apart(found: Iterable[int]) -> list[int]:
+    """Of numbers those to write on an axis: none nearer to the last than a factor of 1.9."""
+    kept: list[int] = []
+    for number in sorted(found):
+        if not kept or number >= 1.9 * kept[-1]:
+            kept.append(number)
+    return kept
+
+
+def _bars(axes: "Axes", best: Schemes, title: str) -> None:
+    """Two bars a scheme, the fastest scheme on top."""
+    _style(axes, title)
+    most = max((max(one.bytes) for one in best.values()), default=0.0) or 1.0
+    for place, (name, one) in enumerate(best.items()):
+        both = ("between", one.bytes.between, -0.19, 1.0), ("inside", one.bytes.inside, 0.19, 0.4)
+        for links, sent, offset, alpha in both:
+            at = place + offset
+            axes.barh(at, sent, 0.36, color=SCHEMES[name].colour, alpha=alpha)
+            style: dict[str, Any] = {"va": "center", "fontsize": 7.5, "color": FAINT}
+            axes.annotate(f"{in_bytes(sent)} {links}", (sent, at), (4, 0), textcoords="offset points", **style)
+    axes.set(ylim=(len(best) - 0.4, -0.6), xlim=(0, 1.5 * most))
+    axes.set_yticks(range(len(best)), [_folded(name) for name in best])
+    for label, name in zip(axes.get_yticklabels(), best, strict=True):
+        label.set(color=SCHEMES[name].colour, fontsize=8.5)
+    axes.locator_params("x", nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: in_bytes(value) if value else "0")
+    axes.set_xlabel("bytes", color=INK)
+
+
+def _style(axes: "Axes", title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(RULE)
+    axes.tick_params(length=0, labelsize=8.5, labelcolor=FAINT)
+    axes.grid(axis="both", color=RULE, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _count(number: int) -> str:
+    """Tokens or devices on an axis.
+
+    >>> [_count(number) for number in (128, 8192, 5_000_000)]
+    ['128', '8Ki', '5M']
+    """
+    for size, unit in ((1 << 20, "Mi"), (1 << 10, "Ki")):
+        if number % size == 0:
+            return f"{number // size:,}{unit}"
+    for size, unit in ((10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,69 @@
+"""Counters of what a rank receives and of the time its merges take."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from torch import Tensor
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass
+class Traffic:
+    """What a rank received: elements of q, k, v, out and their gradients; numbers a row (lse and the like); bytes.
+
+    And the seconds that it spent in each merge across ranks: of the ranks, the one that comes last waits least.
+    """
+
+    vectors: int = 0
+    scalars: int = 0
+    bytes: int = 0
+    merges: list[float] = field(default_factory=list)
+
+
+current_traffic: ContextVar[Traffic | None] = ContextVar("attnmesh traffic", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count what this rank receives, in this thread, while the block runs."""
+    traffic = Traffic()
+    token = current_traffic.set(traffic)
+    try:
+        yield traffic
+    finally:
+        current_traffic.reset(token)
+
+
+@contextmanager
+def merging() -> Iterator[None]:
+    """Time what is merged in the block, where traffic is counted."""
+    if (traffic := current_traffic.get()) is None:
+        yield
+        return
+    start = perf_counter()
+    yield
+    traffic.merges.append(perf_counter() - start)
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the bytes of all these tensors."""
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def count_received(wanted: Mapping[int, Tensors]) -> None:
+    """Count tensors that were received, by the rank that sent them."""
+    if (traffic := current_traffic.get()) is not None:
+        for x in (x for tensors in wanted.values() for x in tensors):
+            traffic.vectors += x.numel() if x.ndim == 4 else 0
+            traffic.scalars += x.numel() if x.ndim == 3 else 0
+        traffic.bytes += sum(map(bytes_of, wanted.values()))
+
+
+def count_messages(number: int, size: int) -> None:
+    """So many messages of so many bytes have come."""
+    if (traffic := current_traffic.get()) is not None:
+        traffic.bytes += number * size

@@ -1,0 +1,128 @@
+"""Meshes of the ranks of a world, who agree on them before they make them: who failed alone would be waited for."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from attnmesh.comm.consensus import agreed, told
+from attnmesh.errors import DeviceError, MeshError
+from attnmesh.mesh.axes import Axis, Mesh, device_of, kind_of
+from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements
+from attnmesh.planner.traffic import placed
+
+
+def init_mesh(
+    device_type: str | Sequence[int] | None = None,
+    shape: Sequence[int] | None = None,
+    q_heads: int = 1,
+    kv_heads: int | None = None,
+) -> DeviceMesh:
+    """A `DeviceMesh` of that shape whose neighbours in rank, those of one host, share the axis that carries most.
+
+    The shape is what `mesh_shape` gives, or any three numbers of ranks: heads, queries, keys. The model's heads tell
+    which axis carries most; left out, they count as ungrouped. `init_mesh((1, 2, 2))`, without a device type, takes
+    that of the process group. Every rank of the world asks for the same.
+    """
+    if shape is None and not isinstance(device_type, str):  # the shape came first
+        device_type, shape = None, device_type
+    device_type = world_device_type() if device_type is None else device_type
+    kv_heads = q_heads if kv_heads is None else kv_heads
+
+    def check() -> Shape:
+        check_device_type("init_mesh", device_type)
+        found = checked_shape("init_mesh", shape)
+        check_heads("init_mesh", found.ranks, q_heads, kv_heads)
+        if dist.is_initialized() and found.ranks > dist.get_world_size():
+            expected, given = f"at most the world's {dist.get_world_size()} ranks", "x".join(map(str, found))
+            raise MeshError("init_mesh", expected, given, "start more ranks, or ask mesh_shape for a smaller one")
+        return found
+
+    def call(found: Shape) -> str:
+        return told("init_mesh", device_type=device_type, shape=found, q_heads=q_heads, kv_heads=kv_heads)
+
+    found = agreed(everyone(), check, call)
+    sent = elements(found, q_heads, kv_heads)._asdict()
+    names = tuple(sorted(AXES, key=lambda name: sent[name]))
+    sizes = tuple(getattr(found, name) for name in names)
+    return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
+
+
+def checked_shape(subject: str, shape: object) -> Shape:
+    """The shape, or the error that says what a shape is."""
+    if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(map(_counts, shape)):
+        return Shape(*shape)
+    expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
+    fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
+    raise MeshError(f"{subject} shape", expected, repr(shape), fix)
+
+
+def _counts(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+
+
+def world_device_type() -> str:
+    """The devices that the process group was made for; before there is one, those that are there."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return kind_of(dist.group.WORLD) if dist.is_initialized() else "cuda"
+
+
+def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
+    """Return the `DeviceMesh` of a plan: the ranks of one host share a tile of it. Every rank calls it."""
+    ranks = shape.ranks
+
+    def check() -> None:
+        check_device_type("Plan.init_mesh", device_type)
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != ranks:
+            fix = f"start {ranks} ranks, or plan for as many as there are"
+            raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", f"{world}", fix)
+
+    call = told("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
+    agreed(everyone(), check, call)
+    return DeviceMesh(device_type, placed(shape, tile), mesh_dim_names=AXES)
+
+
+def everyone() -> Mesh:
+    """All ranks in line; before there are process groups, nobody can be asked."""
+    if not dist.is_initialized():
+        return Mesh.of(None)
+    return Mesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
+
+
+def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
+    """The device asked for, if there is such, else that of the mesh."""
+    try:
+        if isinstance(device, (str, torch.device)):
+            found = torch.device(device)
+            return torch.device("cpu") if found.type == "cpu" else found
+    except RuntimeError:
+        pass
+    return device_of(mesh)
+
+
+def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
+    """What is wrong with the device asked for, of which that was found, if anything is."""
+    fix = "leave it out for the mesh's device type"
+    if device is not None and str(device).split(":")[0] != found.type:
+        return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
+        why = str(error).splitlines()[0].rstrip(".")
+        return DeviceError(f"{subject} device", "a device that is there", f"{str(found)!r} ({why})", fix)
+    return None
+
+
+def check_device_type(subject: str, device_type: object) -> None:
+    """Raise unless PyTorch knows such devices."""
+    try:
+        if isinstance(device_type, str) and torch.device(device_type).type == device_type:
+            return
+    except RuntimeError:
+        pass
+    fix = "name one without a number: each rank has the device that it has set"
+    raise DeviceError(f"{subject} device_type", 'a type of devices, as "cpu" or "cuda"', repr(device_type), fix)

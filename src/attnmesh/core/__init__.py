@@ -1,0 +1,1 @@
+"""The mathematics, on tensors: partials, masks, layouts, checks of arguments, digests. It knows no rank."""

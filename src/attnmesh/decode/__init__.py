@@ -1,0 +1,1 @@
+"""The sharded cache, and decoding from it."""

@@ -1,0 +1,1 @@
+"""One device: blocks, the driver, each kernel, `select`, and the operator `attend`."""

@@ -1,0 +1,70 @@
+"""Attention as its formula reads, in plain PyTorch, on any device and in any dtype: what the others are held to."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.mask import Band
+from attnmesh.core.partial import Partial, wide
+from attnmesh.kernels.blocks import Block, tiles
+from attnmesh.kernels.driver import Answer, Gradients
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Dense within a tile of rows: memory grows with the keys, not with queries times keys."""
+
+    name: str = "reference"
+
+    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        """It serves everything."""
+        return None
+
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """Tiles: a plain matrix product has no causal form to profit from."""
+        return tiles(band)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+        """With weights `w_a = e^logit_a`: `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`."""
+        logits = _logits(q, k, block, scale)
+        peak = logits.amax(-1, keepdim=True)
+        # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
+        peak.masked_fill_(peak == -torch.inf, 0.0)
+        weights = logits.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        out = weights @ _wide(v) / total.masked_fill(total == 0, 1.0)
+        lse = (peak + total.log()).squeeze(-1)
+        return Partial(_unpacked(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
+
+    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+        """With weights w and `delta = sum(out * dout)`: `dv = w'dout`, `dlogit = w (dout v' - delta)`."""
+        out, dout, rows = (_packed(x, k) for x in (answer.out, answer.dout, q))
+        weights = torch.exp(_logits(q, k, block, scale) - answer.lse.reshape(*rows.shape[:-1], 1))
+        delta = (out * dout).sum(-1, keepdim=True)
+        dlogits = weights * (dout @ _wide(v).transpose(-1, -2) - delta) * scale
+        dq, dk, dv = dlogits @ _wide(k), dlogits.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
+        return Gradients(_unpacked(dq, q), dk, dv)
+
+
+def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
+    """(batch, kv_heads, group * length, keys). Keys times queries: for few queries that reads the keys fastest."""
+    columns = _packed(q, k).transpose(-1, -2) * scale
+    logits = (_wide(k) @ columns).transpose(-1, -2).contiguous()
+    if block.causal or block.band is not None:
+        visible = block.visible().to(q.device)
+        logits.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
+    return logits
+
+
+def _packed(x: Tensor, k: Tensor) -> Tensor:
+    """(batch, kv_heads, group * length, dim): the query heads that share a key, as further rows of one head."""
+    return _wide(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+
+
+def _unpacked(x: Tensor, q: Tensor) -> Tensor:
+    return x.reshape(*q.shape[:-1], x.shape[-1])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide(x.dtype))

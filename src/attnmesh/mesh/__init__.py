@@ -1,0 +1,1 @@
+"""Who holds and who computes what, as values; nothing is sent here."""

@@ -1,0 +1,86 @@
+"""One layer's attention as a planner sees it: heads, tokens, dtype and what is to be done with them."""
+
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from attnmesh.core.checks import DTYPES
+from attnmesh.core.mask import Causal, Mask, check_mask
+from attnmesh.errors import ClusterError, DtypeError, KernelError, ShapeError
+
+MOST = 10**15
+"""Of anything that is counted."""
+
+PHASES = ("training", "prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to plan for: `length` tokens of all ranks, in so many layers one after the other.
+
+    In "training" a layer goes forward and backward, in "prefill" forward; in "decode" the last `q_len` of `length` kept
+    tokens are queries.
+
+    >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
+    536870912
+    """
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    length: int
+    _: KW_ONLY
+    value_dim: int | None = None
+    batch: int = 1
+    q_len: int | None = None
+    layers: int = 1
+    dtype: str | torch.dtype = "bfloat16"
+    phase: str = "training"
+    mask: Mask = Causal()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        for name in ("q_heads", "kv_heads", "head_dim", "length", "value_dim", "batch", "q_len", "layers"):
+            self._check_count(name, getattr(self, name))
+        if self.q_heads % self.kv_heads:
+            given = f"{self.q_heads} query heads on {self.kv_heads} key heads"
+            raise ShapeError("Workload", "whole groups of query heads", given, "pass the model's head counts")
+        if self.dtype not in DTYPES:
+            expected = f"one of {', '.join(DTYPES)}"
+            raise DtypeError("Workload dtype", expected, repr(self.dtype), "name the dtype of q, k and v")
+        if self.phase not in PHASES:
+            raise KernelError(
+                "Workload phase", f"one of {', '.join(PHASES)}", repr(self.phase), "say what is to be done"
+            )
+        if self.q_len is not None and self.phase != "decode":
+            given = f"q_len={self.q_len} in {self.phase}"
+            raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
+        check_mask("Workload mask", self.mask, self.length)
+
+    def _check_count(self, name: str, value: int | None) -> None:
+        if value is None and name in ("value_dim", "q_len"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "count it")
+        if value > MOST:
+            raise ClusterError(f"Workload {name}", f"no more than {MOST:.0e}", "a larger number", "check the unit")
+
+    @property
+    def values(self) -> int:
+        """The width of a value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number in the caller's dtype."""
+        return int(getattr(torch, str(self.dtype)).itemsize)
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in which partials and gradients are summed."""
+        return max(4, self.item)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the keys and values of all tokens in all layers."""
+        return self.layers * self.batch * self.length * self.kv_heads * (self.head_dim + self.values) * self.item

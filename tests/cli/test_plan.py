@@ -1,0 +1,431 @@
+import base64
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from typer.testing import CliRunner
+
+import attnmesh as am
+from attnmesh.cli import generate, plan
+from attnmesh.cli.app import app
+from attnmesh.cli.plan_page import Grid, data, grid_of, page
+from attnmesh.planner.plan import in_bytes, in_seconds
+from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_lengths, over_sizes, sizes
+
+DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
+SMALL = am.Workload(16, 4, 64, 16384)
+CLUSTER = am.Cluster.preset("a100x4", hosts=2)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+    return result.exit_code, result.stdout
+
+
+def asked(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "64k", *more: str) -> tuple[str, ...]:
+    return "--cluster", cluster, "--heads", heads, "--length", length, *more
+
+
+def test_the_table_is_best_first_and_explained() -> None:
+    code, text = run(*DECODE, "--top", "3", "-v")
+    best = am.plan(am.Workload(32, 8, 128, 5_000_000, phase="decode"), am.Cluster.preset("dgx-h100", 16))[0]
+    rows = [line.split() for line in text.splitlines() if re.match(r" \d+ +\d+x", line)]
+    assert code == 0
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert rows[0][1] == "x".join(map(str, best.shape))
+    assert in_seconds(best.seconds) in " ".join(rows[0])
+    assert "of each shape and exchange only its best placement" in text
+    assert best.explain().splitlines()[0][:60] in text
+    assert "where the constants of dgx-h100 are from" in text
+    assert "FlashAttention-3" in text
+    assert "merging partials" in text
+
+
+def test_the_table_fits_a_terminal_of_80() -> None:
+    result = CliRunner().invoke(app, ["plan", *DECODE], env={"COLUMNS": "80"})
+    assert "…" not in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_json_is_one_object_that_plans_again() -> None:
+    code, text = run(*asked("a100x4:2x2", "16", "32Ki", "--prefill", "--window", "1000", "--layers", "3", "--json"))
+    report = json.loads(text)
+    work = am.Workload(16, 16, 128, 32768, phase="prefill", mask=am.Window(1000), layers=3)
+    cluster = am.Cluster.preset("a100x4", 2, 2)
+    plans = am.plan(work, cluster)
+    assert code == 0
+    assert am.Cluster.of_record(report["cluster"]) == cluster
+    assert report["workload"] | {"mask": am.Window(1000)} == vars(work)
+    assert report["explanation"] == plans[0].explain()
+    assert report["plans"][0]["seconds"] == plans[0].seconds == pytest.approx(sum(report["plans"][0]["parts"].values()))
+    assert len({(*one["shape"], one["exchange"]) for one in report["plans"]}) == len(report["plans"])
+    again = json.loads(run(*report["command"].split()[2:], "--json")[1])
+    assert again == report
+
+
+def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({"cluster": am.Cluster.preset("h100x1", 4).record()}))
+    code, text = run(*asked(str(file), "8/2", "128k", "--json", "--batch", "2", "--full"))
+    assert code == 0
+    assert json.loads(text)["cluster"]["hosts"] == 4
+    assert json.loads(run(*asked(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
+
+
+def _worked() -> float:
+    """Seconds that processes started here have worked, however busy the machine is besides."""
+    return os.times().children_user + os.times().children_system
+
+
+def test_it_answers_in_seconds() -> None:
+    start = _worked()
+    done = subprocess.run(
+        [sys.executable, "-m", "attnmesh", "plan", *DECODE], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert _worked() - start < 6
+    code = f"import sys; from attnmesh.cli.app import app; app({['plan', *DECODE]!r}, standalone_mode=False); " + (
+        "print({'matplotlib', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("set()\n"), done.stderr
+
+
+WRONG = {
+    ("dgx-h200",): "Cluster.preset: expected one of dgx-h100, h100x1,",
+    ("dgx-h100:2x9",): "at most 8 ranks a host, given 9 ranks a host. Fix: take more hosts.",
+    ("dgx-h100:two",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS, given 'dgx-h100:two'",
+    ("dgx-h100:",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",
+    ("dgx-h100:0",): "Cluster hosts: expected a whole number, 1 or more",
+    ("missing.json",): "--cluster: expected a JSON file that probe wrote, given missing.json:",
+    ("garbled.json",): "given garbled.json: Expecting value",
+    ("empty.json",): 'expected a JSON object with a "cluster", given empty.json without one',
+    ("strange.json",): "--cluster strange.json: expected the fields that probe writes, given 'device'",
+    ("one.json:2",): "--cluster one.json: expected 1, as it was measured on 1 of hosts, given 2 hosts",
+    ("dgx-h100", "32:8"): "--heads: expected query heads / key heads, given '32:8'. Fix: write 32/8",
+    ("dgx-h100", "32/5"): "Workload: expected whole groups of query heads, given 32 query heads on 5 key heads",
+    ("dgx-h100", "32/0"): "Workload kv_heads: expected a whole number, 1 or more, given 0",
+    ("dgx-h100", "32/8", "5G"): "--length: expected tokens, as 4096, 128k, 5M, 128Ki or 1Mi, given '5G'",
+    ("dgx-h100", "32/8", "0.3"): "--length: expected tokens",
+    ("dgx-h100", "32/8", "0"): "Workload length: expected a whole number, 1 or more, given 0",
+    ("dgx-h100", "32/8", "9k", "--decode", "--prefill"): "expected one phase, given --prefill and --decode. Fix: plan",
+    ("dgx-h100", "32/8", "9k", "--full", "--window", "9"): "expected one mask, given --full and --window 9",
+    (
+        "dgx-h100",
+        "32/8",
+        "9k",
+        "--dtype",
+        "int8",
+    ): "Workload dtype: expected one of float64, float32, bfloat16, float16",
+    ("dgx-h100", "32/8", "9k", "--q-len", "2"): "expected q_len in decode only, given q_len=2 in training",
+    ("dgx-h100:1", "32/8", "99M"): "plan for training: expected at most 80.0 GB a rank",
+    ("dgx-h100", "32/8", "9k", "--plot", "plan.pdf"): "--plot: expected a file named .png or .svg, given 'plan.pdf'",
+    ("dgx-h100", "32/8", "9k", "--report", "plan.txt"): "--report: expected a file named .html, given 'plan.txt'",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/such/plan.png"): "expected a file that can be written, given no/such/plan",
+    ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
+    ("local:" + "9" * 5000,): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",  # int() would refuse it otherwise
+    ("x" * 5000,): "Cluster.preset: expected one of dgx-h100",  # and the system so long a name
+    ("dgx-h100", "9" * 5000): "--heads: expected query heads / key heads",
+    ("dgx-h100", "32/8", "\u0661k"): "--length: expected tokens",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/\x1b[31m\n.png"): r"given no/\x1b[31m\n.png (No such file",
+    ("dgx-h100", "32/8", "9k", "--plot", "no/:smile:.png"): "given no/:smile:.png (No such file",
+}
+
+
+@pytest.mark.parametrize("given", WRONG, ids=lambda given: " ".join(given)[:80])
+def test_what_cannot_be_is_one_line(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    one = am.Cluster.preset("mi300x").record()
+    records = {"garbled": "{", "empty": "{}", "strange": '{"cluster": {}}', "one": json.dumps({"cluster": one})}
+    for name, text in records.items():
+        Path(f"{name}.json").write_text(text.replace("{", "", len(text) == 1))
+    Path("deep.json").write_text("[" * 100_000)
+    command = lambda: app(["plan", *asked(*given)], standalone_mode=False)  # noqa: E731
+    assert generate.show_errors(command, verbose=False) == 1
+    said = capsys.readouterr()
+    assert WRONG[given] in said.err
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+    assert not [*tmp_path.glob("plan.*")]
+
+
+def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    record = am.Cluster.preset("mi300x").record() | {"name": "[/red] ours", "sources": {"[b]": "[/b]"}}
+    file = tmp_path / "ours.json"
+    file.write_text(json.dumps({"cluster": record}))
+    app(["plan", *asked(str(file), "32/8"), "-v"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "[/red] ours" in said
+    assert "[b]" in said
+
+
+def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status and table alike: brackets in them are no markup, and an escape is nothing that a terminal obeys."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, say: say(f"drawing {file}"))
+    Path("[").mkdir()
+    code, text = run(*asked("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
+    assert code == 0
+    assert "Written: [/]\\x1b[31m.png" in text
+
+
+def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = "ours; touch canary.json"
+    Path(name).write_text(json.dumps({"cluster": am.Cluster.preset("mi300x").record()}))
+    report = json.loads(run(*asked(name, "8/2", "8k", "--json"))[1])
+    again = shlex.split(report["command"])
+    assert again[:4] == ["attnmesh", "plan", "--cluster", name]
+    assert json.loads(run(*again[2:], "--json")[1]) == report
+
+
+# --- schemes and their figure ---
+
+
+@pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
+def test_the_best_of_each_scheme(phase: str) -> None:
+    work = am.Workload(16, 4, 64, 16384, phase=phase)
+    plans, best = am.plan(work, CLUSTER), best_by_scheme(work, CLUSTER)
+    assert {one.known_as for one in plans} == {*best} <= {*SCHEMES}
+    for name, one in best.items():
+        assert one.seconds == min(other.seconds for other in plans if other.known_as == name)
+    assert next(iter(best.values())) == plans[0]
+
+
+def test_what_does_not_fit_is_left_out_of_curves() -> None:
+    work = am.Workload(32, 8, 128, 4_000_000)
+    cluster = am.Cluster.preset("a100x4", hosts=16)
+    devices = {at for curve in curves(over_sizes(work, cluster)).values() for at, _ in curve}
+    assert devices
+    assert min(devices) > 1
+    assert devices < {hosts * ranks for hosts, ranks in sizes(cluster)}
+
+
+def test_the_figure_has_a_curve_a_scheme_and_its_bytes() -> None:
+    pytest.importorskip("matplotlib")
+    from attnmesh.cli.plan_figure import draw_plan
+
+    best = best_by_scheme(SMALL, CLUSTER)
+    devices, tokens = curves(over_sizes(SMALL, CLUSTER)), curves(over_lengths(SMALL, CLUSTER))
+    times, growth, links = draw_plan(SMALL, CLUSTER, best, devices, tokens).axes
+    for axes, expected in ((times, devices), (growth, tokens)):
+        drawn = {str(line.get_label()): line for line in axes.lines if str(line.get_label()) in SCHEMES}
+        assert {*drawn} == {*expected}
+        for name, curve in expected.items():
+            assert [*zip(*drawn[name].get_data(), strict=True)] == curve
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert {text.get_text().replace("\n", " ") for text in axes.texts} == {*expected}
+    assert dict(devices["USP"])[CLUSTER.world] == best["USP"].seconds
+    widths = [bar.get_width() for bar in links.patches]  # type: ignore[attr-defined]
+    assert widths == [sent for one in best.values() for sent in (one.bytes.between, one.bytes.inside)]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")])
+def test_the_plot_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    code, text = run(*asked("rtx4090", "8/2", "64k", "--decode", "--plot", str(tmp_path / name)))
+    assert code == 0
+    assert "Written:" in text
+    assert (tmp_path / name).read_bytes().startswith(begins)
+
+
+def test_a_name_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from attnmesh.cli.plan_figure import draw_plan
+
+    named = replace(CLUSTER, name=r"$\frac$")
+    draw_plan(SMALL, named, best_by_scheme(SMALL, named), {}, {}).savefig(tmp_path / "plan.svg")
+
+
+def test_without_matplotlib_the_plot_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    command = lambda: app(["plan", *DECODE, "--plot", str(tmp_path / "a.png")], standalone_mode=False)  # noqa: E731
+    assert generate.show_errors(command, verbose=False) == 1
+    assert "this needs matplotlib: pip install 'attnmesh[plot]'" in capsys.readouterr().err
+
+
+# --- the page ---
+
+GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
+
+
+def test_the_page_knows_what_plans_say() -> None:
+    known = data(SMALL, CLUSTER, GRID, lambda _: None)
+    assert len(known["points"]) == len(GRID) == 36
+    for (kv_heads, ranks, hosts, length), schemes in zip(GRID.points(), known["points"], strict=True):
+        best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
+        assert [known["schemes"][one[0]][0] for one in schemes] == [*best]
+        assert [one[2] for one in schemes] == pytest.approx([one.seconds for one in best.values()], rel=1e-5)
+    assert [] in known["points"]  # 8 million tokens do not fit two devices
+
+
+def test_the_page_needs_nothing_from_elsewhere() -> None:
+    text = page(SMALL, CLUSTER, Grid((4,), (4,), (1, 2), (16384,)))
+    assert "goes here" not in text
+    for foreign in ("src=", "@import", "url(", "<link"):
+        assert foreign not in text
+    assert text.count("http") == text.count("http://www.w3.org/2000/svg")
+
+
+def test_no_name_ends_the_data_of_a_page() -> None:
+    """To a browser even a comment and the beginning of a script are more than text there."""
+    text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), Grid((4,), (4,), (1,), (16384,)))
+    held = text.split('type="application/json">')[1].split("</script>")[0]
+    assert "<" not in held
+    assert json.loads(held)["cluster"] == "</script><!--<script>"
+
+
+def test_the_grid_of_a_page_holds_what_was_asked() -> None:
+    grid = grid_of(am.Workload(48, 6, 128, 5_000_000), am.Cluster.preset("gb200-nvl72", 3))
+    assert grid == Grid(
+        (3, 6, 12, 24, 48),
+        (1, 2, 4, 8, 72),
+        (1, 2, 3, 4, 8, 16, 32, 64),
+        (*(8192 * 4**n for n in range(5)), 5_000_000, 8 << 20),
+    )
+    assert grid_of(SMALL, am.Cluster.preset("dgx-h100", 1, 1)).ranks == (1,)
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    code, _ = run(*asked("rtx4090:2", "4/1", "8Ki", "--decode", "--report", str(file), "--json"))
+    assert code == 0
+    assert file.read_text().startswith("<!DOCTYPE html>")
+    assert file.stat().st_size < 2e6
+
+
+class Browser:
+    """A headless Chromium, spoken to in WebDriver's words."""
+
+    def __init__(self, port: int, profile: Path) -> None:
+        self.base = f"http://127.0.0.1:{port}"
+        flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+        flags += f" --disable-component-update --disable-sync --user-data-dir={profile}"
+        options = {"goog:chromeOptions": {"args": flags.split()}, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = self.call("POST", "/session", {"capabilities": {"alwaysMatch": options}})
+        self.base += f"/session/{session['sessionId']}"
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        sent = None if body is None else json.dumps(body).encode()
+        request = Request(self.base + path, sent, {"Content-Type": "application/json"}, method=method)
+        with urlopen(request, timeout=30) as answer:
+            return json.load(answer)["value"]
+
+    def run(self, script: str) -> Any:
+        return self.call("POST", "/execute/sync", {"script": script, "args": []})
+
+    def resize(self, width: int) -> None:
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
+
+    def move(self, axis: str, index: int) -> None:
+        told = "one.dispatchEvent(new Event('input', {bubbles: true}))"
+        self.run(f"const one = document.getElementById('{axis}'); one.value = {index}; {told}")
+
+
+def _port(driver: "subprocess.Popen[str]") -> int:
+    for line in driver.stdout or ():
+        if "started successfully on port" in line:
+            return int(line.rstrip(".\n").split()[-1])
+    raise AssertionError("chromedriver did not start")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        assert "CI" not in os.environ, "apt-get install chromium chromium-driver"
+        pytest.skip("needs chromium and chromium-driver")
+    with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+        try:
+            page = Browser(_port(driver), tmp_path_factory.mktemp("profile"))
+            yield page
+            page.call("DELETE", "")
+        finally:
+            driver.terminate()
+
+
+SHOWN = """
+const rows = [...document.querySelectorAll("#schemes .scheme")].map(row => [
+  row.dataset.scheme, row.querySelector(".time").textContent,
+  ...[...row.querySelectorAll("dd")].map(one => one.textContent)]);
+const lines = id => Object.fromEntries([...document.querySelectorAll(`#${id} polyline`)].map(
+  line => [line.dataset.scheme, line.getAttribute("points").split(" ").length]));
+return {rows, devices: lines("devices"), lengths: lines("lengths"), why: document.getElementById("reason").textContent};
+"""
+
+
+def shown_for(kv_heads: int, ranks: int, hosts: int, length: int) -> dict[str, Any]:
+    """What the page has to show at a point of the grid."""
+    point: Callable[..., Any] = lambda h, n: best_by_scheme(  # noqa: E731
+        am.Workload(16, kv_heads, 64, n), CLUSTER.sized(h, ranks)
+    )
+    best = point(hosts, length)
+    told = {
+        name: [in_seconds(p.seconds), p.name, *map(in_bytes, (*reversed(p.bytes), p.memory))]
+        for name, p in best.items()
+    }
+    over = ([point(h, length) for h in GRID.hosts], [point(hosts, n) for n in GRID.lengths])
+    devices, lengths = ({name: sum(name in one for one in many) for one in many for name in one} for many in over)
+    why = am.plan(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))[0].explain() if best else None
+    rows = [[name, *figures] for name, figures in told.items()]
+    return {"rows": rows, "devices": devices, "lengths": lengths, "why": why or "No way of running it fits."}
+
+
+@pytest.fixture
+def opened(browser: Browser, tmp_path: Path) -> Browser:
+    file = tmp_path / "plan.html"
+    file.write_text(page(SMALL, CLUSTER, GRID), encoding="utf-8")
+    browser.call("POST", "/url", {"url": file.as_uri()})
+    return browser
+
+
+def test_on_the_page_curves_and_table_follow_the_hand(opened: Browser) -> None:
+    assert opened.run(SHOWN) == shown_for(4, 4, 2, 16384)
+    opened.move("hosts", 2)
+    opened.move("kv", 1)
+    assert opened.run(SHOWN) == shown_for(16, 4, 4, 16384)
+    opened.move("length", 1)
+    opened.move("ranks", 0)
+    assert opened.run(SHOWN) == shown_for(16, 2, 4, 131072)
+    assert opened.run("return document.getElementById('kv-value').textContent") == "16 / 16"
+    opened.move("length", 2)
+    opened.move("hosts", 0)
+    assert opened.run(SHOWN) == shown_for(16, 2, 1, 8 << 20)
+    assert "does not fit the 80 GB" in opened.run("return document.getElementById('schemes').textContent")
+    assert opened.call("POST", "/se/log", {"type": "browser"}) == []
+
+
+SMALLEST = """
+const seen = one => one.getClientRects().length > 0;
+const texts = [...document.querySelectorAll("main *")].filter(one => seen(one) && one.textContent.trim());
+const targets = [...document.querySelectorAll("input, summary")].map(one => one.getBoundingClientRect().height);
+const unnamed = [...document.querySelectorAll("input")].filter(one => !one.labels.length).length;
+return [document.documentElement.scrollWidth, Math.min(...texts.map(one => parseFloat(getComputedStyle(one).fontSize))),
+  Math.min(...targets), unnamed];
+"""
+
+
+def test_the_page_can_be_read_on_a_phone(opened: Browser) -> None:
+    opened.resize(360)
+    width, text, target, unnamed = opened.run(SMALLEST)
+    assert width <= 360
+    assert text >= 14
+    assert target >= 40
+    assert unnamed == 0
+    assert base64.b64decode(opened.call("GET", "/screenshot")).startswith(b"\x89PNG")
+    assert opened.call("POST", "/se/log", {"type": "browser"}) == []

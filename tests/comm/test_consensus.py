@@ -1,0 +1,266 @@
+"""Ranks that are called unlike: when they ask each other, what all are told then, and what they have if nobody asks."""
+
+from collections.abc import Callable
+from itertools import permutations, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm import p2p
+from attnmesh.core.digest import digest
+from attnmesh.errors import InputError, MeshError, UnforeseenError
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.interpreted import interpreting
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+WIDTH, F32 = 16, torch.float32
+STEPS = {
+    "another query": lambda one: {"q": query() + one},
+    "another mask": lambda one: {"q": query(), "mask": am.Window(3) if one else am.Causal()},
+    "more queries": lambda one: {"q": query(2 if one else 1)},
+    "an error": lambda one: {"q": query(), "scale": "big" if one else None},
+}
+
+
+def query(rows: int = 1) -> Tensor:
+    return torch.ones(1, 4, rows, WIDTH)
+
+
+def cache_of(checked: bool | None, shape: tuple[int, int, int] = (1, 1, 2), *, filled: bool = True) -> am.KVCache:
+    mesh = named_mesh(Shape(*shape), AXES)
+    sizes = {"batch": 1, "kv_heads": 2, "head_dim": WIDTH, "capacity": 64}
+    cache = am.KVCache(mesh, **sizes, dtype=torch.float32, block=4, checked=checked)
+    if filled:
+        cache.append(*torch.randn(2, 1, 2, 20, WIDTH, generator=torch.Generator().manual_seed(0)).unbind())
+    return cache
+
+
+def said(act: Callable[[], Tensor]) -> str:
+    """What came of it: an error, NaN or numbers."""
+    try:
+        return "NaN" if bool(act().isnan().all()) else "numbers"
+    except InputError as error:
+        return str(error)
+
+
+def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
+    """Of each kind of step that one rank is asked otherwise, what came of it; between, one that all are asked alike."""
+    one, found = dist.get_rank() == 1, []
+    with interpreting(kernel):
+        for step in STEPS.values():
+            cache = cache_of(checked, shape)
+            found.append(said(lambda step=step, cache=cache: am.decode(cache=cache, kernel=kernel, **step(one))))
+            found.append(said(lambda cache=cache: am.decode(query(), cache, kernel=kernel)))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize(("kernel", "checked"), [("cpu", None), ("cpu", True), ("triton", None), ("triton", True)])
+def test_a_step_that_ranks_are_asked_unlike_raises_the_same_on_all(
+    pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
+) -> None:
+    answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
+    for step, told in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
+        if step == "an error" and kernel == "triton" and checked is None:  # it is no call of any kind
+            assert told[1].startswith("decode scale: expected None, 0 or a number"), told
+            assert all("an error on another that raised it alone" in each for each in told[:1]), told
+            continue
+        assert len(set(told)) == 1, (step, told)
+        assert told[0].startswith("decode"), (step, told)
+        assert "\n    1  " in told[0] or step == "an error" or Shape(*shape).ranks > 2, (step, told)
+    assert {each for answer in answers for each in answer[1::2]} == {"numbers"}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "triton"])
+def test_ranks_that_ask_nobody_have_nan(pool: Pool, kernel: str) -> None:
+    first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
+    assert first == ["NaN", "numbers"] * len(STEPS)
+    assert second[:-2] == first[:-2]
+    assert second[-2].startswith("decode scale: expected")
+
+
+def later(checked: bool | None) -> str:
+    """On a device that is not held up, the second of a kind is not asked about."""
+    with interpreting("triton"):
+        cache = cache_of(checked)
+        am.decode(query(), cache, kernel="triton")
+        return said(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
+
+
+def test_the_second_step_of_a_kind_is_asked_about_if_told_so(pool: Pool) -> None:
+    assert pool.run(2, later, None) == ["NaN"] * 2
+    one, other = pool.run(2, later, True)
+    assert one == other
+    assert "shards  q\n    0       torch.float32 [1, 4, 1, 16] of digest" in one
+
+
+CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
+    "append": lambda cache, one: cache.append(*torch.full((2, 1, 2, 1, WIDTH), float(one)).unbind()),
+    "truncate": lambda cache, one: cache.truncate(cache.length - 1 - one),
+    "reorder": lambda cache, one: cache.reorder(torch.tensor([0] * (1 + one))),
+    "reserve": lambda cache, one: cache.reserve(100 + one),
+}
+
+
+def call(name: str, checked: bool | None, times: int) -> list[str]:
+    cache, found = cache_of(checked, filled=name != "append"), []
+    for time in range(times):
+        unlike = dist.get_rank() == 1 and time == times - 1
+        found.append(said(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
+    return found
+
+
+@pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_cache_are_asked_about(pool: Pool, name: str, checked: bool | None, times: int) -> None:
+    one, other = pool.run(2, call, name, checked, times)
+    assert one == other
+    assert one[:-1] == ["numbers"] * (times - 1)
+    assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    shards  ")
+
+
+def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any]:
+    """Attention twice, and if they ask once as on GPUs, how often; then with a mask of one rank's own."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
+    options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
+    asked, share = [], p2p.share
+    with (
+        mock.patch("attnmesh.attention.attention.asked_each_time", return_value=on_cpu),
+        mock.patch("attnmesh.comm.consensus.share", lambda *told: (asked.append(1), share(*told))[1]),
+    ):
+        outs = [am.attention(x, x, x, **options) for _ in range(2)]
+        same = torch.equal(*outs)
+        count = len(asked)
+        mask = am.Window(dist.get_rank() + 1)
+        unlike = said(lambda: am.attention(x, x, x, mask=mask, **options))
+    return [same, count, unlike]
+
+
+@pytest.mark.parametrize(
+    ("checked", "on_cpu", "length", "count"),
+    [(None, True, 9, 2), (None, False, 9, 1), (None, False, None, 2), (True, False, 9, 2), (False, True, None, 2)],
+)
+def test_attention_asks_when_it_is_told_to(
+    pool: Pool, checked: bool | None, on_cpu: bool, length: int | None, count: int
+) -> None:
+    one, other = pool.run(2, attended, checked, on_cpu, length)
+    assert one == other
+    assert one[:2] == [True, count]
+    assert "shards  mask\n    0       " in one[2]
+
+
+def unasked() -> bool:
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
+    with mock.patch("attnmesh.comm.consensus.share", side_effect=AssertionError("they ask")):
+        out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
+    return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
+
+
+def test_attention_that_is_not_to_ask_does_not(pool: Pool) -> None:
+    assert pool.run(2, unasked) == [True] * 2
+
+
+def merged(checked: bool | None, how: str) -> str:
+    out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
+    return said(lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out)
+
+
+@pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
+def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
+    one, two, three = pool.run(3, merged, checked, how)
+    assert one == two == three
+    expected = "shards  out\n    0, 2    [1, 2, 3, 4]\n    1       [1, 2, 4, 4]\nFix"
+    assert one == "NaN" if checked is False else expected in one
+
+
+def test_values_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(InputError, match="KVCache checked: expected None, True or False, given 'yes'"):
+        am.KVCache(None, batch=1, kv_heads=1, head_dim=1, capacity=1, dtype=torch.float32, checked="yes")  # type: ignore[arg-type]
+    x = torch.ones(1, 1, 1, 1)
+    with pytest.raises(InputError, match="attention checked: expected None, True or False, given 1"):
+        am.attention(x, x, x, checked=1)  # type: ignore[arg-type]
+
+
+def test_small_numbers_in_another_order_are_others() -> None:
+    """Masks of padding, orders of beams, prompts of two tokens: with weights of 1, 3, 5, ... many would be the same."""
+    orders = [torch.tensor(order) for order in permutations(range(7))]
+    masks = [torch.tensor(mask) for mask in product([False, True], repeat=10)]
+    pairs = [torch.tensor(pair) for pair in product(range(60), repeat=2)]
+    for kind in (orders, masks, pairs):
+        assert len({int(digest(x)) for x in kind}) == len(kind)
+
+
+def test_numbers_far_apart_that_change_places_are_others() -> None:
+    x = torch.arange(10_000.0, dtype=torch.float64)
+    for other in (1, 2048, 4096, 8192):
+        y = x.clone()
+        y[0], y[other] = x[other], x[0]
+        assert int(digest(x)) != int(digest(y))
+
+
+def told_otherwise(kind: str) -> str:
+    """What two ranks say when the second was told other padding, or another order."""
+    cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
+    cache.asking.checked = False
+    other = dist.get_rank() == 1
+    if kind == "padding":
+        real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), real=real)
+    else:
+        cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
+    try:
+        am.decode(torch.ones(4, 2, 1, 4), cache, checked=True)
+    except MeshError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["padding", "order"])
+def test_what_ranks_were_told_earlier_is_compared(pool: Pool, kind: str) -> None:
+    one, other = pool.run(2, told_otherwise, kind)
+    assert one == other
+    assert "padding and order" in one
+
+
+def scaled() -> tuple[int, ...]:
+    """By a whole number, which the second rank has used before as a float, alone."""
+    mesh = named_mesh(Shape(2, 1, 1), AXES)
+    cache = am.KVCache(mesh, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    cache.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+    if dist.get_rank() == 1:
+        alone = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+        alone.append(*torch.ones(2, 1, 2, 4, 4).unbind())
+        am.decode(torch.ones(1, 4, 1, 4), alone, scale=1.0)
+    return tuple(am.decode(torch.ones(1, 4, 1, 4), cache, scale=1).shape)
+
+
+def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
+    assert pool.run(2, scaled) == [(1, 4, 1, 4)] * 2
+
+
+def without_memory() -> str:
+    """The second rank has no room for a cache."""
+    room = mock.patch("attnmesh.decode.cache.Room", side_effect=MemoryError("no more") if dist.get_rank() else None)
+    try:
+        with room:
+            am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
+    except (MemoryError, UnforeseenError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def test_what_no_check_foresaw_on_one_rank_is_told_to_the_others(pool: Pool) -> None:
+    assert pool.run(2, without_memory) == [
+        "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
+        "Fix: see what the rank says that raised it.",
+        "MemoryError: no more",
+    ]

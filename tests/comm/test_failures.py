@@ -1,0 +1,111 @@
+"""Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.cli import netns
+from attnmesh.cli.launch import run_on_ranks
+from attnmesh.comm import rendezvous
+from attnmesh.errors import ClusterError, MeshError, RankFailure
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.cli.test_netns import needs_hosts
+from tests.support.mesh_problems import named_mesh
+from tests.tools import chaos
+from tests.tools.chaos import HARMS, Outcome, Trouble
+
+
+def drawn(ground: str, count: int) -> list[Trouble]:
+    """The first troubles on local ranks or on hosts."""
+    return [chaos.draw(seed, [ground]) for seed in range(count)]
+
+
+TROUBLES = [*drawn("hosts", len(HARMS)), *drawn("ranks", len(chaos.can(hosts=False)))]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Trouble, Outcome]:
+    """What came of those that can be here: a few at a time."""
+    try:
+        netns.check_here()
+        possible = TROUBLES
+    except ClusterError:
+        possible = [trouble for trouble in TROUBLES if isinstance(trouble.world, int)]
+    return dict(chaos.suffered(possible))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: f"{trouble.work}, {trouble.harm}, {trouble.world}")
+def test_harm_is_survived_or_named(trouble: Trouble, outcomes: dict[Trouble, Outcome]) -> None:
+    if not isinstance(trouble.world, int):
+        needs_hosts()
+    outcome = outcomes[trouble]
+    assert not outcome.failed, (trouble, outcome)
+    for what in (what for what in outcome.said.values() if what.kind == "RankFailure"):
+        assert what.step in ("gathering", "giving back", "swapping", "agreeing", "merging"), (trouble, what)
+        assert what.axis in ("heads", "queries", "keys", "queries x keys"), (trouble, what)
+
+
+def test_every_harm_is_tried() -> None:
+    assert {trouble.harm for trouble in TROUBLES} == set(HARMS)
+
+
+def lost_beside_a_stray_note() -> tuple[int, ...]:
+    """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.set_deadline(1.0)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    dist.distributed_c10d._get_default_store().set("attnmesh lost 1", "[0]")
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(5)
+        else:
+            am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    except RankFailure as error:
+        return error.ranks
+    return ()
+
+
+def test_a_rank_that_has_strayed_to_the_store_is_not_believed() -> None:
+    assert run_on_ranks(2, lost_beside_a_stray_note)[0] == (1,)
+
+
+def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
+    """The second of two ranks is silent, in a world of that backend: whom the first misses, and whether in time."""
+    place = {"rank": dist.get_rank(), "world_size": 2}
+    rendezvous.leave()
+    dist.init_process_group(backend, init_method=f"file://{store}", **place)
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    x = torch.zeros(1, 2, 8, 4)
+    am.set_deadline(1.0)
+    am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    start = time.monotonic()
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        else:
+            am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
+    except RankFailure as error:
+        return error.ranks, time.monotonic() - start < 5
+    return (), True
+
+
+def test_the_deadline_holds_however_the_group_was_made(tmp_path: Path) -> None:
+    """PyTorch makes groups with a backend for each kind of device, unless it is told which."""
+    backends = None, "cpu:gloo", "cpu:gloo,cuda:gloo"
+    with ThreadPoolExecutor() as threads:
+        worlds = [threads.submit(run_on_ranks, 2, lost_on, name, str(tmp_path / f"{name}")) for name in backends]
+    assert [each.result()[0] for each in worlds] == [((1,), True)] * len(backends)
+
+
+@pytest.mark.parametrize("given", [0, -1.0, True, "soon", float("nan"), float("inf")])
+def test_deadlines_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(MeshError, match="set_deadline: expected more than 0 seconds"):
+        am.set_deadline(given)

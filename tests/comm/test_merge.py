@@ -1,0 +1,173 @@
+"""Merging partials across ranks: the same bits everywhere, on any number of ranks, and as one merge would have it."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.comm.counters import counted
+from attnmesh.comm.merge import HOW
+from attnmesh.comm.topology import hosts
+from attnmesh.mesh.axes import Axis
+from tests.support.pool import Pool
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def group_of(ranks: int) -> dist.ProcessGroup | None:
+    """The first ranks of the world; None on the others."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(range(ranks)))
+    return _groups[ranks] if dist.get_rank() < ranks else None
+
+
+def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
+    """Rank 1 has seen nothing, and nobody has in the last row."""
+    generator = torch.Generator().manual_seed(rank)
+    out = torch.randn(2, 9, 3, 8, generator=generator).to(dtype)
+    lse = torch.randn(2, 9, 3, generator=generator, dtype=torch.promote_types(dtype, torch.float32)) * 5
+    blind = torch.full_like(lse, rank == 1, dtype=torch.bool)
+    blind[..., -1] = True
+    return am.Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
+
+
+def merged(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Partial | None:
+    group = group_of(ranks)
+    if group is None:
+        return None
+    given = partial_of(dist.get_rank(), dtype)
+    before = [x.clone() for x in given]
+    result = am.merge_across(given, group, **options)
+    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str, dtype: torch.dtype) -> None:
+    results = [x for x in pool.run(8, merged, ranks, dtype, {"how": how}) if x is not None]
+    expected = am.merge(*(am.Partial(*(x.double() for x in partial_of(rank, dtype))) for rank in range(ranks)))
+    # Ranks merge in float32 and round once, so an element is off by a rounding of its own dtype, and few of float32's.
+    tolerance = {
+        "rtol": torch.finfo(dtype).eps,
+        "atol": 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps,
+    }
+    for out, lse in results:
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), expected.out, **tolerance)
+        torch.testing.assert_close(lse.double(), expected.lse, **tolerance)
+        assert torch.equal(out, results[0].out)
+        assert torch.equal(lse, results[0].lse)
+        assert (out[:, :, -1] == 0).all()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
+    shares = pool.run(8, merged, ranks, torch.float32, {"how": how, "output": "heads"})[:ranks]
+    (whole, *_) = pool.run(8, merged, ranks, torch.float32, {"how": "direct"})
+    for index, place in enumerate(torch.arange(9).tensor_split(ranks)):
+        assert Axis(ranks, index).own(9) == slice(int(place[0]), int(place[-1]) + 1)
+    for x, y in zip((torch.cat(parts, 1) for parts in zip(*shares, strict=True)), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
+
+
+def in_base_two() -> bool:
+    out, lse = partial_of(dist.get_rank(), torch.float32)
+    natural = am.merge_across(am.Partial(out, lse), dist.group.WORLD)
+    two = am.merge_across(am.Partial(out, lse / math.log(2)), dist.group.WORLD, base="2")
+    return torch.allclose(natural.out, two.out, atol=1e-5) and torch.allclose(
+        natural.lse, two.lse * math.log(2), atol=1e-5
+    )
+
+
+def test_base_two_is_accepted_by_name(pool: Pool) -> None:
+    assert pool.run(3, in_base_two) == [True] * 3
+
+
+def sent(wire: torch.dtype | None) -> int:
+    with counted() as traffic:
+        am.merge_across(partial_of(dist.get_rank(), torch.bfloat16), dist.group.WORLD, how="tree", wire=wire)
+    return traffic.bytes
+
+
+def test_out_travels_in_the_dtype_asked_for(pool: Pool) -> None:
+    rows, width = 2 * 9 * 3, 8
+    assert pool.run(4, sent, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
+    assert pool.run(4, sent, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
+    results = [x for x in pool.run(8, merged, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
+    assert all(torch.equal(x.out, results[0].out) for x in results)
+
+
+def with_nan(how: str) -> Tensor:
+    out, lse = partial_of(dist.get_rank(), torch.float32)
+    if dist.get_rank() == 2:
+        out, lse = out * torch.nan, lse * torch.nan
+    return am.merge_across(am.Partial(out, lse), dist.group.WORLD, how=how).out
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_nan_on_one_rank_is_nan_on_all(pool: Pool, how: str) -> None:
+    for out in pool.run(4, with_nan, how):
+        assert out[:, :, :-1].isnan().all()
+
+
+def compiled() -> bool:
+    group = dist.group.WORLD
+    partial = partial_of(dist.get_rank(), torch.float32)
+
+    def step(out: Tensor, lse: Tensor) -> Tensor:
+        return am.merge_across(am.Partial(out * 1, lse), group, how="tree").out + 1
+
+    return torch.equal(step(*partial), torch.compile(step, fullgraph=True, backend="aot_eager")(*partial))
+
+
+def test_is_one_node_of_a_graph(pool: Pool) -> None:
+    assert pool.run(2, compiled) == [True] * 2
+
+
+def own_hosts() -> list[list[int]]:
+    return hosts(Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD))
+
+
+def test_ranks_of_a_host_know_each_other(pool: Pool) -> None:
+    assert pool.run(3, own_hosts) == [[[0, 1, 2]]] * 3
+
+
+def without_a_group() -> str:
+    try:
+        am.merge_across(partial_of(0, torch.float32), None)
+    except errors.MeshError as error:
+        return str(error)
+    return "merged with nobody"
+
+
+def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:
+    for said in pool.run(2, without_a_group):
+        assert "given None in a world of 2 ranks. Fix: pass dist.group.WORLD" in said
+
+
+BAD = [
+    ({"how": "ring"}, errors.KernelError, r"how: expected one of auto, tree, .* given 'ring'. Fix: use \"auto\""),
+    ({"output": "mine"}, errors.KernelError, "output: expected one of replicated, heads"),
+    ({"base": 2}, errors.KernelError, "base: expected one of 'e', '2'"),
+    ({"wire": torch.int8}, errors.DtypeError, "wire: expected None or one of float64"),
+    ({"group": "world"}, errors.MeshError, "a process group that holds this rank, given str"),
+    ({"lse": torch.zeros(2, 9)}, errors.ShapeError, r"\(2, 9, 3, 8\) and \(2, 9\)"),
+    ({"lse": torch.zeros(2, 9, 3).half()}, errors.DtypeError, "lse in float32"),
+    ({"out": torch.zeros(2, 9, 3, 8, requires_grad=True)}, errors.KernelError, "without gradients"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), BAD)
+def test_bad_input_is_refused_by_name(changes: dict[str, object], kind: type[Exception], message: str) -> None:
+    out, lse = partial_of(0, torch.float32)
+    options = {"group": None, "out": out, "lse": lse} | changes
+    partial, group = am.Partial(options.pop("out"), options.pop("lse")), options.pop("group")
+    with pytest.raises(kind, match=message):
+        am.merge_across(partial, group, **options)

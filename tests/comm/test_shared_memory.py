@@ -1,0 +1,146 @@
+"""Messages through shared memory: in order, whole, and no rank waits for one that is gone."""
+
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.comm import shared_memory
+from attnmesh.comm.shared_memory import SLOT, Board
+from attnmesh.comm.topology import board_of
+from attnmesh.mesh.axes import Axis
+from tests.support.pool import Pool
+
+here = pytest.mark.skipif(not shared_memory.size_of(2), reason="memory cannot be shared here, or stores have no order")
+
+
+def _message(random: Random, size: int) -> torch.Tensor:
+    return torch.tensor(list(random.randbytes(size)), dtype=torch.uint8)
+
+
+def _boards(ranks: int, processes: list[int]) -> list[Board]:
+    memory = mmap.mmap(-1, shared_memory.size_of(ranks))
+    return [Board(memory, range(ranks), rank, processes, 2.0) for rank in range(ranks)]
+
+
+@here
+def test_messages_come_whole_and_in_order() -> None:
+    one, other = _boards(2, [0, 0])
+    sizes = [Random(0).choice((1, 7, 64, 1000, SLOT)) for _ in range(500)]
+
+    def write() -> None:
+        for number, size in enumerate(sizes):
+            one.post(1, _message(Random(number), size))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for number, size in enumerate(sizes):
+        into = torch.empty(size, dtype=torch.uint8)
+        other.take(0, into)
+        assert torch.equal(into, _message(Random(number), size))
+    writer.join()
+
+
+@here
+def test_a_rank_that_is_gone_is_missed() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    one, _ = _boards(2, [0, ended.pid])
+    with pytest.raises(RuntimeError, match="its process"):
+        one.take(1, torch.empty(8, dtype=torch.uint8))
+
+
+@here
+def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        time.sleep(1.0)
+        one, _ = _boards(2, [0, ended.pid])
+        with pytest.raises(RuntimeError, match="its process"):
+            one.take(1, torch.empty(8, dtype=torch.uint8))
+
+
+@here
+def test_a_rank_that_says_nothing_is_waited_for_as_long_as_its_group_would() -> None:
+    one, _ = _boards(2, [0, os.getpid()])
+    with pytest.raises(RuntimeError, match="timed out: it has sent nothing for 2 seconds"):
+        one.take(1, torch.empty(8, dtype=torch.uint8))
+
+
+def _talk(rounds: int) -> int:
+    """On a rank: with each other rank, so many messages of sizes that all know; how many came wrong."""
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    own = board_of(axis, torch.device("cpu"))
+    assert own is not None
+    wrong = 0
+    for number in range(rounds):
+        size = Random(number).choice((1, 100, 5000, SLOT))
+        others = [rank for rank in range(axis.size) if rank != axis.index]
+        for peer in others:
+            own.post(peer, _message(Random(f"{number} {axis.index} {peer}"), size))
+        for peer in others:
+            into = torch.empty(size, dtype=torch.uint8)
+            own.take(peer, into)
+            wrong += not torch.equal(into, _message(Random(f"{number} {peer} {axis.index}"), size))
+    return wrong
+
+
+@here
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, _talk, 40) == [0] * ranks
+    assert not list(shared_memory.FOLDER.glob("attnmesh-*"))  # no names are left, only memory that is in use
+
+
+def _without(lacking: int) -> tuple[bool, torch.Tensor]:
+    """On a rank: merge in a new group, of which one rank cannot open the memory."""
+    group = dist.new_group()
+    before = shared_memory.FOLDER
+    if dist.get_rank() == lacking:
+        shared_memory.FOLDER = Path("/nowhere")
+    try:
+        axis = Axis(dist.get_world_size(), dist.get_rank(), group)
+        found = board_of(axis, torch.device("cpu"))
+        partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
+        return found is None, am.merge_across(partial, group, how="tree").out
+    finally:
+        shared_memory.FOLDER = before
+
+
+@pytest.mark.parametrize("lacking", [0, 2])
+def test_where_one_rank_cannot_share_memory_none_does(lacking: int, pool: Pool) -> None:
+    for none, out in pool.run(3, _without, lacking):
+        assert none
+        assert torch.allclose(out, torch.ones_like(out))
+
+
+def _on_two_hosts(size: int) -> bool:
+    """On a rank: merge in a new group, whose last rank is alone on a host of its own."""
+    group, name = dist.new_group(), socket.gethostname
+    if dist.get_rank() == 2:
+        socket.gethostname = lambda: "elsewhere"
+    try:
+        own = am.Partial(torch.full((1, 1, size, 4), float(dist.get_rank())), torch.zeros(1, 1, size))
+        merged = [am.merge_across(own, group, how=how).out for how in ("tree", "direct")]
+        return all(torch.allclose(out, torch.ones_like(out)) for out in merged)
+    finally:
+        socket.gethostname = name
+
+
+@pytest.mark.parametrize("size", [10, SLOT // 16, 1 << 17])
+def test_hosts_with_and_without_a_board_merge_messages_of_any_length(size: int, pool: Pool) -> None:
+    assert pool.run(3, _on_two_hosts, size) == [True] * 3
+
+
+def test_too_many_ranks_go_without() -> None:
+    assert shared_memory.size_of(1) == 0
+    assert shared_memory.size_of(64) == 0

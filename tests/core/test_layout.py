@@ -1,0 +1,54 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.core.layout import Layout
+
+layouts = st.one_of(
+    st.builds(am.Contiguous), st.builds(am.Zigzag), st.builds(am.Striped), st.builds(am.Striped, st.integers(1, 9))
+)
+
+
+@given(layouts, st.integers(0, 200), st.integers(1, 17))
+def test_the_shards_are_a_permutation_each_in_order(layout: Layout, length: int, shards: int) -> None:
+    parts = [layout.positions(length, shards, index) for index in range(shards)]
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(length))
+    for part in parts:
+        assert part.dtype == torch.int64
+        assert (part.diff() > 0).all()
+
+
+@given(st.sampled_from((am.Zigzag(), am.Striped())), st.integers(1, 16), st.integers(0, 64))
+def test_causal_work_is_balanced(layout: Layout, shards: int, extra: int) -> None:
+    length = 64 * shards + extra
+    work = [int((layout.positions(length, shards, index) + 1).sum()) for index in range(shards)]
+    assert max(work) <= 1.05 * sum(work) / shards
+
+
+@given(st.integers(1, 100), st.integers(1, 12))
+def test_contiguous_is_torch_chunk(length: int, shards: int) -> None:
+    chunks = torch.arange(length).chunk(shards)
+    parts = [am.Contiguous().positions(length, shards, index).tolist() for index in range(shards)]
+    assert parts == [chunk.tolist() for chunk in chunks] + [[]] * (shards - len(chunks))
+
+
+@given(layouts, st.integers(0, 50))
+def test_one_shard_is_the_order_of_the_tokens(layout: Layout, length: int) -> None:
+    assert torch.equal(layout.positions(length, 1, 0), torch.arange(length))
+
+
+@pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
+def test_shards_that_do_not_exist_are_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(
+        errors.LayoutError, match=r"expected length >= 0, .* given length .*\. Fix: pass this rank's index"
+    ):
+        am.Zigzag().positions(*arguments)
+
+
+@pytest.mark.parametrize("block", [0, -2, 1.5, True])
+def test_blocks_of_no_tokens_are_refused(block: object) -> None:
+    with pytest.raises(errors.LayoutError, match="Striped block: expected a whole number, 1 or more, given"):
+        am.Striped(block)

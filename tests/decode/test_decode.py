@@ -1,0 +1,466 @@
+"""Decoding from a sharded cache: exact, the same bits where that is promised, one graph, and never silently wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.cli.timing import resident
+from attnmesh.comm.counters import counted
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import histories
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+from tests.support.seeds import seeds
+
+HEADS, WIDTH = (4, 2), 8
+
+
+def cache_of(
+    shape: tuple[int, ...], tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.float32, **options: int
+) -> am.KVCache:
+    """A cache that holds the same numbers wherever it is made."""
+    sizes = {"kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": tokens + 20, "block": 16} | options
+    cache = am.KVCache(named_mesh(Shape(*shape), AXES), batch=batch, dtype=dtype, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    cache.append(*torch.randn(2, batch, HEADS[1], tokens, WIDTH, generator=generator).to(dtype).unbind())
+    return cache
+
+
+def query(tokens: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(batch, HEADS[0], tokens, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+# --- against float64 ---
+
+
+@pytest.mark.parametrize("seed", seeds(120, 200))
+def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+    histories.check(histories.draw(seed), pool, tmp_path)
+
+
+# --- the same bits ---
+
+
+def reproduced(shape: tuple[int, ...], tokens: int, rows: int, dtype: torch.dtype, group: int = 2) -> Tensor:
+    cache = cache_of(shape, tokens, batch=3, dtype=dtype, block=256 if tokens > 60000 else 16)
+    q = query(min(rows, tokens), 3, dtype)[:, : group * HEADS[1]]
+    return am.decode(q, cache, reproducible=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 17, 4095, 65537])
+def test_the_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    (alone,) = pool.run(1, reproduced, (1, 1, 1), tokens, rows, dtype)
+    for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
+        for out in pool.run(Shape(*shape).ranks, reproduced, shape, tokens, rows, dtype):
+            assert torch.equal(out.view(bits), alone.view(bits)), shape
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 17, 4095])
+def test_the_same_bits_with_one_row_a_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
+    (alone,) = pool.run(1, reproduced, (1, 1, 1), tokens, 1, dtype, 1)
+    for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
+        for out in pool.run(Shape(*shape).ranks, reproduced, shape, tokens, 1, dtype, 1):
+            assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), shape
+
+
+def by_prefill(layout: am.Striped) -> str:
+    cache = am.KVCache(
+        named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=8, capacity=64, dtype=torch.float32, block=4
+    )
+    positions = layout.positions(33, 2, dist.get_rank())
+    cache.append_shard(*torch.ones(2, 1, 2, len(positions), 8).unbind(), positions)
+    try:
+        am.decode(query(1), cache, reproducible=True)
+    except errors.LayoutError as error:
+        return str(error)
+    return "fine"
+
+
+def test_a_prefill_dealt_in_the_same_blocks_can_be_reproduced(pool: Pool) -> None:
+    assert pool.run(2, by_prefill, am.Striped(4)) == ["fine"] * 2
+    for said in pool.run(2, by_prefill, am.Striped(2)):
+        assert "a cache whose tokens were dealt, given one that keeps what a sharded prefill made" in said
+
+
+# --- one graph ---
+
+
+def compiled(shape: tuple[int, ...]) -> bool:
+    caches = [cache_of(shape, 30) for _ in range(2)]
+    new = torch.randn(6, 2, 1, HEADS[1], 1, WIDTH, generator=torch.Generator().manual_seed(2))
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def step(cache: am.KVCache, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        cache.append(k, v)
+        return am.decode(q * 2, cache) + 1
+
+    compiled_step = torch.compile(step, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        pairs = [(step(caches[0], query(1), *kv), compiled_step(caches[1], query(1), *kv)) for kv in new]
+    return all(torch.equal(*pair) for pair in pairs) and len(graphs) == 1 and caches[1].length == 36
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (2, 1, 1)])
+def test_a_step_is_one_graph_whatever_the_length(pool: Pool, shape: tuple[int, ...]) -> None:
+    """Lengths live on the device: nothing is traced again as the cache grows."""
+    ranks = Shape(*shape).ranks
+    assert pool.run(ranks, compiled, shape) == [True] * ranks
+
+
+def compiled_past_the_end() -> bool:
+    cache = cache_of((1, 1, 2), 30, capacity=32)
+    step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")
+    with torch.no_grad():
+        outs = [step(query(1), torch.randn(1, HEADS[1], 1, WIDTH)) for _ in range(4)]
+    return [bool(out.isnan().all()) for out in outs] == [False, False, True, True]
+
+
+def test_a_graph_cannot_raise_and_gives_nan(pool: Pool) -> None:
+    assert pool.run(2, compiled_past_the_end) == [True] * 2
+
+
+# --- what travels and what is held ---
+
+
+def traffic(tokens: int) -> tuple[int, int]:
+    cache = cache_of((1, 1, 4), tokens)
+    with counted() as received:
+        am.decode(query(1), cache, merge="tree")
+    return received.bytes, cache.used
+
+
+def test_bytes_do_not_depend_on_the_context_and_shards_are_even(pool: Pool) -> None:
+    for tokens in (100, 3000):
+        for received, used in pool.run(4, traffic, tokens):
+            assert received == 2 * 4 * (2 + HEADS[0] + HEADS[0] * WIDTH)
+            assert abs(used - tokens / 4) <= 16
+
+
+def fills_without_a_copy() -> bool:
+    cache = cache_of((1, 1, 2), 30)
+    places = [x.data_ptr() for x in (cache.keys, cache.values, cache.room.columns, cache.room.state)]
+    for _ in range(20):
+        cache.append(*torch.randn(2, 1, HEADS[1], 1, WIDTH).unbind())
+    return places == [x.data_ptr() for x in (cache.keys, cache.values, cache.room.columns, cache.room.state)]
+
+
+def test_the_cache_grows_in_place(pool: Pool) -> None:
+    assert pool.run(2, fills_without_a_copy) == [True] * 2
+
+
+def growth_of_a_thousand_steps() -> float:
+    """Megabytes by which a rank grows from the hundredth step to the thousandth."""
+    cache = cache_of((1, 1, 2), 30, capacity=1100)
+    for step in range(1000):
+        cache.append(*torch.ones(2, 1, HEADS[1], 1, WIDTH).unbind())
+        am.decode(query(1), cache)
+        if step == 100:
+            before = resident("VmRSS")
+    return (resident("VmRSS") - before) / 1e6
+
+
+def test_a_thousand_steps_hold_no_more_than_a_hundred(pool: Pool) -> None:
+    assert max(pool.run(2, growth_of_a_thousand_steps)) < 4, "the allocator's own pages"
+
+
+# --- bad input ---
+
+
+def bad_step(kind: str) -> bool:
+    """Something that is wrong, on one rank or on all, in a cache that can go on."""
+    cache = cache_of((1, 1, 3), 30, capacity=32)
+    before = am.decode(query(1), cache)
+    one = dist.get_rank() == 1
+    rows = torch.ones(1, HEADS[1], 3, WIDTH)
+    try:
+        match kind:
+            case "token":
+                am.decode(query(1) + one, cache)
+            case "shape":
+                am.decode(query(2 if one else 1), cache)
+            case "width":
+                am.decode(query(1)[..., : 4 if one else 8], cache)
+            case "dtype":
+                am.decode(query(1).to(torch.float64 if one else torch.float32), cache)
+            case "mask":
+                am.decode(query(1), cache, mask=am.Window(3) if one else am.Causal())
+            case "dropout":
+                am.decode(query(1), cache, **({"dropout_p": 0.1} if one else {}))
+            case "unknown":
+                am.decode(query(1), cache, **({"mesk": 0.1} if one else {}))
+            case "sinks":
+                am.decode(query(1), cache, sinks=torch.full((4,), float(one)))
+            case "long message":
+                am.decode(query(30).expand(1, 4, 30, 8), cache, scale="big" if one else None)
+            case "gather":
+                am.decode(query(1), cache, merge="gather", scale="big" if one else None)
+            case "collective":
+                am.decode(query(2 if one else 1), cache, merge="allreduce")
+            case "long":
+                am.decode(query(31), cache)
+            case "reproducible":
+                am.decode(query(1), cache, reproducible=True)
+            case "capacity":
+                cache.append(rows, rows)
+            case "heads":
+                cache.append(rows[:, :1], rows[:, :1])
+            case "cut":
+                cache.truncate(31)
+            case "order":
+                cache.reorder(torch.tensor([1]))
+            case "positions":
+                cache.append_shard(
+                    rows[:, :, :0],
+                    rows[:, :, :0],
+                    torch.arange(0 if not one else 1)[:0] if not one else torch.zeros(1, dtype=torch.long),
+                )
+            case "cover":
+                cache.append_shard(rows[:, :, :1], rows[:, :, :1], torch.tensor([30]))
+            case "real":
+                cache.append(rows[:, :, :1], rows[:, :, :1], real=torch.ones(2, 1, dtype=torch.bool))
+    finally:
+        assert torch.equal(am.decode(query(1), cache), before), "the cache is as it was"
+    return True
+
+
+BAD = [
+    (
+        "token",
+        errors.MeshError,
+        r"same call on .*:\n    shards  q\n    0, 2    torch.float32 \[1, 4, 1, 8\] of digest \w+\n    1  ",
+    ),
+    (
+        "shape",
+        errors.MeshError,
+        r"same call on .*:\n.*\n    0, 2 .*\[1, 4, 1, 8\].*\n    1 .*\[1, 4, 2, 8\]",
+    ),
+    ("width", errors.ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 8\), given \(1, 4, 1, 4\)"),
+    ("dtype", errors.DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
+    ("mask", errors.MeshError, r"shards  mask\n    0, 2    Causal\(\)\n    1       Window\(3\)\nFix: "),
+    ("dropout", errors.KernelError, "exact softmax attention under a mask of positions, given dropout_p="),
+    ("unknown", errors.ArgumentError, "the arguments of its signature, given mesk="),
+    ("sinks", errors.MeshError, r"shards  sinks\n    0, 2    .*\n    1  "),
+    ("long message", errors.DtypeError, "decode scale: expected None, 0 or a number"),
+    ("gather", errors.DtypeError, "decode scale: expected None, 0 or a number"),
+    ("collective", errors.MeshError, "same call on every rank"),
+    ("long", errors.ShapeError, "given 31 queries and 30 of 32 tokens in the cache"),
+    ("reproducible", errors.KernelError, "ranks along queries and keys, and a tree, given 3 ranks"),
+    ("capacity", errors.ShapeError, "append: expected room .* given 30 tokens and 3 more in a cache of 32"),
+    ("heads", errors.ShapeError, r"append k: expected shape \(1, 2, tokens, 8\), given \(1, 1, 3, 8\)"),
+    (
+        "cut",
+        errors.ShapeError,
+        "truncate: expected a length from 0 to 30, given 31 of type int. Fix: pass an int that is no more",
+    ),
+    ("order", errors.ShapeError, "reorder: expected a number of a sequence below 1 for each"),
+    ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
+    ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
+    ("real", errors.ShapeError, r"append real: expected torch.bool \(1, 1\)"),
+]
+
+
+@pytest.mark.parametrize(("kind", "error", "message"), BAD)
+def test_all_ranks_raise_alike_and_go_on(pool: Pool, kind: str, error: type[Exception], message: str) -> None:
+    answers = pool.ask(3, bad_step, kind)
+    assert [type(answer) for answer in answers] == [error] * 3
+    assert len({str(answer) for answer in answers}) == 1
+    with pytest.raises(error, match=message):
+        raise answers[0]
+
+
+def alone_with_a_bad_query(options: dict[str, object]) -> str:
+    cache = cache_of((1, 1, 4), 30)
+    q = query(1) if dist.get_rank() != 1 else query(1)[:, :, :, :3]
+    try:
+        am.decode(q, cache, **options)
+    except errors.ShapeError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.parametrize("options", [{"reproducible": True}, {"merge": "tree"}, {"merge": "direct"}, {}])
+def test_a_rank_that_is_given_a_bad_query_is_not_waited_for(pool: Pool, options: dict[str, object]) -> None:
+    for said in pool.run(4, alone_with_a_bad_query, options):
+        assert "decode q: expected shape (1, 'heads', 'length', 8), given (1, 4, 1, 3)" in said
+
+
+def bad_call(kind: str) -> str:
+    """Something that leaves the caches of the ranks different, or that a rank is alone with."""
+    one = dist.get_rank() == 1
+    cache = am.KVCache(
+        named_mesh(Shape(1, 1, 2), AXES),
+        batch=2,
+        kv_heads=2,
+        head_dim=8,
+        capacity=1 << 14,
+        dtype=torch.float32,
+        block=4,
+        checked=False if kind in ("padding", "order") else None,
+    )
+    rows = torch.ones(2, HEADS[1], 6, WIDTH)
+    try:
+        match kind:
+            case "padding" | "padding at once":
+                cache.append(rows, rows, real=torch.full((2, 6), not one))
+            case "shard padding":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, real=torch.full((2, 6), not one))
+            case "shard padding width":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, real=torch.ones(2, 6 + one) > 0)
+            case "order" | "order at once":
+                cache.append(rows, rows)
+                cache.reorder(torch.tensor([int(one), 0]))
+            case "cut of shards":
+                mine = am.Contiguous().positions(6, 2, dist.get_rank())
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine)
+                cache.truncate(100 if one else 1)
+            case "long":
+                cache.append(*torch.ones(2, 2, HEADS[1], 5000, WIDTH).unbind())
+                am.decode(torch.ones(2, 4, 5000 if one else 1, WIDTH), cache)
+            case "device":
+                am.KVCache(
+                    named_mesh(Shape(1, 1, 2), AXES),
+                    batch=1,
+                    kv_heads=1,
+                    head_dim=1,
+                    capacity=1,
+                    dtype=torch.float32,
+                    device="foo" if one else None,
+                )
+            case "merge":
+                out = torch.ones(1, 2, 3 + one, 4)
+                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD)
+            case "merge alone":
+                out = torch.ones(1, 2, 3, 4)
+                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, base="3" if one else "e")
+        am.decode(torch.ones(2, 4, 1, WIDTH), cache, checked=True)
+    except errors.InputError as error:
+        return str(error)
+    return "no error"
+
+
+ALONE = {
+    "padding": "shards  padding and order\n    0       ",
+    "padding at once": "append: expected the same call on every rank, given:\n    shards  real\n    0 ",
+    "shard padding": "append_shard: expected the same call on every rank",
+    "shard padding width": "append_shard: expected the same call on every rank",
+    "order": "shards  padding and order\n    0       ",
+    "order at once": "shards  to\n    0       [",
+    "cut of shards": "truncate: expected a length from 0 to 6, given 100",
+    "long": "decode: expected the same call on every rank",
+    "device": "KVCache device: expected a device that PyTorch knows, given 'foo'",
+    "merge": "merge_across: expected the same call on every rank",
+    "merge alone": "merge_across base: expected one of 'e', '2', given '3'",
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_ranks_that_differ_all_hear_of_it(pool: Pool, kind: str) -> None:
+    for said in pool.run(2, bad_call, kind):
+        assert ALONE[kind] in said
+
+
+def in_inference_mode() -> bool:
+    with torch.inference_mode():
+        cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+        cache.append(*torch.ones(2, 1, 1, 3, 2).unbind(), real=torch.tensor([[False, True, True]]))
+        inside = am.decode(torch.ones(1, 1, 1, 2), cache)
+    cache.append(*torch.ones(2, 1, 1, 1, 2).unbind())
+    cache.truncate(3)
+    return torch.equal(am.decode(torch.ones(1, 1, 1, 2), cache), inside)
+
+
+def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
+    assert in_inference_mode()
+
+
+def test_gradients_are_refused_and_not_dropped() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    learned = torch.ones(1, 1, 1, 2, requires_grad=True)
+    with pytest.raises(errors.KernelError, match="append k: expected a tensor without gradients"):
+        cache.append(learned, learned)
+    with torch.no_grad():
+        cache.append(learned, learned)
+        am.decode(learned, cache)
+    with pytest.raises(errors.KernelError, match="a query and sinks without gradients"):
+        am.decode(learned, cache)
+
+
+def test_saving_where_nothing_can_be_written_and_saving_twice(tmp_path: Path) -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.StoreError, match="save: expected a folder that can be written to"):
+        cache.save(tmp_path / "file" / "folder")
+    for _ in range(2):
+        cache.save(tmp_path / "folder")
+    assert am.KVCache.load(tmp_path / "folder", None).length == 0
+
+
+def spoiled() -> bool:
+    cache = cache_of((1, 1, 4), 100)
+    if dist.get_rank() == 2:
+        cache.values[0, 0, 3] = torch.nan
+    out = am.decode(query(1), cache)
+    return bool(out[:, :2].isnan().all()) and not bool(out[:, 2:].isnan().any())
+
+
+def test_nan_in_one_shard_is_nan_for_its_heads_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(4, spoiled) == [True] * 4
+
+
+def loaded(path: Path) -> int:
+    return am.KVCache.load(path, named_mesh(Shape(1, 1, dist.get_world_size()), AXES)).length
+
+
+def saved(path: Path) -> None:
+    cache_of((1, 1, 2), 50).save(path)
+
+
+def test_a_damaged_or_foreign_file_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, saved, tmp_path / "good")
+    assert pool.run(3, loaded, tmp_path / "good") == [50] * 3
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cache.json").write_text('{"format": "another", "version": 2}')
+    data = max((tmp_path / "good").glob("1-*/*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    for place in range(len(content) // 4, len(content) // 2):
+        content[place] ^= 0x40
+    data.write_bytes(content)
+    for name, message in (
+        ("foreign", "a folder that KVCache.save wrote"),
+        ("other", "a folder that KVCache.save wrote"),
+        ("good", ""),
+    ):
+        answers = pool.ask(3, loaded, tmp_path / name)
+        assert [type(answer) for answer in answers] == [errors.StoreError] * 3
+        assert len({str(answer) for answer in answers}) == 1
+        assert message in str(answers[0])
+
+
+NUMBERS = [
+    ({"capacity": 0}, errors.ShapeError, "KVCache capacity: expected a whole number, 1 or more, given 0"),
+    ({"block": 2.5}, errors.ShapeError, "KVCache block: expected a whole number"),
+    ({"dtype": torch.int8}, errors.DtypeError, "KVCache dtype: expected one of float64"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), NUMBERS)
+def test_a_cache_that_cannot_be(changes: dict[str, object], kind: type[Exception], message: str) -> None:
+    options = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32} | changes
+    with pytest.raises(kind, match=message):
+        am.KVCache(None, **options)

@@ -1,0 +1,286 @@
+"""A generation that is broken off and gone on with says what it would have said, on any ranks."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import MaxLengthCriteria
+
+from attnmesh import hf
+from attnmesh.decode.checkpoint import MANIFEST
+from attnmesh.errors import InputError, MeshError, StoreError
+from attnmesh.hf.load import PACKAGED
+from attnmesh.hf.options import Settings
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import families
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+NEW = 22
+
+
+def prompt(length: int = 45) -> Tensor:
+    return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+def said(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
+    """The new tokens, with a checkpoint every four of them."""
+    mesh = named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
+    torch.manual_seed(5)
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": sample, **more}
+    if sample:
+        options |= {"temperature": 1.3, "top_k": 30}
+    if folder is not None:
+        options["checkpoint"] = hf.Checkpoint(folder, every=4)
+    ids = options.pop("ids", prompt())
+    made = hf.generate(families.model("llama", "attnmesh"), ids, mesh=mesh, **options)
+    return made[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((1, 1, 1), (1, 1, 1)), ((1, 2, 2), (1, 1, 2)), ((1, 1, 2), (1, 3, 1))])
+def test_the_tokens_are_those_of_a_run_that_was_not_broken_off(
+    pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], sample: bool
+) -> None:
+    (whole,) = pool.run(1, said, None, (1, 1, 1), NEW, sample)
+    assert len(set(whole)) > 3
+    for length in (10, 14):
+        for tokens in pool.run(Shape(*before).ranks, said, tmp_path, before, length, sample):
+            assert tokens == whole[:length]
+    report = json.loads((tmp_path / MANIFEST).read_text())
+    assert report["length"] == 45 + 12 - 1, "the last token that was kept is one that the cache has not seen yet"
+    for tokens in pool.run(Shape(*after).ranks, said, tmp_path, after, NEW, sample):
+        assert tokens == whole
+    (again,) = pool.run(1, said, tmp_path, (1, 1, 1), 5, sample)
+    assert again == whole[:5], "more are there than are asked for"
+
+
+def broken_off_in_the_prompt(folder: Path) -> list[int]:
+    """After two of three chunks; then gone on with: how many tokens the model was given."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    model, ids = families.model("llama", "attnmesh"), prompt(130)
+    checkpoint = hf.Checkpoint(folder)
+    cache = hf.ShardedCache(model.config, mesh)
+    assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
+    hf.prefill(model, ids[:, :65], cache, chunk_size=32, after=lambda n: checkpoint.save(cache, ids[:, :n]))
+    checkpoint.wait()
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)
+    made = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False, checkpoint=hf.Checkpoint(folder))
+    alone = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False)
+    assert torch.equal(made, alone)
+    return seen[: len(seen) - 4]
+
+
+def test_a_prompt_is_not_computed_twice(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, broken_off_in_the_prompt, tmp_path)
+    assert sum(first[:-2]) + sum(second[:-2]) == 67, "the rest of the prompt, and the last token on both"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another prompt in "),
+    "sampled": ({"do_sample": True}, "this model, prompt and options, given other options and another seed in "),
+    "never twice": ({"no_repeat_ngram_size": 3}, "this model, prompt and options, given other options in "),
+    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be gone on with, given encoder_repetition_penalty=. Fix"),
+    "as a dict": ({"return_dict_in_generate": True}, "options that can be gone on with, given return_dict_in_gener"),
+    "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
+    "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
+    "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
+    "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be gone on with, given prompt_lookup_num_tokens="),
+    "early exit": ({"assistant_early_exit": 1}, "options that can be gone on with, given assistant_early_exit="),
+    "a name": ({"checkpoint": "folder"}, "generate checkpoint: expected an hf.Checkpoint, given str. Fix: pass hf.Ch"),
+    "a path": ({"checkpoint": Path("folder")}, "generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
+    "a number": ({"checkpoint": 5}, "generate checkpoint: expected an hf.Checkpoint, given int"),
+    "no name": ({"checkpoint": False}, "generate checkpoint: expected an hf.Checkpoint, given bool"),
+    "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given some"),
+}
+
+
+def refused(folder: Path, more: dict[str, Any]) -> str:
+    given = dict(more)
+    sample, own = given.pop("do_sample", False), "checkpoint" in given
+    try:
+        said(None if own else folder, (1, 1, 2), 6, sample, **given)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_what_cannot_be_gone_on_with_is_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, said, tmp_path, (1, 1, 2), 6, False)
+    for name, (more, told) in REFUSED.items():
+        one, other = pool.run(2, refused, tmp_path, more)
+        assert one == other, name
+        assert told in one, name
+    with pytest.raises(InputError, match="Checkpoint every: expected a whole number of tokens, given 0"):
+        hf.Checkpoint(tmp_path, every=0)
+
+
+def not_as_often(folder: Path) -> str:
+    """Ranks that would save at different tokens, and wait for each other."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    checkpoint = hf.Checkpoint(folder, every=4 + dist.get_rank())
+    with pytest.raises(InputError) as raised:
+        hf.generate(families.model("llama", "attnmesh"), prompt(), mesh=mesh, max_new_tokens=6, checkpoint=checkpoint)
+    return str(raised.value)
+
+
+def test_ranks_agree_on_how_often_is_saved(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, not_as_often, tmp_path)
+    assert one == other
+    assert "expected the same call on every rank, given:\n    shards  checkpoint\n" in one
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+ASK = [
+    "generate",
+    "--model",
+    PACKAGED,
+    "--prompt",
+    "Tell me a story about a whale.",
+    "--json",
+    "--max-new-tokens",
+    "48",
+]
+
+
+def workers(parent: int) -> list[int]:
+    """The processes that a process has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with pytest.MonkeyPatch.context(), open(stat) as file:
+            if int(file.read().rsplit(")", 1)[1].split()[1]) == parent:
+                found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
+    """And then with fewer ranks: in all the tokens are those of a run that nothing happened to."""
+    command = [sys.executable, "-m", "attnmesh", *ASK]
+    whole = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--every", "6"]
+    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *ASK, *kept]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        manifest = tmp_path / "kept" / MANIFEST
+        while not (manifest.exists() and json.loads(manifest.read_text())["saving"] >= 2):
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.kill(max(workers(running.pid)), signal.SIGKILL)
+        out, error = running.communicate(timeout=300)
+    assert running.returncode == 0, error
+    assert "going on from" in error
+    assert json.loads(out)["tokens"] == whole["tokens"]
+    done = subprocess.run([*command, *kept], capture_output=True, text=True, check=True, timeout=300)
+    assert json.loads(done.stdout)["tokens"] == whole["tokens"]
+    assert "going on from" in done.stderr
+
+
+def stopped_at(length: int) -> int:
+    """Criteria are objects of each rank's own, and yet the same."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
+    criteria = [MaxLengthCriteria(length)]
+    made = hf.generate(model, prompt(), mesh=mesh, max_new_tokens=NEW, do_sample=False, stopping_criteria=criteria)
+    return made.shape[1]
+
+
+def test_criteria_of_the_callers_own_are_asked_on_every_rank(pool: Pool) -> None:
+    assert pool.run(2, stopped_at, 51) == [51, 51]
+
+
+def used_twice(folder: Path) -> list[bool]:
+    """One checkpoint for two prompts, then for one that says nothing of how long it is to be."""
+    model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(folder / "a", every=4)
+    first = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    said = []
+    try:
+        hf.generate(model, prompt(50), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    except InputError as error:
+        said.append("another prompt in" in str(error))
+    again = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
+    said.append(torch.equal(first, again))
+    for more in ({}, {"max_length": 60}):
+        alone = hf.generate(model, prompt(), do_sample=False, **more)
+        kept = [
+            hf.generate(model, prompt(), do_sample=False, checkpoint=hf.Checkpoint(folder / str(more), every=4), **more)
+            for _ in range(2)
+        ]
+        said += [torch.equal(alone, each) for each in kept]
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_models_that_differ_in_their_configuration_are_others(tmp_path: Path) -> None:
+    ids, options = prompt(), {"max_new_tokens": 6, "do_sample": False}
+    for name, other in (("rope", "another model"), ("suppressed", "other options")):
+        model = copy.deepcopy(families.model("llama", "attnmesh"))
+        hf.generate(model, ids, checkpoint=hf.Checkpoint(tmp_path / name, every=2), **options)
+        if name == "rope":
+            model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 77.0}
+        else:
+            model.generation_config.suppress_tokens = [5, 6]
+        with pytest.raises(StoreError, match=f"this model, prompt and options, given {other} in"):
+            hf.generate(model, ids, checkpoint=hf.Checkpoint(tmp_path / name), **options)
+
+
+def with_other_weights(folder: Path) -> str:
+    """The second rank's model is another: all hear of it."""
+    model, mesh = copy.deepcopy(families.model("llama", "attnmesh")), named_mesh(Shape(1, 1, 2), AXES)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+    try:
+        hf.generate(model, prompt(), mesh=mesh, max_new_tokens=4, do_sample=False, checkpoint=hf.Checkpoint(folder))
+    except MeshError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_of_other_models_are_told(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, with_other_weights, tmp_path)
+    assert one == other
+    assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    shards  model\n")
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(60), torch.zeros(1, 60), torch.zeros(1, 3, dtype=torch.int64)])
+def test_tokens_that_cannot_be_are_refused(tmp_path: Path, tokens: torch.Tensor) -> None:
+    model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(tmp_path, every=2)
+    hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=checkpoint)
+    cache = hf.ShardedCache(model.config)
+    cache.restore(tmp_path)
+    cache.save(tmp_path, more={"tokens": tokens}, note=checkpoint.note)
+    with pytest.raises(StoreError, match="generate checkpoint: expected the tokens of "):
+        hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=hf.Checkpoint(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
+def test_the_same_call_says_the_same_however_often(tmp_path: Path) -> None:
+    assert used_twice(tmp_path) == [True] * 6
+
+
+def broken_off_between_layers(length: int) -> bool:
+    """An error in the second of three layers; then the prompt goes on with what is there."""
+    model, ids = families.model("llama", "attnmesh"), prompt()
+    cache = hf.ShardedCache(model.config)
+    hf.prefill(model, ids, cache)
+    handle = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        hf.generate(model, ids, cache=cache, max_new_tokens=length, do_sample=False)
+    handle.remove()
+    assert len({layer.kv.length for layer in cache.layers}) > 1
+    made = hf.generate(model, cache.tokens, cache=cache, max_new_tokens=length, do_sample=False)
+    return torch.equal(made, hf.generate(model, ids, max_new_tokens=length, do_sample=False))
+
+
+def test_layers_that_are_uneven_are_levelled() -> None:
+    assert broken_off_between_layers(8)

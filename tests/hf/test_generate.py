@@ -1,0 +1,439 @@
+"""Generation over a mesh gives the tokens that stock transformers gives on one process."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DogeConfig,
+    DynamicCache,
+    Gemma2Config,
+    GenerationConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+)
+from transformers.generation import BaseStreamer
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.families import CONFIGS, STOCK, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+AXES = ("heads", "queries", "keys")
+
+SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
+
+Generate = Callable[..., Any]
+"""(input_ids, **options) -> sequences."""
+
+
+class Heard(BaseStreamer):
+    """Keeps what is streamed."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def greedy(generate: Generate, _: str) -> Tensor:
+    return generate(prompt(150), max_new_tokens=20, do_sample=False)
+
+
+def short(generate: Generate, _: str) -> Tensor:
+    """A prompt of fewer tokens than a round of dealing has."""
+    return generate(prompt(5), max_new_tokens=70, do_sample=False)
+
+
+def sampled(generate: Generate, _: str) -> Tensor:
+    torch.manual_seed(3)
+    return generate(prompt(130), max_new_tokens=20, do_sample=True, top_k=20, temperature=0.8, num_return_sequences=2)
+
+
+def beams(generate: Generate, _: str) -> Tensor:
+    return generate(prompt(131, batch=2), max_new_tokens=12, do_sample=False, num_beams=3)
+
+
+def padded(generate: Generate, _: str) -> Tensor:
+    """A batch padded on the left."""
+    ids = prompt(140, batch=3)
+    mask = torch.ones_like(ids)
+    for row, count in enumerate((0, 70, 133)):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return generate(ids, attention_mask=mask, max_new_tokens=15, do_sample=False)
+
+
+def padded_beams(generate: Generate, _: str) -> Tensor:
+    ids = prompt(80, batch=2)
+    mask = torch.ones_like(ids)
+    ids[1, :33], mask[1, :33] = 0, 0
+    return generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, num_beams=2)
+
+
+def chunked(generate: Generate, _: str) -> Tensor:
+    return generate(prompt(300), max_new_tokens=10, do_sample=False, prefill_chunk_size=70)
+
+
+def looked_up(generate: Generate, _: str) -> Tensor:
+    """Assisted decoding whose drafts are taken from the prompt."""
+    return generate(prompt(20).repeat(1, 6), max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
+
+
+def assisted(generate: Generate, family: str) -> Tensor:
+    draft = families.model(family, STOCK[family])
+    return generate(prompt(90), max_new_tokens=15, do_sample=False, assistant_model=draft)
+
+
+CASES = (greedy, short, sampled, beams, padded, padded_beams, chunked, looked_up, assisted)
+
+
+@lru_cache
+def expected(family: str, case: Callable[[Generate, str], Tensor]) -> Tensor:
+    """What stock transformers gives."""
+    return case(families.model(family, STOCK[family]).generate, family)
+
+
+def ours(family: str, shape: Shape) -> dict[str, Tensor]:
+    """On a rank: what all cases give."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES)
+
+    def generate(ids: Tensor, **options: Any) -> Tensor:
+        return hf.generate(model, ids, mesh=mesh, **options)
+
+    return {case.__name__: case(generate, family) for case in CASES}
+
+
+def families_on_meshes() -> list[Any]:
+    """One family on all meshes, the others on one, and in turn; all on all where there is time."""
+    return [
+        pytest.param(
+            family,
+            shape,
+            id=f"{family}-{'x'.join(map(str, shape))}",
+            marks=[] if family == "llama" or shape == SHAPES[3 + number % 2] else pytest.mark.long,
+        )
+        for number, family in enumerate(CONFIGS)
+        for shape in SHAPES
+    ]
+
+
+@pytest.mark.parametrize(("family", "shape"), families_on_meshes())
+def test_each_family_gives_the_tokens_of_stock_transformers(family: str, shape: Shape, pool: Pool) -> None:
+    answers = pool.run(shape.ranks, ours, family, shape)
+    for case in CASES:
+        for answer in answers:
+            assert answer[case.__name__].tolist() == expected(family, case).tolist(), case.__name__
+
+
+def conversation(shape: Shape) -> list[list[list[int]]]:
+    """On a rank: turns on one cache, of which the last goes back to an earlier turn; and what each rank holds."""
+    model, mesh = families.model("qwen3", "attnmesh"), named_mesh(shape, AXES)
+    cache, said = hf.ShardedCache(model.config, mesh), []
+    ids = prompt(120)
+    for turn in range(3):
+        made = hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False)
+        said.append(made.tolist())
+        assert cache.layers[0].kv.dealt
+        ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
+    ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
+    said.append(hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False).tolist())
+    even = -(-cache.get_seq_length() // (shape.queries * shape.keys))
+    assert abs(cache.held - even) <= cache.block
+    return said
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_turns_of_a_conversation_go_on_with_the_cache(shape: Shape, pool: Pool) -> None:
+    stock, turns = families.model("qwen3", STOCK["qwen3"]), []
+    ids = prompt(120)
+    for turn in range(3):
+        made = stock.generate(ids, max_new_tokens=9, do_sample=False)
+        turns.append(made.tolist())
+        ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
+    ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
+    turns.append(stock.generate(ids, max_new_tokens=9, do_sample=False).tolist())
+    assert pool.run(shape.ranks, conversation, shape) == [turns] * shape.ranks
+
+
+def without_help(shape: Shape) -> tuple[list[Any], list[Any], list[int]]:
+    """On a rank: transformers' own `generate` with our cache, streaming; and in blocks that any ranks share."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
+    heard = Heard()
+    cache = hf.ShardedCache(model.config, mesh, capacity=200)
+    made = model.generate(prompt(70), past_key_values=cache, max_new_tokens=10, do_sample=False, streamer=heard)
+    cache = hf.ShardedCache(model.config, mesh, reproducible=shape.ranks in (1, 2, 4), merge="tree", block=128)
+    again = hf.generate(model, prompt(70), cache=cache, max_new_tokens=10, do_sample=False)
+    return made.tolist(), again.tolist(), heard.tokens
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_the_cache_serves_the_models_own_generate_and_streams(shape: Shape, pool: Pool) -> None:
+    expected = families.model("llama", "sdpa").generate(prompt(70), max_new_tokens=10, do_sample=False).tolist()
+    for answer in pool.run(shape.ranks, without_help, shape):
+        assert answer == (expected, expected, expected[0])
+
+
+def prefilled(shape: Shape, length: int) -> list[tuple[int, int]]:
+    """On a rank: tokens and bytes that it holds after a prefill."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
+    cache = hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, prompt(length), cache)
+    return [(layer.kv.used, cache.held_bytes) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("length", [33, 257, 1000])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, pool: Pool) -> None:
+    answers = pool.run(shape.ranks, prefilled, shape, length)
+    share = (length - 1) / (shape.queries * shape.keys)
+    for layer in range(3):
+        held = [answer[layer][0] for answer in answers]
+        assert sum(held) == (length - 1) * shape.heads
+        assert all(abs(count - share) <= 16 for count in held)
+    for (used, size), *_ in answers:
+        assert size == used * 3 * 2 * 2 // shape.heads * 8 * 4  # layers, keys and values, heads, width, float32
+
+
+def refusal(name: str, shape: Shape) -> str:
+    """On a rank: what is said to a call that cannot be served."""
+    mesh, model = named_mesh(shape, AXES), families.model("llama", "attnmesh")
+    try:
+        REFUSED[name](model, mesh)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _with(model: Any, mesh: Any, **options: Any) -> None:
+    hf.generate(model, options.pop("ids", prompt(40)), mesh=mesh, max_new_tokens=3, **options)
+
+
+def _forward(model: Any, **options: Any) -> None:
+    with torch.no_grad():
+        model(prompt(40), **options)
+
+
+REFUSED: dict[str, Callable[[Any, Any], None]] = {
+    "an empty prompt": lambda m, mesh: _with(m, mesh, ids=prompt(0)),
+    "more ranks than tokens": lambda m, mesh: _with(m, mesh, ids=prompt(1)),
+    "too long": lambda m, mesh: _with(m, mesh, ids=prompt(2049)),
+    "words": lambda m, mesh: _with(m, mesh, ids="what?"),
+    "a 4D mask": lambda m, mesh: _with(m, mesh, attention_mask=torch.ones(1, 1, 40, 40)),
+    "a stock cache": lambda m, mesh: _with(m, mesh, cache=DynamicCache()),
+    "a stock model": lambda _, mesh: _with(families.model("llama", "sdpa"), mesh),
+    "no model": lambda _, mesh: _with(torch.nn.Linear(2, 2), mesh),
+    "assisted on a full cache": lambda m, mesh: _with(
+        m, mesh, cache=_filled(m, mesh), prompt_lookup_num_tokens=3, ids=prompt(41)
+    ),
+    "another batch": lambda m, mesh: _with(m, mesh, cache=_filled(m, mesh), ids=prompt(40, batch=2)),
+    "forward with a 4D mask": lambda m, _: _forward(m, attention_mask=torch.zeros(1, 1, 40, 40), use_cache=False),
+    "forward of packed sequences": lambda m, _: _forward(m, position_ids=torch.arange(40)[None] % 13, use_cache=False),
+    "a clock": lambda m, mesh: _with(m, mesh, max_time=0.5),
+    "no cache at all": lambda m, mesh: _with(m, mesh, use_cache=False),
+    "a static cache": lambda m, mesh: _with(m, mesh, cache_implementation="static"),
+    "other positions": lambda m, mesh: _with(m, mesh, position_ids=torch.arange(40)[None] * 3),
+    "hidden states": lambda m, mesh: _with(m, mesh, output_hidden_states=True, return_dict_in_generate=True),
+    "right padding": lambda m, mesh: _with(m, mesh, attention_mask=torch.arange(40)[None].lt(30).long()),
+    "inferred right padding": lambda m, mesh: _with(m, mesh, ids=prompt(40) * torch.arange(40).lt(30)),
+    "other options": lambda m, mesh: hf.generate(
+        m, prompt(40), mesh=mesh, max_new_tokens=3 + torch.distributed.get_rank()
+    ),
+    "checkpointing": lambda _, mesh: _with(_checkpointing(), mesh),
+    "the bits of three ranks": lambda m, mesh: hf.ShardedCache(m.config, mesh, reproducible=True, merge="direct"),
+    "a cache that is not used": lambda m, mesh: m.generate(
+        prompt(40), past_key_values=hf.ShardedCache(m.config), use_cache=False, max_new_tokens=3
+    ),
+    "keys that are looked into": lambda *_: _forward(
+        AutoModelForCausalLM.from_config(DOGE, attn_implementation="attnmesh"), past_key_values=hf.ShardedCache(DOGE)
+    ),
+    "weights": lambda m, _: _forward(m, output_attentions=True, use_cache=False),
+    "an unknown argument": lambda m, _: _forward(m, cu_seq_lens_q=torch.arange(3), use_cache=False),
+    "a stock model with our cache": lambda _, mesh: _forward(
+        (stock := families.model("llama", "sdpa")), past_key_values=hf.ShardedCache(stock.config, mesh)
+    ),
+}
+
+
+def _checkpointing() -> Any:
+    model = families.model("llama", "attnmesh").train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+DOGE = DogeConfig(
+    vocab_size=97, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    attn_implementation="attnmesh",
+)  # fmt: skip
+
+
+def _filled(model: Any, mesh: Any) -> hf.ShardedCache:
+    cache = hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, prompt(40), cache)
+    return cache
+
+
+SAID = {
+    "an empty prompt": "ShapeError: generate input_ids: expected at least one token, given an empty prompt",
+    "more ranks than tokens": "MeshError: generate: expected at least one token a rank, given 1 on 4 ranks",
+    "too long": "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
+    "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
+    "a 4D mask": "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
+    "a stock cache": "KernelError: generate cache: expected a ShardedCache, given DynamicCache",
+    "a stock model": "KernelError: generate: expected attn_implementation 'attnmesh', given 'sdpa'",
+    "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
+    "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
+    "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
+    "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformer",
+    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one",
+    "a clock": "ArgumentError: generate: expected options that can be served over a mesh, given max_time=0.5. Fix: p",
+    "no cache at all": "ArgumentError: generate: expected options that can be served over a mesh, given use_cache=Fa",
+    "a static cache": "ArgumentError: generate: expected options that can be served over a mesh, given cache_impleme",
+    "other positions": "ArgumentError: generate: expected options of transformers' generation, given position_ids=",
+    "hidden states": "ArgumentError: generate: expected options that can be served over a mesh, given output_hidden_",
+    "right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence, given pa",
+    "inferred right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence,",
+    "other options": "MeshError: generate: expected the same call on every rank, given:\n    shards  max_new_tokens",
+    "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
+    "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
+    "a cache that is not used": "KernelError: attnmesh in transformers: use_cache: expected a cache that is used, gi",
+    "keys that are looked into": "KernelError: attnmesh in transformers: expected a model that hands masks and cache",
+    "weights": "KernelError: attnmesh in transformers: output_attentions: expected exact softmax attention",
+    "an unknown argument": "KernelError: attnmesh in transformers: cu_seq_lens_q: expected exact softmax attention",
+    "a stock model with our cache": "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_on_all_ranks_alike(name: str, pool: Pool) -> None:
+    answers = pool.run(4, refusal, name, Shape(1, 2, 2))
+    assert len(set(answers)) == 1
+    assert answers[0].startswith(SAID[name]), answers[0]
+    assert answers[0].endswith(".")
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": 1,
+    "pad_token_id": 0, "eos_token_id": None,
+}  # fmt: skip
+
+UNSERVED = {
+    "soft-capped logits": (
+        Gemma2Config(**TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16),
+        "KernelError: attnmesh in transformers: softcap: expected exact softmax attention",
+    ),
+    "chunks": (
+        Llama4TextConfig(**TINY, num_key_value_heads=1, head_dim=8, attention_chunk_size=8, num_local_experts=1),
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given llama4",
+    ),
+    "recurrent states": (
+        MambaConfig(**{**TINY, "num_attention_heads": None}),
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given mamba",
+    ),
+    "linear attention": (
+        Qwen3NextConfig(**TINY, num_key_value_heads=1, head_dim=8, num_experts=2, layer_types=["linear_attention"] * 2),
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given qwen3_"
+        "next "
+        "with layers of linear_attention",
+    ),
+    "attention of its own": (
+        BloomConfig(**TINY),
+        "KernelError: generate: expected a model that lets attention be chosen, given BloomForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_families_that_need_more_are_refused_by_name(name: str) -> None:
+    config, said = UNSERVED[name]
+    model = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = "attnmesh"
+    with pytest.raises(errors.InputError) as error:
+        hf.generate(model.eval(), prompt(30), max_new_tokens=2)
+    assert f"{type(error.value).__name__}: {error.value}".startswith(said)
+
+
+def test_dropout_is_refused() -> None:
+    model = families.model("llama", "attnmesh", attention_dropout=0.1).train()
+    with pytest.raises(errors.KernelError, match="dropout: expected attention without dropout, given"):
+        model(prompt(20), use_cache=False)
+
+
+def _by_config(ours: bool) -> list[Any]:
+    """Generation that is asked for by configurations, and not by the call."""
+    model = families.model("llama", "attnmesh" if ours else "sdpa")
+    generate = (lambda ids, **more: hf.generate(model, ids, **more)) if ours else model.generate
+    said = []
+    for changes in ({"prompt_lookup_num_tokens": 3}, {"num_beams": 3}, {"num_return_sequences": 2, "num_beams": 2}):
+        config = GenerationConfig(max_new_tokens=9, do_sample=False, **changes)
+        said.append(generate(prompt(20).repeat(1, 6), generation_config=config).tolist())
+    if ours:
+        model.config.use_cache = model.generation_config.use_cache = False  # as checkpoints of trainings often have it
+    said.append(generate(prompt(70), max_new_tokens=9, do_sample=False).tolist())
+    ids = prompt(70, batch=2)
+    ids[1, :20] = 0  # padding that no mask tells of
+    said.append(generate(ids, max_new_tokens=9, do_sample=False, pad_token_id=0).tolist())
+    return said
+
+
+def test_configurations_are_heeded_as_options_are() -> None:
+    assert _by_config(True) == _by_config(False)
+
+
+def test_a_cache_never_takes_other_tokens_for_those_of_a_prompt() -> None:
+    model, stock = families.model("qwen2", "attnmesh"), families.model("qwen2", "sdpa")
+    options = {"max_new_tokens": 6, "do_sample": False}
+    cache, one, other = hf.ShardedCache(model.config), prompt(70, seed=1), prompt(90, seed=2)
+    hf.generate(model, one, cache=cache, **options)
+    hf.prefill(model, other, cache)
+    assert hf.generate(model, other, cache=cache, **options).equal(stock.generate(other, **options))
+    made = model.generate(one, past_key_values=(own := hf.ShardedCache(model.config)), **options)
+    assert hf.generate(model, other, cache=own, **options).equal(stock.generate(other, **options))  # unknown: cut
+    longer = torch.cat((made, prompt(5, seed=3)), 1)
+    assert hf.generate(model, longer, cache=own, **options).equal(stock.generate(longer, **options))
+    beamed = hf.ShardedCache(model.config)
+    hf.generate(model, one, cache=beamed, num_beams=3, num_return_sequences=3, **options)
+    beamed.batch_select_indices(torch.tensor([2]))
+    assert hf.generate(model, one, cache=beamed, **options).equal(stock.generate(one, **options))
+    pair, both = prompt(60, batch=2), hf.ShardedCache(model.config)
+    hf.generate(model, pair, cache=both, **options)
+    both.reorder_cache(torch.tensor([1, 0]))
+    assert hf.generate(model, pair, cache=both, **options).equal(stock.generate(pair, **options))
+    both.crop(-both.get_seq_length())
+    assert hf.generate(model, one, cache=both, **options).equal(stock.generate(one, **options))
+
+
+def _twins(shape: Shape) -> list[list[list[int]]]:
+    """On a rank: a prefix that is computed once, and gone on with twice."""
+    model, mesh = families.model("gemma3", "attnmesh"), named_mesh(shape, AXES)
+    cache = hf.ShardedCache(model.config, mesh)
+    hf.prefill(model, prompt(100), cache)
+    said = []
+    for seed in (1, 2):
+        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
+        said.append(hf.generate(model, ids, cache=deepcopy(cache), max_new_tokens=8, do_sample=False).tolist())
+    assert cache.get_seq_length() == 99
+    return said
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 2, 2)], ids=lambda shape: "x".join(map(str, shape)))
+def test_a_copied_cache_goes_its_own_way(shape: Shape, pool: Pool) -> None:
+    stock, expected = families.model("gemma3", "sdpa"), []
+    for seed in (1, 2):
+        ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
+        expected.append(stock.generate(ids, max_new_tokens=8, do_sample=False).tolist())
+    assert pool.run(shape.ranks, _twins, shape) == [expected] * shape.ranks

@@ -1,0 +1,178 @@
+"""Ropes that depend on the length of a sequence: on shards it is the length of the whole, as in stock transformers."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedModel, RobertaConfig
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.mesh.shapes import Shape
+from tests.hf.test_training import learned
+from tests.support.families import SIZES, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+AXES = ("heads", "queries", "keys")
+SWITCH = 64
+"""The length at which each of these ropes changes."""
+
+THETA = {"rope_theta": 1e4}
+SHORT = {**SIZES, "max_position_embeddings": SWITCH}
+CONFIGS: dict[str, Any] = {
+    "dynamic": LlamaConfig(**SHORT, rope_parameters={"rope_type": "dynamic", "factor": 4.0, **THETA}),
+    "longrope": Phi3Config(
+        **{**SIZES, "max_position_embeddings": 4096},
+        original_max_position_embeddings=SWITCH,
+        rope_parameters={
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.7],
+            "long_factor": [2.0, 3.0, 5.0, 9.0],
+            "original_max_position_embeddings": SWITCH,
+            "factor": 64.0,
+            **THETA,
+        },
+    ),
+    "yarn": LlamaConfig(
+        **{**SIZES, "max_position_embeddings": 4096},
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": SWITCH,
+            **THETA,
+        },
+    ),
+}
+
+
+def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation=attention)
+    return made.to(dtype).eval()
+
+
+def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
+    ids = prompt(length, batch=2)
+    batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
+    return learned(model(name, "attnmesh", torch.float64).train(), batch)
+
+
+@pytest.mark.parametrize(
+    ("length", "layout"),
+    [(SWITCH - 3, am.Zigzag()), (SWITCH + 1, am.Contiguous()), (3 * SWITCH - 1, am.Zigzag())],
+    ids=["short", "crossed", "long"],
+)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_has_the_rope_of_the_whole_sequence(name: str, length: int, layout: Any, pool: Pool) -> None:
+    ids = prompt(length, batch=2)
+    loss, gradients = learned(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
+    answers = pool.run(4, trained, name, length, Shape(1, 2, 2), layout)
+    assert sum(answer[0] for answer in answers) / 4 == pytest.approx(loss, rel=1e-6)
+    for weights, expected in gradients.items():
+        given = sum(answer[1][weights] for answer in answers) / 4
+        assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), weights
+
+
+def written(name: str, shape: Shape) -> list[Any]:
+    """Prompts on both sides of the switch, in chunks and in turns, each by a model that is new."""
+    mesh, said = named_mesh(shape, AXES), []
+    for length, options in CALLS:
+        said.append(hf.generate(model(name, "attnmesh"), prompt(length), mesh=mesh, **options).tolist())
+    ours = model(name, "attnmesh")
+    cache, ids = hf.ShardedCache(ours.config, mesh), prompt(30)
+    for more in TURNS:
+        ids = hf.generate(ours, ids, cache=cache, do_sample=False, max_new_tokens=8)
+        said.append(ids.tolist())
+        ids = torch.cat((ids, prompt(more, seed=more)), 1)
+    return said
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+CALLS = [(40, GREEDY), (150, GREEDY), (150, {**GREEDY, "prefill_chunk_size": 50})]
+TURNS = [15, 60, 40, 1]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, pool: Pool) -> None:
+    expected = []
+    for length, _ in CALLS:
+        expected.append(model(name, "sdpa").generate(prompt(length), **GREEDY).tolist())
+    ids = prompt(30)
+    for more in TURNS:
+        ids = model(name, "sdpa").generate(ids, do_sample=False, max_new_tokens=8)
+        expected.append(ids.tolist())
+        ids = torch.cat((ids, prompt(more, seed=more)), 1)
+    assert pool.run(shape.ranks, written, name, shape) == [expected] * shape.ranks
+
+
+def test_a_rope_that_has_grown_is_not_mixed_with_keys_from_before() -> None:
+    ours, stock = model("dynamic", "attnmesh"), model("dynamic", "sdpa")
+    cache, options = hf.ShardedCache(ours.config), {"do_sample": False, "max_new_tokens": 6}
+    for length, kept in ((100, cache), (250, None), (100, cache), (100, cache)):
+        given = hf.generate(ours, prompt(length), cache=kept, mesh=None, **options)
+        assert given.tolist() == stock.generate(prompt(length), **options).tolist()
+
+
+def test_padding_does_not_count_for_the_length() -> None:
+    ours, stock = model("longrope", "attnmesh"), model("longrope", "sdpa")
+    ids, mask = prompt(SWITCH + 6, batch=2), torch.ones(2, SWITCH + 6, dtype=torch.long)
+    ids[:, :14], mask[:, :14] = 0, 0
+    cache, options = hf.ShardedCache(ours.config), {"do_sample": False, "max_new_tokens": 4}
+    for more in (0, 10):
+        ids = torch.cat((ids, prompt(more, batch=2, seed=more)), 1)
+        mask = torch.cat((mask, torch.ones(2, ids.shape[1] - mask.shape[1], dtype=torch.long)), 1)
+        given = hf.generate(ours, ids, cache=cache, attention_mask=mask, **options)
+        assert given.tolist() == stock.generate(ids, attention_mask=mask, **options).tolist()
+        ids = given
+
+
+def crossed() -> str:
+    try:
+        hf.generate(model("longrope", "attnmesh"), prompt(60), mesh=named_mesh(Shape(1, 1, 2), AXES), max_new_tokens=9)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_generation_across_the_switch_is_refused(pool: Pool) -> None:
+    expected = "ShapeError: generate: expected tokens on one side of 64, where the model's longrope changes, given a pr"
+    for said in pool.run(2, crossed):
+        assert said.startswith(expected), said
+
+
+ROBERTA = RobertaConfig(
+    vocab_size=97, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, is_decoder=True,
+    max_position_embeddings=80, pad_token_id=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+
+
+def roberta(attention: str) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        made = AutoModelForCausalLM.from_config(deepcopy(ROBERTA), attn_implementation=attention)
+    return made.double().train()
+
+
+def learned_by_roberta(token: int) -> float | str:
+    ids = prompt(41)
+    ids[0, 17] = token
+    batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 1, 2), AXES))
+    try:
+        return roberta("attnmesh")(**batch).loss.item()
+    except errors.KernelError as error:
+        return str(error)
+
+
+def test_positions_that_begin_after_padding_are_those_of_the_whole(pool: Pool) -> None:
+    ids = prompt(41)
+    ids[0, 17] = 5
+    expected = roberta("eager")(input_ids=ids, labels=ids).loss.item()
+    assert sum(pool.run(2, learned_by_roberta, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
+    for said in pool.run(2, learned_by_roberta, 1):  # positions do not count it, nor does this know how many do
+        assert said.startswith("attnmesh in transformers: input_ids: expected padding at the end of a sequence, if any")

@@ -1,0 +1,313 @@
+"""Arguments of a shard stand whatever a model or a trainer does with them: the right answer, or attnmesh's error."""
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvConfig
+
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.core.mask import Causal
+from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.opaque import Opaque
+from attnmesh.hf.shards import ItemCount, ShardMask, ShardPositions
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+AXES = ("heads", "queries", "keys")
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    ids = prompt(21, batch=2)
+    return hf.shard_batch({"input_ids": ids, "labels": ids, **more}, None)
+
+
+MASK_ANSWERS: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda mask: mask.shape == (2, 21),
+    "size": lambda mask: mask.size(1) == 21 and mask.dim() == mask.ndim == 2 and len(mask) == 2,
+    "sum": lambda mask: int(mask.sum()) == 42,
+    "to": lambda mask: isinstance(mask.to(torch.bool), ShardMask) and mask.bool().dtype == torch.bool,
+    "view": lambda mask: isinstance(mask.view(2, -1), ShardMask),
+    "device": lambda mask: mask.device == torch.device("cpu") and not mask.requires_grad,
+    "copies": lambda mask: isinstance(mask.clone().contiguous().detach(), ShardMask),
+}
+
+
+@pytest.mark.parametrize("name", MASK_ANSWERS)
+def test_a_mask_of_a_shard_tells_what_does_not_depend_on_other_shards(name: str) -> None:
+    assert MASK_ANSWERS[name](batch()["attention_mask"])
+
+
+READINGS: dict[str, Callable[[Any], Any]] = {
+    "index": lambda mask: mask[:, None, None, :],
+    "rows": lambda mask: mask[0],
+    "cumsum": lambda mask: mask.long().cumsum(-1) - 1,
+    "dim sum": lambda mask: mask.sum(-1),
+    "sum of bools": lambda mask: mask.bool().sum(),
+    "compare": lambda mask: mask == 1,
+    "multiply": lambda mask: torch.ones(2, 21) * mask,
+    "subtract": lambda mask: 1.0 - mask,
+    "all": lambda mask: torch.all(mask),
+    "cat": lambda mask: torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1),
+    "pad": lambda mask: nn.functional.pad(mask, (0, 1)),
+    "view": lambda mask: mask.view(-1),
+    "unsqueeze": lambda mask: mask.unsqueeze(1),
+    "expand": lambda mask: mask.expand(3, 2, 21),
+    "where": lambda mask: torch.where(mask.bool(), 0.0, 1.0),
+    "masked": lambda mask: torch.ones(2, 21).masked_fill(mask.bool(), 0.0),
+    "numbers": lambda mask: mask.tolist(),
+    "iterate": lambda mask: list(mask),
+    "nonzero": lambda mask: mask.nonzero(),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_mask_of_a_shard_that_is_read_raises(name: str) -> None:
+    with pytest.raises(
+        errors.KernelError, match="expected a model whose layers leave their attention_mask to attnmesh"
+    ):
+        READINGS[name](batch()["attention_mask"])
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "index": lambda x: x[:, :, :3],
+    "length": len,
+    "truth": bool,
+    "iterate": list,
+    "attribute": lambda x: x.dtype,
+    "add": lambda x: torch.ones(2) + x,
+    "added": lambda x: x + 1,
+    "compare": lambda x: x < 3,
+    "multiply": lambda x: 2 * x,
+    "invert": lambda x: ~x,
+    "function": lambda x: torch.cat([x, torch.ones(2)]),
+    "chunk": lambda x: torch.chunk(x, 2),
+    "linear": lambda x: nn.functional.linear(x, torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("value", [Opaque(), MaskSpec(Causal(), 4, 0, 0)], ids=["keys", "mask"])
+def test_what_goes_through_a_model_as_it_is_raises_when_it_is_read(name: str, value: Any) -> None:
+    with pytest.raises(errors.KernelError, match="hands masks and cached keys to attention as they are, given one"):
+        LOOKS[name](value)
+
+
+def test_a_mask_gives_its_last_rows() -> None:
+    whole = MaskSpec(Causal(), 9, 4, 0)
+    assert whole[:, :, slice(0, None), :] == whole
+    assert whole[:, :, slice(-2, None), :] == MaskSpec(Causal(), 2, 11, 0)
+    assert whole.contiguous() is whole
+
+
+def test_positions_have_the_maximum_of_the_whole_and_give_plain_tensors() -> None:
+    positions = ShardPositions.within(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
+    assert int(torch.max(positions)) == int(positions[:, None].long().max()) == 40
+    assert positions.max(-1).values.tolist() == [5]
+    assert type(positions[:, None, :].float() @ torch.ones(1, 2, 3)) is Tensor
+    assert (positions + 2).tolist() == [[5, 7]]
+
+
+def test_counts_keep_their_precision() -> None:
+    count = batch()["num_items_in_batch"]
+    assert isinstance(count.to(torch.bfloat16) * 1, ItemCount)
+    assert float((count + 1001).to(torch.bfloat16)) == 1041.0  # bfloat16 has 1040 and 1048
+
+
+def own_losses() -> list[float]:
+    """Losses that a rank makes itself from logits and shift_labels."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    labels = part["shift_labels"]
+    with torch.no_grad():
+        logits = families.model("llama", "attnmesh")(**part).logits[0]
+    learned = int((labels != -100).sum())
+    total = nn.functional.cross_entropy(logits, labels[0], reduction="sum")
+    return [float(total), float(total / float(part["num_items_in_batch"])), float(total / learned)]
+
+
+def test_a_loss_of_ones_own_is_divided_by_what_it_is_divided_by(pool: Pool) -> None:
+    whole = families.model("llama", "sdpa")
+    with torch.no_grad():
+        loss = float(whole(prompt(21), labels=prompt(21)).loss)
+    totals, means, own = zip(*pool.run(2, own_losses), strict=True)
+    assert sum(totals) / 20 == pytest.approx(loss, rel=1e-5)
+    assert sum(means) / 2 == pytest.approx(loss, rel=1e-5)
+    assert [total / mean for total, mean in zip(totals, own, strict=True)] == pytest.approx([10, 10])
+
+
+def foreign_count(count: Any) -> float | str:
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    try:
+        return float(families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": count}).loss.detach())
+    except errors.ArgumentError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("count", [20, torch.tensor(20), torch.tensor(20.0)], ids=["int", "long", "float"])
+def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool: Pool) -> None:
+    with torch.no_grad():
+        loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
+    assert sum(pool.run(2, foreign_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
+
+
+def in_pieces() -> list[float]:
+    """A loss that is made in pieces, beside the model's own."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    with torch.no_grad():
+        made = families.model("llama", "attnmesh")(**part)
+    pieces = zip(made.logits[0].split(4), part["shift_labels"][0].split(4), strict=True)
+    total = sum(nn.functional.cross_entropy(logits, labels, reduction="sum") for logits, labels in pieces)
+    return [float(made.loss), float(total / part["num_items_in_batch"])]
+
+
+def test_a_loss_may_be_made_more_than_once(pool: Pool) -> None:
+    for own, pieces in pool.run(2, in_pieces):
+        assert pieces == pytest.approx(own, rel=1e-5)
+
+
+def in_layers_of_fsdp(count: Any) -> float:
+    """FSDP copies the arguments of a layer whose inputs it casts."""
+    model = families.model("llama", "attnmesh").train()
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["keys"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["keys"], mp_policy=policy)
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, mesh)
+    loss = model(**(part if count is None else {**part, "num_items_in_batch": count})).loss
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("count", [None, 20])
+def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool: Pool) -> None:
+    with torch.no_grad():
+        loss = float(families.model("llama", "sdpa").bfloat16()(prompt(21), labels=prompt(21)).loss)
+    assert sum(pool.run(2, in_layers_of_fsdp, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
+
+
+def compiled() -> list[float]:
+    """Losses and a gradient, without and with the compiler."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    found = []
+    for wrap in (lambda model: model, partial(torch.compile, backend="aot_eager")):
+        model = families.model("llama", "attnmesh").train()
+        loss = wrap(model)(**part).loss
+        loss.backward()
+        found += [loss.item(), float(model.lm_head.weight.grad.norm())]
+    return found
+
+
+def test_a_compiled_model_learns_the_same(pool: Pool) -> None:
+    for loss, norm, *again in pool.run(2, compiled):
+        assert again == pytest.approx([loss, norm], rel=1e-5)
+
+
+def one_batch_for_two() -> str:
+    """A model without attention, called after another on the same batch."""
+    part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
+    families.model("llama", "attnmesh")(**part)
+    torch.manual_seed(0)
+    config = RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
+    try:
+        AutoModelForCausalLM.from_config(config)(**part)
+    except errors.KernelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_another_model_on_the_same_batch_is_checked_too(pool: Pool) -> None:
+    for said in pool.run(2, one_batch_for_two):
+        assert "a model whose layers all ask attnmesh for their attention, given one of which no layer does" in said
+
+
+def mean_of_few() -> str:
+    ids = prompt(21)
+    batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(21) < 15, -100)}
+    part = hf.shard_batch(batch, named_mesh(Shape(1, 1, 2), AXES))
+    try:
+        families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": None})
+    except errors.ArgumentError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_mean_over_a_ranks_own_tokens_is_refused_where_ranks_have_more_or_fewer(pool: Pool) -> None:
+    for said in pool.run(2, mean_of_few):
+        assert "expected a loss in which the tokens of all ranks weigh alike, given a mean over its own" in said
+
+
+def test_arguments_can_be_copied() -> None:
+    part = deepcopy({name: x for name, x in batch().items() if isinstance(x, Tensor)})
+    assert {type(x).__name__ for x in part.values()} >= {"ShardMask", "ShardPositions", "ShardLabels", "ItemCount"}
+
+
+SEQUENCES = [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (10, 33, 21)]
+
+
+def test_what_collators_without_padding_pass_is_accepted() -> None:
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SEQUENCES)
+    assert {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"} <= packed.keys()
+    part = hf.shard_batch(packed, None)
+    assert not {"cu_seq_lens_q", "max_length_k", "seq_idx"} & part.keys()
+    assert part["attention_mask"].shards.documents.ends == (10, 43, 64)
+    with torch.no_grad():
+        given = families.model("llama", "attnmesh")(**part).loss
+        stock = families.model("llama", "eager")
+        losses = [stock(torch.tensor([x["input_ids"]]), labels=torch.tensor([x["input_ids"]])).loss for x in SEQUENCES]
+    counts = [len(x["input_ids"]) - 1 for x in SEQUENCES]
+    expected = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
+    assert float(given) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_lengths_that_contradict_positions_are_refused(name: str) -> None:
+    packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(SEQUENCES)
+    with pytest.raises(errors.MaskError, match=f"{name}: expected .0, 10, 43, 64., as position_ids begin, given .0"):
+        hf.shard_batch({**packed, name: torch.tensor([0, 64])}, None)
+    del packed["position_ids"]
+    with pytest.raises(errors.MaskError, match="expected position_ids beside it, and no attention_mask"):
+        hf.shard_batch(packed, None)
+
+
+class Wrapped(nn.Module):
+    """A model in another, as DDP and others have it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Adapters(nn.Module):
+    """A model with adapters, as PEFT has it."""
+
+    def __init__(self, model: nn.Module, prompts: bool) -> None:
+        super().__init__()
+        self.model, self.peft_config = model, {"default": type("Config", (), {"is_prompt_learning": prompts})()}
+
+    def get_base_model(self) -> nn.Module:
+        return self.model
+
+
+def test_generate_takes_the_model_out_of_what_is_wrapped_around_it() -> None:
+    model, options = families.model("llama", "attnmesh"), {"max_new_tokens": 3, "do_sample": False}
+    expected = hf.generate(model, prompt(20), **options).tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, when it imports its compiler
+        compiled = torch.compile(model)
+    for wrapped in (Wrapped(model), compiled, Wrapped(compiled), Adapters(model, False)):
+        assert hf.generate(wrapped, prompt(20), **options).tolist() == expected
+    with pytest.raises(errors.KernelError, match="generate: expected adapters without tokens of their own"):
+        hf.generate(Adapters(model, True), prompt(20), **options)
+    with pytest.raises(errors.KernelError, match="expected a causal language model of transformers, given Line"):
+        hf.generate(Wrapped(nn.Linear(2, 2)), prompt(20), **options)

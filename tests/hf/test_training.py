@@ -1,0 +1,223 @@
+"""Training a transformers model on shards of a batch: loss and gradients as on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, StableLmConfig
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh import errors
+from attnmesh.core.layout import Layout
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.families import CONFIGS, STOCK, prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+AXES = ("heads", "queries", "keys")
+
+SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
+
+Batch = dict[str, Any]
+
+
+def plain() -> Batch:
+    ids = prompt(61, batch=2)
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked_labels() -> Batch:
+    """A question whose tokens are not to be learned, and right padding."""
+    ids, mask = prompt(59, batch=2), torch.ones(2, 59, dtype=torch.long)
+    mask[1, 40:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[0, :20] = -100
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def packed() -> Batch:
+    """Three sequences in a row, as transformers' flattening collator packs them."""
+    ids = prompt(64)
+    positions = torch.cat([torch.arange(n) for n in (10, 33, 21)])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+BATCHES = {"plain": plain, "masked labels": masked_labels, "packed": packed}
+
+
+def learned(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients of all weights."""
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def truth(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
+    """By stock transformers on one device; packed sequences one by one, as not every family there tells them apart."""
+    stock = families.model(family, STOCK[family], torch.float64).train()
+    batch = {**BATCHES[name](), "use_cache": False}
+    if name != "packed":
+        return learned(stock, batch)
+    count, loss = (batch["labels"] != -100).sum(), 0.0
+    for ids, labels in zip(*(batch[x].split((10, 33, 21), 1) for x in ("input_ids", "labels")), strict=True):
+        more, gradients = learned(stock, {"input_ids": ids, "labels": labels, "num_items_in_batch": count})
+        loss += more
+    return loss, gradients
+
+
+def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    mesh, found = named_mesh(shape, AXES), {}
+    for name, batch in BATCHES.items():
+        model = families.model(family, "attnmesh", torch.float64).train()
+        found[name] = learned(model, hf.shard_batch(batch(), mesh, layout))
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
+    layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
+    answers = pool.run(shape.ranks, on_ranks, family, shape, layout)
+    for name in BATCHES:
+        loss, gradients = truth(family, name)
+        assert sum(answer[name][0] for answer in answers) / shape.ranks == pytest.approx(loss, rel=1e-6), name
+        for weights, expected in gradients.items():
+            given = sum(answer[name][1][weights] for answer in answers) / shape.ranks
+            # Losses, norms and rotary angles are float32 in transformers, whatever the model's dtype.
+            assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), (name, weights)
+
+
+def test_positions_and_labels_are_those_of_the_whole() -> None:
+    part = hf.shard_batch(plain(), None)
+    assert part["position_ids"][0].tolist() == list(range(61))
+    assert part["shift_labels"][:, :-1].equal(plain()["labels"][:, 1:])
+    assert not part["use_cache"]
+
+
+def test_without_labels_there_is_no_loss() -> None:
+    model = families.model("llama", "attnmesh")
+    stock = families.model("llama", "sdpa")
+    with torch.no_grad():
+        given = model(**hf.shard_batch({"input_ids": prompt(30)}, None))
+        expected = stock(input_ids=prompt(30))
+    assert given.loss is None
+    assert torch.allclose(given.logits, expected.logits, atol=1e-4)
+
+
+def _refused(rank_batch: Batch) -> str:
+    try:
+        hf.shard_batch(rank_batch, named_mesh(Shape(1, 2, 1), AXES))
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _another() -> Batch:
+    return {"input_ids": prompt(20, seed=torch.distributed.get_rank())}
+
+
+def _left() -> Batch:
+    return {"input_ids": prompt(20), "attention_mask": torch.arange(20)[None].ge(4).long()}
+
+
+WRONG: dict[str, tuple[Batch, str]] = {
+    "no ids": (
+        {"labels": prompt(9)},
+        "DtypeError: shard_batch input_ids: expected token ids (batch, length), given Non",
+    ),
+    "short": (
+        {"input_ids": prompt(1)},
+        "ShapeError: shard_batch input_ids: expected a sequence, and at least one toke",
+    ),
+    "unknown": (
+        {"input_ids": prompt(9), "pixels": 3},
+        "ArgumentError: shard_batch: expected some of input_ids, labels",
+    ),
+    "labels": (
+        {"input_ids": prompt(9), "labels": prompt(8)},
+        "ShapeError: shard_batch labels: expected shape (1, 9), gi",
+    ),
+    "left": (
+        _left(),
+        "MaskError: shard_batch attention_mask: expected padding on the right, if any, given padding befor",
+    ),
+    "4D": (
+        {"input_ids": prompt(9), "attention_mask": torch.ones(1, 1, 9, 9)},
+        "ShapeError: shard_batch attention_mask: expected shape (1, 9), given (1, 1, 9, 9)",
+    ),
+    "learned padding": (
+        {"input_ids": prompt(9), "labels": prompt(9), "attention_mask": torch.arange(9)[None].lt(5).long()},
+        "MaskError: shard_batch labels: expected -100 where there is padding, given labels of padding",
+    ),
+    "rows": (
+        {"input_ids": prompt(9, batch=2), "position_ids": torch.stack((torch.arange(9), torch.arange(9) % 4))},
+        "MaskError: shard_batch position_ids: expected the same positions in each row, given rows that differ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
+    batch, said = WRONG[name]
+    answers = pool.run(2, _refused, batch)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(said), answers[0]
+
+
+def _refused_another() -> str:
+    return _refused(_another())
+
+
+def test_ranks_with_different_batches_all_raise(pool: Pool) -> None:
+    answers = pool.run(2, _refused_another)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("MeshError: shard_batch: expected the same call on every rank"), answers[0]
+
+
+FOREIGN = {
+    "stock attention": LlamaConfig(**families.SIZES),
+    "attention of its own": BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2),
+    "recurrent states": MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_another_attention_does_not_take_a_shard_for_the_whole(name: str) -> None:
+    model = AutoModelForCausalLM.from_config(FOREIGN[name])
+    with pytest.raises(errors.KernelError, match="expected a model whose layers leave their attention_mask to attnme"):
+        model(**hf.shard_batch(plain(), None))
+
+
+def _stablelm(attention: str) -> Any:
+    config = StableLmConfig(
+        **{name: value for name, value in families.SIZES.items() if name not in ("head_dim", "initializer_range")}
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).double()
+
+
+def _of_stablelm(shape: Shape) -> float:
+    return learned(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
+
+
+def test_layers_that_hand_on_no_more_than_a_mask_are_served(pool: Pool) -> None:
+    loss, _ = learned(_stablelm("sdpa"), plain())
+    assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
+
+
+def _routers() -> str:
+    model = families.model("gpt-oss", "attnmesh", output_router_logits=True).train()
+    try:
+        model(**hf.shard_batch(plain(), named_mesh(Shape(1, 2, 1), AXES)))
+    except errors.KernelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_loss_of_routers_is_refused_on_shards(pool: Pool) -> None:
+    for said in pool.run(2, _routers):
+        assert said.startswith("attnmesh in transformers: output_router_logits: expected no loss of routers on shards")

@@ -1,0 +1,144 @@
+"""CUDA: anywhere, that PyTorch's operators are called as declared; on a GPU, that the results are right."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attnmesh as am
+from attnmesh.core.mask import Band, Mask
+from attnmesh.core.partial import Partial
+from attnmesh.kernels import cuda
+from attnmesh.kernels.blocks import Block, cut
+from attnmesh.kernels.driver import Answer
+from attnmesh.kernels.reference import Reference
+from tests.support.interpreted import interpreting
+from tests.support.problems import draw
+
+KINDS = (
+    (torch.bfloat16, 128, 128),
+    (torch.bfloat16, 64, 64),
+    (torch.float16, 20, 16),
+    (torch.float32, 64, 64),
+)
+HALF = (torch.bfloat16, torch.float16)
+BLOCKS = {
+    "full": am.Full(),
+    "causal": am.Causal(),
+    "masked": am.Window(3),
+}
+
+
+@pytest.fixture
+def eager_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch asked about tensors that do not exist would say no: say what it says on a recent GPU."""
+    monkeypatch.setattr(cuda, "can_use_flash_attention", lambda params: params.query.dtype in HALF)
+    monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda params: params.query.dtype != torch.float64)
+
+
+@pytest.mark.usefixtures("eager_operators")
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("width", [20, 64])
+def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, width: int) -> None:
+    block = cut(Band.of(BLOCKS[kind], torch.arange(100), 100))[-1]
+    rows, keys = (part.stop - part.start for part in (block.queries, block.keys))
+    q = torch.empty(2, 6, rows, 64, dtype=dtype, device="meta")
+    k, v = (torch.empty(2, 2, keys, w, dtype=dtype, device="meta") for w in (64, width))
+    out, lse = cuda.CUDA().attend(q, k, v, block, 0.1)
+    assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
+    gradients = cuda.CUDA().differentiate(q, k, v, Answer(out, lse, out), block, 0.1)
+    assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
+
+
+@pytest.mark.usefixtures("eager_operators")
+def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() -> None:
+    full, causal, masked = (cut(Band.of(mask, torch.arange(100), 100))[0] for mask in BLOCKS.values())
+    half, single = (torch.empty(1, 2, 100, 64, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    taken = [
+        next(type(op) for op in cuda.OPERATORS if op.takes(x, x, x, block))
+        for x, block in ((half, full), (half, causal), (half, masked), (single, full), (single, causal))
+    ]
+    assert taken == [cuda.Flash, cuda.Flash, cuda.Efficient, cuda.Efficient, cuda.Efficient]
+
+
+@pytest.mark.usefixtures("eager_operators")
+def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
+    block = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
+    q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
+    out, lse = cuda.Cudnn().forward(q, k, v, block, 0.1)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
+    assert not cuda.Cudnn().takes(q, k, v, block)  # it is for GPUs alone, of some age, and once proved
+    gradients = cuda.Cudnn().backward(q, k, v, Answer(out, lse, out), block, 0.1)
+    assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
+
+
+def test_an_operator_that_is_wrong_is_left_out_and_said_so() -> None:
+    class Wrong(cuda.Cudnn):
+        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+            return Partial(q, q[..., 0].float())
+
+    class Right(cuda.Cudnn):
+        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+            return Reference().attend(q, k, v, block, scale)
+
+    where = torch.device("cpu"), torch.bfloat16, 64, True, True
+    with pytest.warns(UserWarning, match="does without PyTorch's wrong operator for torch.bfloat16"):
+        assert not cuda._proved(Wrong(), *where)
+    assert cuda._proved(Right(), *where)
+
+
+@pytest.mark.parametrize("mask", [am.Window(20), am.Causal() & am.Documents([70] * 20)])
+def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
+    x = torch.randn(1, 2, 1400, 16)
+    band = Band.of(mask, torch.arange(1400), 1400)
+    assert len(cuda.CUDA().cut(band, x, x, x)) > 1  # without Triton: as many calls as there are blocks
+    with interpreting("triton"):
+        (block,) = cuda.CUDA().cut(band, x, x, x)
+        assert cuda.name_of(x, x, x, block) == "triton"
+        short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
+        ours = cuda.CUDA().attend(tokens, tokens, tokens, short, 0.25)
+    theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
+    assert torch.allclose(ours.out, theirs.out, atol=1e-6)
+
+
+def test_float64_and_other_devices_are_refused_with_the_reason() -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
+        assert "float64 of width 64" in str(cuda.CUDA().refuses(x, x, x))
+    x = torch.empty(1, 2, 100, 64)
+    assert cuda.CUDA().refuses(x, x, x) == "it runs on CUDA, the tensors are on cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("kernel", ["auto", "triton", "reference"])
+def test_random_problems_agree_with_float64_on_the_gpu(seed: int, kernel: str) -> None:
+    draw(seed, kernels=(kernel,), kinds=KINDS).check("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
+def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 90, 64, dtype=dtype, device="cuda") for _ in range(3))
+    assert torch.isneginf(am.attend(q, k[:, :, :0], v[:, :, :0]).lse).all()
+    late = torch.arange(50, 140)
+    out, lse = am.attend(q, k, v, mask=am.Window(3), q_positions=late, k_positions=torch.arange(90))
+    blind = late > 89 + 3
+    assert torch.isneginf(lse[:, :, blind]).all()
+    assert (out[:, :, blind] == 0).all()
+    k[0, 0, 40, 3] = torch.nan
+    out, lse = am.attend(q, k, v)
+    assert out[0, 0].isnan().all()
+    assert torch.isfinite(out[0, 1]).all()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it runs for minutes where there is a GPU")
+def test_without_a_gpu_make_gpu_tells_what_it_would_do() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
+    assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["every", "the", "decoding,", "all"]
+    assert "benchmarks/results/gpu_name-of-the-gpu_20" in done.stdout

@@ -1,0 +1,237 @@
+"""Each kernel, forward and gradients, against float64: random problems, then the inputs that break kernels."""
+
+import math
+
+import pytest
+import torch
+
+import attnmesh as am
+from attnmesh.cli.timing import peak_memory
+from attnmesh.core.mask import Band
+from attnmesh.kernels.blocks import cut
+from attnmesh.kernels.select import KERNELS, choose
+from tests.support.dense import COARSE_EXPONENTIAL, truth
+from tests.support.problems import DTYPES, draw
+
+HERE = [kernel.name for kernel in KERNELS if kernel.refuses(*torch.zeros(3, 1, 1, 1, 8)) is None]
+each_kernel = pytest.mark.parametrize("kernel", HERE)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_random_problems_agree_with_float64(seed: int) -> None:
+    draw(seed).check()
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("mask", [am.Full(), am.Causal(), am.Window(70), am.Causal() & am.Documents((150, 250, 200))])
+def test_longer_problems_agree_with_float64(kernel: str, dtype: torch.dtype, mask: am.Mask) -> None:
+    tensors = [torch.randn(1, h, 600, 32, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
+    tokens = torch.arange(600)
+    dout = torch.randn(1, 4, 600, 32)
+    expected = truth(tensors, mask.visible(tokens, tokens), 32**-0.5, dout)
+    out = am.attend(*tensors, mask=mask, kernel=kernel).out
+    expected.check("out", out)
+    for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(out, tensors, dout.to(dtype)), strict=True):
+        expected.check(name, gradient)
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 2), (5, 7, 0)])
+def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: int, k_len: int, batch: int) -> None:
+    q, k, v = (torch.randn(batch, 2, n, 4, dtype=dtype, requires_grad=True) for n in (q_len, k_len, k_len))
+    out, lse = am.attend(q, k, v, kernel=kernel)
+    assert out.dtype == dtype
+    assert torch.equal(out, torch.zeros(batch, 2, q_len, 4, dtype=dtype))
+    assert torch.equal(lse, torch.full_like(lse, -math.inf))
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+@each_kernel
+@each_dtype
+def test_rows_that_see_nothing(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 3, 100, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    late, early = torch.arange(50, 150), torch.arange(100)
+    out, lse = am.attend(q, k, v, mask=am.Window(3), q_positions=late, k_positions=early, kernel=kernel)
+    blind = late > 99 + 3
+    assert torch.equal(out[:, :, blind], torch.zeros(2, 3, int(blind.sum()), 8, dtype=dtype))
+    assert torch.isneginf(lse[:, :, blind]).all()
+    assert torch.isfinite(lse[:, :, ~blind]).all()
+    dq, dk, dv = torch.autograd.grad(out.sum() + lse[:, :, ~blind].sum(), (q, k, v))
+    assert torch.equal(dq[:, :, blind], torch.zeros_like(dq[:, :, blind]))
+    assert not any(x.isnan().any() for x in (dq, dk, dv))
+
+
+@each_kernel
+@each_dtype
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_gives_nan_in_the_rows_that_see_it(kernel: str, dtype: torch.dtype, causal: bool) -> None:
+    mask = am.Causal() if causal else am.Full()
+    for name in "qkv":
+        tensors = {n: torch.randn(1, 2, 90, 8, dtype=dtype) for n in "qkv"}
+        tensors[name][0, 0, 40, 3] = math.nan
+        out, lse = am.attend(**tensors, mask=mask, kernel=kernel)
+        hit = torch.zeros(90, dtype=torch.bool)
+        hit[slice(40, 41) if name == "q" else slice(40 if causal else 0, None)] = True
+        columns = slice(3, 4) if name == "v" else slice(None)
+        assert out[0, 0, hit][:, columns].isnan().all(), name
+        assert torch.isfinite(out[0, 1]).all(), f"{name}: another head is touched"
+        assert lse[0, 0, hit].isnan().all() == (name != "v")
+
+
+@each_kernel
+@each_dtype
+def test_keys_infinitely_far_away_weigh_nothing(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
+    q[..., 0] = 1.0
+    k[:, :, 30:, 0] = -math.inf
+    near = am.attend(q, k[:, :, :30], v[:, :, :30], kernel=kernel)
+    far = am.attend(q, k, v, kernel=kernel)
+    torch.testing.assert_close(far, near, rtol=1e-2, atol=1e-2) if dtype.itemsize == 2 else torch.testing.assert_close(
+        far, near
+    )
+    nothing = am.attend(q, k[:, :, 30:], v[:, :, 30:], kernel=kernel)
+    assert torch.equal(nothing.out, torch.zeros_like(nothing.out))
+    assert torch.isneginf(nothing.lse).all()
+
+
+@each_kernel
+@each_dtype
+def test_an_infinite_logit_gives_nan_and_never_a_number(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
+    q[..., 0] = 1.0
+    k[:, :, 30, 0] = math.inf
+    out, lse = am.attend(q, k, v, kernel=kernel)
+    assert out.isnan().all()
+    assert not torch.isfinite(lse).any()
+
+
+@each_kernel
+@each_dtype
+def test_infinite_values_stay_infinite(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
+    v[0, 0, 30, 3] = math.inf
+    out, lse = am.attend(q, k, v, kernel=kernel)
+    assert not torch.isfinite(out[0, 0, :, 3]).any()
+    assert torch.isfinite(out[0, 1]).all()
+    assert torch.isfinite(lse).all()
+
+
+@each_kernel
+@each_dtype
+def test_zeros_are_not_taken_for_nothing(kernel: str, dtype: torch.dtype) -> None:
+    """A row that sees one key of logit 0 has lse 0: a careless kernel says the same of a row that sees none."""
+    q, k, v = (torch.zeros(1, 4, 100, 8, dtype=dtype), *torch.randn(2, 1, 2, 100, 8).to(dtype).unbind())
+    out, lse = am.attend(q, k, v, mask=am.Causal(), kernel=kernel)
+    expected = torch.arange(1, 101, dtype=lse.dtype).log().expand(1, 4, 100)
+    torch.testing.assert_close(lse, expected, rtol=1e-6, atol=COARSE_EXPONENTIAL if dtype.itemsize == 2 else 0.0)
+    assert torch.equal(out[:, :, 0], v[:, :, 0].repeat_interleave(2, dim=1))
+
+
+@each_kernel
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_large_logits_stay_exact(kernel: str, size: float) -> None:
+    q, k, v = (torch.randn(1, 2, 64, 8, dtype=torch.float64) for _ in range(3))
+    out, lse = am.attend(q * size, k, v, mask=am.Causal(), kernel=kernel)
+    tokens = torch.arange(64)
+    expected = truth([q * size, k, v], am.Causal().visible(tokens, tokens), 8**-0.5, torch.zeros_like(q))
+    expected.check("out", out)
+    expected.check("lse", lse)
+
+
+@each_dtype
+@pytest.mark.parametrize("rows", [1, 2, 31, 32, 33])
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(200), am.Full()])
+def test_few_queries_at_the_end_of_many_keys(dtype: torch.dtype, rows: int, mask: am.Mask) -> None:
+    tensors = [torch.randn(2, h, n, 16, dtype=dtype) for h, n in ((6, rows), (2, 1000), (2, 1000))]
+    where = {"q_positions": torch.arange(1000 - rows, 1000)}
+    visible = mask.visible(where["q_positions"], torch.arange(1000))
+    expected = truth(tensors, visible, 0.25, torch.zeros(2, 6, rows, 16))
+    for name, given in am.attend(*tensors, mask=mask, **where)._asdict().items():
+        expected.check(name, given)
+
+
+def test_auto_takes_the_first_kernel_that_serves() -> None:
+    q, k, v = torch.zeros(3, 1, 1, 1, 8).unbind()
+    assert choose("auto", q, k, v).name == "cpu"
+    assert choose("auto", *(x.to("meta") for x in (q, k, v))).name == "reference"
+    assert choose("reference", q, k, v).name == "reference"
+
+
+def test_the_reference_never_holds_the_square() -> None:
+    reference = KERNELS[-1]
+    band, x = Band.of(am.Causal(), torch.arange(10_000), 10_000), torch.empty(1, 1, 10_000, 8, device="meta")
+    assert max(b.queries.stop - b.queries.start for b in reference.cut(band, x, x, x)) < 200
+    assert len(cut(band)) == 1
+
+
+@each_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_more_than_what_comes_in(kernel: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    plain = am.attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), mask=am.Causal(), kernel=kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = am.attend(q, k, v, mask=am.Causal(), kernel=kernel)
+        zeros = am.attend(q[:, :, :1] * 0, k[:, :, :1], v[:, :, :1], kernel=kernel)
+        energies = am.energy(q, k, v, torch.zeros_like(v))
+    assert torch.equal(cast.out, plain.out)
+    assert torch.equal(cast.lse, plain.lse)
+    assert torch.equal(zeros.out, v[:, :, :1].bfloat16())
+    torch.testing.assert_close(energies, am.attend(q, k, v, kernel="reference").lse, rtol=1e-5, atol=1e-5)
+
+
+@each_kernel
+def test_gradients_in_float16_neither_overflow_nor_vanish(kernel: str) -> None:
+    shape, half = (1, 1, 100, 16), torch.float16
+    large = [torch.randn(shape).to(half), torch.randn(shape).to(half), (300 * torch.randn(shape)).to(half)]
+    small = [torch.randn(shape).to(half), (1 + 0.3 * torch.randn(shape)).to(half), torch.randn(shape).to(half)]
+    for tensors, pull, scale in ((large, 3e3, 0.01), (small, 1e-3, 0.25)):
+        q, k, v = (x.requires_grad_() for x in tensors)
+        dout = (torch.randn(shape) * pull).to(half)
+        expected = truth([q, k, v], torch.ones(100, 100, dtype=torch.bool), scale, dout)
+        out = am.attend(q, k, v, scale=scale, kernel=kernel).out
+        for name, gradient in zip(("dq", "dk", "dv"), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+            expected.check(name, gradient)
+
+
+@each_kernel
+def test_a_loss_scale_on_lse_does_not_overflow_float16(kernel: str) -> None:
+    q, k = (torch.randn(1, 1, 512, 16).half().requires_grad_() for _ in range(2))
+    dlse = 65536 * torch.randn(1, 1, 512).sign()
+    ours = torch.autograd.grad(am.attend(q, k, k.detach(), kernel=kernel).lse, (q, k), dlse)
+    exact = [x.detach().double().requires_grad_() for x in (q, k)]
+    energy = am.energy(*exact, exact[1].detach(), torch.zeros(1, 1, 512, 16, dtype=torch.float64))
+    for given, expected in zip(ours, torch.autograd.grad(energy, exact, dlse.double()), strict=True):
+        torch.testing.assert_close(given.double(), expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+
+
+@each_kernel
+def test_rows_that_see_nothing_ask_for_nothing_whatever_their_gradient(kernel: str) -> None:
+    q, k, v = (torch.randn(1, 2, 200, 8, requires_grad=True) for _ in range(3))
+    out, lse = am.attend(q, k, v, mask=am.Causal(), k_positions=torch.arange(200) + 100, kernel=kernel)
+    blind = torch.isneginf(lse)
+    wanted = torch.autograd.grad(out[~blind].sum() + lse[~blind].square().sum(), (q, k, v), retain_graph=True)
+    dout = torch.ones_like(out).masked_fill(blind.unsqueeze(-1), math.nan)
+    dlse = torch.where(blind, math.inf, 2 * lse)
+    given = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    for one, other in zip(given, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@each_kernel
+def test_doubtful_rows_are_settled_a_tile_at_a_time(kernel: str) -> None:
+    x = torch.rand(1, 1, 6000, 8)
+    calls = lambda: am.attend(x, torch.full_like(x, -torch.inf), x, kernel=kernel)  # noqa: E731
+    assert torch.isneginf(calls().lse).all()
+    peak = peak_memory(calls, torch.device("cpu"))
+    assert peak is None or peak < 50e6  # 6,000 squared in float32 is 144 MB
+
+
+def test_results_may_be_written_to() -> None:
+    q, k, v = torch.randn(3, 1, 2, 70, 8).unbind()
+    out = am.attend(q.requires_grad_(), k, v).out
+    expected = 2 * out.detach().clone()
+    assert torch.equal(out.mul_(2), expected)

@@ -1,0 +1,94 @@
+"""`attend` as an operator: what PyTorch's own machinery asks of one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.errors import KernelError
+from attnmesh.kernels.attend import attend_backward_op, attend_op
+
+
+def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+    return [torch.randn(2, h, 70, w, dtype=dtype, requires_grad=grad) for h, w in ((4, 8), (2, 8), (2, 6))]
+
+
+MASK = (am.Causal() & am.Documents((30, 40))).encode()
+POSITIONS = torch.randperm(70)
+ARGUMENTS = [
+    (None, None, None, am.Full().encode(), 0.3, "auto"),
+    (None, None, None, MASK, 0.3, "reference"),
+    (None, POSITIONS, POSITIONS, MASK, 0.3, "cpu"),
+]
+
+
+@pytest.mark.parametrize("rest", ARGUMENTS)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, dtype=dtype, requires_grad=True) if sinks else None
+    checks = torch.library.opcheck(attend_op, (*inputs(dtype), logits, *rest[1:]))
+    assert set(checks.values()) == {"SUCCESS"}
+    q, k, v = inputs(dtype, grad=False)
+    out, lse = attend_op(q, k, v, None, *rest[1:])
+    checks = torch.library.opcheck(attend_backward_op, (q, k, v, out, lse, torch.randn_like(out), *rest[1:]))
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("rest", ARGUMENTS)
+def test_gradcheck(rest: tuple[object, ...]) -> None:
+    tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks))
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])
+def test_compiles_to_one_graph_with_gradients(mask: am.Mask) -> None:
+    sinks = torch.randn(4, requires_grad=True)
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        partial = am.attend(q * 2, k, v, mask=mask)
+        merged = am.merge(partial, am.Partial(torch.zeros(1), sinks[:, None]))
+        return merged.out + am.attention(q, k, v, mask=mask, sinks=sinks)
+
+    tensors = [*inputs(), sinks]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, given = layer(*tensors), compiled(*tensors)
+    torch.testing.assert_close(given, expected)
+    ours, theirs = (torch.autograd.grad(out.sin().sum(), tensors) for out in (given, expected))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_masks_may_be_made_inside_a_compiled_function() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    compiled = torch.compile(lambda n: am.attention(q, k, v, mask=am.Window(n)), fullgraph=True, backend="eager")
+    for reach in (3, 4, 5):
+        torch.testing.assert_close(compiled(reach), am.attention(q, k, v, mask=am.Window(reach)))
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    q, k, v = inputs()
+    (dq,) = torch.autograd.grad(am.attend(q, k, v).out.sum(), q, create_graph=True)
+    with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
+        dq.sum().backward()
+
+
+def test_unused_results_cost_nothing_and_change_nothing() -> None:
+    tensors = inputs(torch.float64)
+    partial = am.attend(*tensors)
+    only_out = torch.autograd.grad(partial.out.sum(), tensors, retain_graph=True)
+    both = torch.autograd.grad(partial.out.sum() + 0 * partial.lse.sum(), tensors)
+    torch.testing.assert_close(only_out, both)
+
+
+@pytest.mark.parametrize("create", [torch.utils.checkpoint.checkpoint])
+def test_activation_checkpointing(create: object) -> None:
+    tensors = inputs()
+    plain = torch.autograd.grad(am.attention(*tensors).sum(), tensors)
+    again = torch.autograd.grad(create(am.attention, *tensors, use_reentrant=False).sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+def test_results_lie_in_memory_as_an_output_projection_reads_them() -> None:
+    out = am.attend(*inputs()).out
+    assert out.transpose(1, 2).is_contiguous()

@@ -1,0 +1,364 @@
+"""Triton's programs against float64: in its interpreter wherever Triton is installed, compiled where there is a GPU."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attnmesh as am
+from attnmesh.comm import merge, symmetric_memory
+from attnmesh.core.digest import digest
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial, collapse, with_sinks
+from attnmesh.errors import KernelError
+from attnmesh.kernels import merge as merging
+from attnmesh.kernels import triton as kernel
+from attnmesh.kernels import triton_runtime
+from attnmesh.kernels.blocks import Block
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import histories
+from tests.support.dense import truth
+from tests.support.interpreted import interpreting
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+from tests.support.problems import draw
+from tests.support.seeds import seeds
+
+decode_room = sys.modules["attnmesh.decode.operator"]
+
+SERVED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not triton_runtime.installed():
+        assert not os.environ.get("CI"), "install Triton: make sets it up"
+        pytest.skip("Triton is not installed")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.mark.parametrize("seed", seeds(60, 100))
+def test_random_problems_agree_with_float64(seed: int) -> None:
+    draw(seed, ("triton",), SERVED, longest=33).check()
+
+
+WIDTHS = ((8, 8), (64, 64), (64, 40), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
+
+
+@pytest.mark.parametrize("seed", seeds(20, 40))
+def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+    """170 steps that read lengths, positions and padding on the device, on one rank or a few."""
+    histories.check(histories.draw(seed, (1, 1, 2, 3), SERVED, "triton", most=7), pool, tmp_path)
+
+
+def reproduced(shape: tuple[int, ...], dtype: torch.dtype, mask: Mask) -> torch.Tensor:
+    with interpreting("triton"):
+        cache = am.KVCache(
+            named_mesh(Shape(*shape), AXES), batch=2, kv_heads=2, head_dim=8, capacity=200, dtype=dtype, block=16
+        )
+        cache.append(*torch.randn(2, 2, 2, 150, 8, generator=torch.Generator().manual_seed(0)).to(dtype).unbind())
+        q = torch.randn(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        return am.decode(q, cache, mask=mask, sinks=torch.ones(4), reproducible=True, kernel="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(40), am.Window(77)])
+def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask: Mask) -> None:
+    (alone,) = pool.run(1, reproduced, (1, 1, 1), dtype, mask)
+    for shape in ((1, 1, 2), (2, 1, 2)):
+        for out in pool.run(Shape(*shape).ranks, reproduced, shape, dtype, mask):
+            assert torch.equal(out, alone)
+
+
+class Asked(TorchDispatchMode):
+    """Fails where the host asks the device for a number, which a CUDA graph cannot do."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60])])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_a_step_asks_the_device_nothing(mask: Mask, padded: bool, reproducible: bool) -> None:
+    if padded and (mask.ends or reproducible):
+        return
+    cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=8, capacity=150, dtype=torch.float32)
+    real = torch.rand(2, 100) < 0.7 if padded else None
+    cache.append(*torch.randn(2, 2, 2, 100, 8).unbind(), real=real)
+    q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
+    options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
+    expected = am.decode(q, cache, **options)
+    held, where = cache.held, (Axis(), Axis(), 16, 150)
+    step = decode_room.Step(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
+    with Asked():
+        given, _ = decode_room.run_step(q, held, sinks, step, 0)
+    assert torch.equal(given, expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of what an earlier step left in a box
+@pytest.mark.parametrize("seed", seeds(60, 100))
+def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that take turns: each puts its message into the memory of all, then each takes what it was sent."""
+    monkeypatch.setattr(symmetric_memory, "FLAGS", 3)
+    monkeypatch.setattr(symmetric_memory, "ROOM", 1 << 12)
+    monkeypatch.setattr(symmetric_memory, "PATIENCE", 3)
+    random = Random(seed)
+    torch.manual_seed(seed)
+    ranks = random.choice((2, 2, 3, 5))
+    memories = [torch.zeros(symmetric_memory.numbers_of(ranks)) for _ in range(ranks)]
+    addresses = torch.tensor([x.data_ptr() for x in memories])
+    everyone = [symmetric_memory.Peers(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
+    for _ in range(random.choice((1, 2, 3))):
+        shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
+        partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))
+        blind = torch.rand(partials.lse.shape) < 0.3
+        partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
+        fault = random.choice(("none", "none", "none", "another call", "nothing to say", "nothing said"))
+        form = merge.Form(shape, torch.float32, torch.float32)
+        for rank, (out, lse) in enumerate(zip(*partials, strict=True)):
+            last = rank == ranks - 1
+            number = 18.0 if last and fault == "another call" else 17.0
+            if last and fault == "nothing to say":
+                none = merge.Form((1, 0, 0, 1), torch.float32, torch.float32)
+                inf = torch.full((2,), torch.inf)
+                message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
+                everyone[rank].merge(message, none.shape, take=False)
+            elif last and fault == "nothing said":
+                everyone[rank].steps.add_(1)
+            else:
+                witness = torch.tensor([number, -number])
+                everyone[rank].merge(form.message(witness, Partial(out, lse)), shape, take=False)
+        exact = collapse(Partial(*(x.double() for x in partials)))
+        for rank in range(ranks):
+            if rank == ranks - 1 and fault.startswith("nothing"):
+                continue
+            witness, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
+            if fault != "none":
+                assert out.isnan().all()
+                continue
+            assert witness.tolist() == [17.0, -17.0]
+            assert torch.allclose(out.double(), exact.out, atol=2e-6)
+            assert torch.allclose(lse.double(), exact.lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_calls_have_the_witness_that_pytorch_finds(seed: int) -> None:
+    random = Random(seed)
+    torch.manual_seed(seed)
+    tensors = [
+        torch.randn(random.randint(1, 3000), dtype=random.choice((*SERVED, torch.float64)))
+        for _ in range(random.choice((1, 2)))
+    ]
+    call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
+    expected = merge.witness_of(sum(map(digest, tensors), start=call + state[0]), into)
+    assert torch.equal(merging.compared(tensors, call, state, merge.DIGEST, into), expected)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_decode_steps_agree_with_float64(seed: int) -> None:
+    """Few rows, many keys: split over the keys, the splits merged in a launch of their own."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    kv_heads, group = random.choice((1, 1, 2)), random.choice((1, 2, 4, 7, 16))
+    rows, keys, batch = random.choice((1, 1, 1, 2, 5)), random.choice((1, 15, 64, 100, 257, 500)), random.choice((1, 2))
+    width, values = random.choice(WIDTHS)
+    mask = random.choice((am.Full(), am.Causal(), am.Window(30), am.Window(0)))
+    rows, dtype = min(rows, keys), random.choice(SERVED)
+    q = torch.randn(batch, kv_heads * group, rows, width, dtype=dtype)
+    k, v = (torch.randn(batch, kv_heads, keys, n, dtype=dtype) for n in (width, values))
+    at = torch.arange(keys - rows, keys)
+    given = am.attend(q, k, v, mask=mask, q_positions=at, kernel="triton")
+    visible = mask.visible(at, torch.arange(keys))
+    expected = truth([x.requires_grad_() for x in (q, k, v)], visible, width**-0.5, torch.zeros_like(given.out))
+    expected.check("out", given.out)
+    expected.check("lse", given.lse)
+
+
+def test_a_step_over_many_keys_is_split() -> None:
+    q, (k, v) = torch.randn(1, 2, 1, 16), torch.randn(2, 1, 2, 500, 16).unbind()
+    spans = -(-500 // kernel._span(500, 2, 64, q.device))
+    assert spans > 1
+    whole = am.attend(q, k, v, kernel="triton")
+    assert torch.allclose(whole.out, am.attend(q, k, v, kernel="reference").out, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_partials_merge_as_the_law_says(seed: int) -> None:
+    """In tensors of their own or packed in messages that are longer than they are, with sinks and witnesses or not."""
+    random = Random(seed)
+    torch.manual_seed(seed)
+    shape = random.choice((1, 2, 3, 8, 17)), random.choice((1, 3)), random.choice((1, 4)), random.choice((1, 5, 33))
+    partials = Partial(torch.randn(*shape, random.choice((8, 64, 80))), 30 * torch.randn(shape))
+    blind = torch.rand(shape) < 0.3
+    partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
+    sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
+    exact = with_sinks(collapse(Partial(*(x.double() for x in partials))), sinks)
+    if random.random() < 0.5:
+        form = merge.Form(tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16)))
+        agreed = random.random() < 0.7
+        numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
+        rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
+        for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
+            row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
+        witness, whole = form.places(form.join(rows[:, : form.size]))
+        assert witness.tolist() == [max(numbers), -min(numbers)]
+        if min(numbers) < max(numbers):
+            assert whole.out.isnan().all()
+            return
+        given, sinks, exact = whole, None, collapse(Partial(*(x.double() for x in partials)))
+        rounding = 2**-8 if form.out == torch.bfloat16 else 1e-6
+    else:
+        given, rounding = merging.merged(partials, sinks=sinks), 1e-6
+    largest = partials.out.abs().max().item()
+    assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
+    assert torch.allclose(given.lse.double(), exact.lse, rtol=1e-6)
+
+
+def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are() -> None:
+    q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 80, 16).unbind()
+    blocks = [x.unflatten(2, (5, 16))[0].transpose(0, 1) for x in (k, v)]
+    block = Block(slice(0, 1), slice(0, 16))
+    five = kernel.Triton().attend(q.expand(5, -1, -1, -1), *blocks, block, 0.25)
+    for number in range(5):
+        one = kernel.Triton().attend(q, *(x[number : number + 1] for x in blocks), block, 0.25)
+        assert torch.equal(one.out[0], five.out[number])
+        assert torch.equal(one.lse[0], five.lse[number])
+
+
+def test_a_device_on_which_programs_fail_or_are_wrong_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said once, whatever keeps them from it; an old GPU needs no word."""
+    device, ability = torch.device("cpu"), {"now": (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ability["now"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
+    assert merging._fault.__wrapped__(device) is None
+    assert kernel._compiles.__wrapped__(device) is None
+    ability["now"] = (7, 5)
+    assert merging._fault.__wrapped__(device) == "an old GPU multiplies no bfloat16"
+    ability["now"] = (9, 0)
+    monkeypatch.setattr(merging, "launch", lambda *_, **__: None)  # nothing is written
+    with pytest.warns(UserWarning, match=r"goes by PyTorch's own kernels, as Triton .*: a merge comes out wrong"):
+        assert "a merge comes out wrong" in merging._fault.__wrapped__(device)
+
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("no such instruction\nand more")
+
+    monkeypatch.setattr(merging, "launch", breaks)
+    monkeypatch.setattr(kernel, "launch", breaks)
+    for prove in (merging._fault, kernel._compiles):
+        with pytest.warns(UserWarning, match="RuntimeError: no such instruction$"):
+            assert prove.__wrapped__(device).endswith("RuntimeError: no such instruction")
+
+
+def test_sinks_may_lie_in_memory_as_they_like() -> None:
+    cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=20, dtype=torch.float32)
+    cache.append(*torch.randn(2, 1, 2, 20, 8).unbind())
+    q = torch.randn(1, 4, 1, 8)
+    for sinks in (torch.randn(4, 2)[:, 0], torch.ones(1).expand(4), torch.randn(4).bfloat16()):
+        ours, theirs = (am.decode(q, cache, sinks=sinks, kernel=name) for name in ("triton", "cpu"))
+        assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_programs_that_do_not_fit_a_device_are_given_smaller_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OutOfResources(Exception):
+        pass
+
+    x, tried = torch.zeros(1, 1, 40, 8), []
+
+    def act(tile: kernel.Tile) -> kernel.Tile:
+        tried.append(tile)
+        if tile.rows * tile.keys > 32 * 16:
+            raise OutOfResources
+        return tile
+
+    monkeypatch.setattr(kernel, "_FITTING", {})
+    monkeypatch.setattr(kernel, "_tile", lambda q, v, rows: kernel.Tile(64, 64))
+    for _ in range(2):
+        assert kernel._fitted("attend", x, x, 40, act)[:2] == (32, 16)
+    assert [tile[:2] for tile in tried] == [(64, 64), (64, 32), (64, 16), (32, 16), (32, 16)]
+
+
+def test_what_it_does_not_serve_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, wide = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 600)
+    with pytest.raises(KernelError, match=r"kernel triton.*it knows no torch.float64"):
+        am.attend(x.double(), x.double(), x.double(), kernel="triton")
+    with pytest.raises(KernelError, match=r"heads are 600 wide, of at most 576"):
+        am.attend(wide, wide, wide, kernel="triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(KernelError, match=r"it runs on CUDA, the tensors are on cpu"):
+        am.attend(x, x, x, kernel="triton")
+    monkeypatch.setattr(merging, "installed", lambda: False)
+    with pytest.raises(KernelError, match="Triton is not installed"):
+        am.attend(x, x, x, kernel="triton")
+
+
+COMPILED = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnmesh.kernels.programs import attend, decode, peers
+
+POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
+POINTERS |= dict.fromkeys(("places", "columns", "state", "firsts", "lasts"), "*i64")
+POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
+POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
+POINTERS |= dict.fromkeys(("witness", "witnesses", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
+TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
+POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
+DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "PUT": True, "TAKE": True}
+FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "SUNK", "WITNESSED"))
+capability = int(sys.argv[1])
+
+def compiled(room, name, flag):
+    program, given = getattr(room, name + "_program"), TILE | ({} if room is attend else DECODE)
+    given = given | dict.fromkeys(FLAGS, flag)
+    constants = {name: given[name] for name in program.arg_names if name in given}
+    types = POINTERS | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(program, {name: types.get(name, "i32") for name in program.arg_names}, constants)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
+    print(name, made.metadata.shared, len(made.asm["cubin"]))
+
+for name in ("attend", "queries_backward", "keys_backward"):
+    compiled(attend, name, False)
+for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("witness", False)):
+    compiled(decode, name, flag)
+compiled(peers, "one_shot", True)
+"""
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+def test_the_programs_compile_for_gpus_that_are_not_here(capability: int) -> None:
+    """To machine code, within the memory that a program's tiles share on the smallest of them: 99 kB."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILED, str(capability)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 9
+    for _, shared, size in lines:
+        assert int(shared) <= 99 << 10
+        assert int(size) > 1000
+
+
+def test_each_program_is_given_what_it_takes() -> None:
+    """A compiled program refuses other arguments, which the interpreter lets pass."""
+    q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 7, 16), torch.randn(1, 1, 7, 16)
+    call = kernel._call(q, k, v, Block(slice(0, 5), slice(0, 7)), 0.25, kernel.Tile(16, 16))
+    backward = {"dout", "delta", "lse"}
+    own = {
+        "attend_program": {"out", "lse", "span"},
+        "queries_backward_program": {"dq", *backward},
+        "keys_backward_program": {"dk", "dv", "begin", "finish", *backward},
+    }
+    for name, more in own.items():
+        taken = inspect.signature(getattr(triton_runtime.programs("attend"), name).fn).parameters
+        assert {*taken} == {*call, *more} - {"num_warps", "num_stages"}

@@ -1,0 +1,126 @@
+"""Schedules, for all ranks of a mesh at once and without a device."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnmesh as am
+from attnmesh.core.layout import LAYOUTS, Layout
+from attnmesh.mesh.schedule import Problem, Schedule, schedule
+from attnmesh.mesh.shapes import Shape
+
+shapes = st.builds(Shape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    length, key_length = draw(st.integers(0, 60)), draw(st.integers(0, 60))
+    mask = am.Full()
+    if draw(st.booleans()):
+        mask = mask & am.Window(draw(st.integers(0, 30)), draw(st.sampled_from((0, 0, 4))))
+    if draw(st.booleans()):
+        mask = mask & am.Causal()
+    if draw(st.booleans()) and length:
+        key_length = length
+        cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
+        mask = mask & am.Documents([b - a for a, b in zip((0, *cuts), (*cuts, length), strict=True)])
+    q_layout, k_layout = (draw(st.sampled_from((*(kind() for kind in LAYOUTS), am.Striped(3)))) for _ in "qk")
+    return Problem(mask, draw(shapes), q_layout, k_layout, length, key_length)
+
+
+def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedule]:
+    _, rows, columns = problem.shape
+    return {(r, c): schedule(problem, r, c, ring) for r in range(rows) for c in range(columns)}
+
+
+@given(problems(), st.booleans())
+def test_every_visible_pair_is_met_once(problem: Problem, ring: bool) -> None:
+    count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
+    for plan in all_schedules(problem, ring).values():
+        for step, band in zip(plan.steps, plan.bands, strict=True):
+            count[plan.row.positions[:, None], step.positions] += band.visible(len(step.positions))
+    tokens = torch.arange(problem.length), torch.arange(problem.key_length)
+    assert torch.equal(count, problem.mask.visible(*tokens).long())
+
+
+@given(problems(), st.booleans())
+def test_what_is_sent_is_what_is_received_and_comes_back_to_its_owner(problem: Problem, ring: bool) -> None:
+    plans = all_schedules(problem, ring)
+    for (r, c), plan in plans.items():
+        row = {peer: plans[r, peer].row for peer in range(problem.shape.keys)}
+        _check_step(plan.row, c, row, problem.queries(r, c), {p: problem.queries(r, p) for p in row})
+        held, befores = problem.keys(r, c), {p: problem.keys(p, c) for p in range(problem.shape.queries)}
+        for t, step in enumerate(plan.steps):
+            column = {peer: plans[peer, c].steps[t] for peer in range(problem.shape.queries)}
+            _check_step(step, r, column, problem.keys(r, c), befores, held)
+            held, befores = step.positions, {peer: other.positions for peer, other in column.items()}
+
+
+def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-untyped-def]
+    """One rank's step beside its peers'; `befores` is what each held before it."""
+    held = chunk if held is None else held
+    arriving = [held[step.keep]]
+    for peer, count in step.receive:
+        sent = dict(peers[peer].send)[me]
+        assert len(sent) == count
+        arriving.append(befores[peer][sent])
+    arrived = torch.cat(arriving)
+    assert torch.equal(arrived if step.order is None else arrived[step.order], step.positions)
+    for peer, tokens in step.send:
+        assert dict(peers[peer].receive)[me] == len(tokens)
+    for peer, mine in step.holders:
+        theirs = dict(peers[peer].owners)[me]
+        assert torch.equal(chunk[mine], peers[peer].positions[theirs])
+    for peer, _ in step.owners:
+        assert me in dict(peers[peer].holders)
+
+
+def received(plan: Schedule, *, width: int = 1) -> int:
+    """Tokens of keys that come from others."""
+    return width * sum(count for step in plan.steps for _, count in step.receive)
+
+
+def test_under_a_full_mask_all_that_a_chunk_lacks_comes_once() -> None:
+    for shape in (Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 3, 2), Shape(1, 1, 5)):
+        n = 24
+        problem = Problem(am.Full(), shape, am.Zigzag(), am.Zigzag(), n * shape.ranks, n * shape.ranks)
+        for ring in (False, True):
+            for plan in all_schedules(problem, ring).values():
+                assert received(plan) == n * shape.heads * (shape.queries - 1)
+                assert sum(count for _, count in plan.row.receive) == n * shape.heads * (shape.keys - 1)
+                assert sum(len(t) for p, t in plan.row.holders) == n * shape.heads * shape.keys
+
+
+def test_under_a_window_a_rank_talks_to_its_neighbours_and_the_length_does_not_matter() -> None:
+    for length in (1000, 100_000):
+        problem = Problem(am.Window(50), Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length)
+        for (r, _), plan in all_schedules(problem, ring=False).items():
+            assert plan.steps[0].receive == (((r - 1, 50),) if r else ())
+            assert received(plan) <= 50
+        for plan in all_schedules(problem, ring=True).values():
+            assert received(plan) <= 50
+
+
+def test_packed_documents_bring_their_own_keys_alone() -> None:
+    lengths = [130, 7, 300, 63, 200, 100]
+    mask = am.Causal() & am.Documents(lengths)
+    problem = Problem(mask, Shape(1, 4, 2), am.Contiguous(), am.Contiguous(), 800, 800)
+    for (r, c), plan in all_schedules(problem, ring=False).items():
+        seen = mask.visible(problem.row_queries(r), problem.column_keys(c)).any(0)
+        assert len(plan.steps[0].positions) == int(seen.sum())
+
+
+@pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped()])
+@pytest.mark.parametrize("ranks", range(1, 17))
+def test_causal_work_is_balanced_on_every_shape(layout: Layout, ranks: int) -> None:
+    for length in (64 * ranks, 64 * ranks + 37):
+        for rows in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            problem = Problem(am.Causal(), Shape(1, rows, ranks // rows), layout, layout, length, length)
+            work = [_pairs(plan) for plan in all_schedules(problem, ring=False).values()]
+            assert sum(work) == length * (length + 1) // 2
+            assert max(work) <= 1.05 * sum(work) / ranks
+
+
+def _pairs(plan: Schedule) -> int:
+    return sum(int((band.high - band.low).clamp(min=0).sum()) for band in plan.bands)

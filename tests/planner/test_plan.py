@@ -1,0 +1,334 @@
+"""The planner, its clusters and what travels: laws that hold on any machine, and what is refused."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.comm.topology import surroundings
+from attnmesh.core.mask import Mask
+from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, ShapeError
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.schedule import Problem, schedule
+from attnmesh.mesh.shapes import AXES, Shape, elements
+from attnmesh.planner.candidate import Cost, Way
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cost import cost
+from attnmesh.planner.decode_cost import MERGES, Line, Payload, merge_cost
+from attnmesh.planner.hardware import PRESETS, Device, Link
+from attnmesh.planner.plan import ways
+from attnmesh.planner.traffic import FLOWS, placed, tiles, travel
+from attnmesh.planner.workload import Workload
+from tests.support.pool import Pool
+
+MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41])]
+SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", [am.Zigzag(), am.Contiguous(), am.Striped(2)], ids=str)
+def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
+    """Counted for all ranks at once, and in the schedules rank by rank: the same, whichever ranks share a host."""
+    for shape in SHAPES:
+        problem = Problem(mask, shape, layout, layout, 121, 121)
+        places = list(product(range(shape.queries), range(shape.keys)))
+        bulk, ring = ([schedule(problem, *place, way) for place in places] for way in (False, True))
+        rows = sum(count for one in bulk for _, count in one.row.receive)
+        columns = sum(count for one in bulk for _, count in one.steps[0].receive)
+        hops = sum(count for one in ring for step in one.steps for _, count in step.receive)
+        back = sum(
+            len(tokens)
+            for (r, _), one in zip(places, ring, strict=True)
+            for step in one.steps
+            for peer, tokens in step.owners
+            if peer != r
+        )
+        back += sum(count for one in ring for step in one.travelling if step for _, count in step.receive)
+        for tile in tiles(shape, math.gcd(shape.ranks, 2)):
+            moves = travel(problem, tile)
+            for flow, count, times in (
+                (moves.rows, rows, 1),
+                (moves.columns, columns, 1),
+                (moves.hop, hops, shape.queries - 1),
+                (moves.hop_back, back, shape.queries - 1),
+            ):
+                assert times * (flow.inside.total + flow.between.total) == pytest.approx(count, abs=1e-2)
+                assert flow.inside.rank <= flow.inside.host + 1e-6
+            for counted, schedules in ((moves.pairs, [one.bands[0] for one in bulk]),) + tuple(
+                (step, [one.bands[t] for one in ring]) for t, step in enumerate(moves.steps)
+            ):
+                pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
+                assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
+            both = [
+                sum(count for _, count in one.row.receive)
+                + sum(len(tokens) for peer, tokens in one.row.holders if peer != c)
+                for (_, c), one in zip(places, bulk, strict=True)
+            ]
+            if tile.keys == 1:
+                assert max(both) == moves.both_ways.between.rank
+
+
+@pytest.mark.parametrize("mask", MASKS[:3], ids=str)
+def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
+    shape = Shape(1, 4, 2)
+    one, two = (
+        travel(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
+        for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
+    )
+    for name in FLOWS:
+        assert getattr(two, name).between.total == pytest.approx(64 * getattr(one, name).between.total, rel=0.03)
+    wider = 64 if mask.left > 20 else (64 * 20 + 1) / (20 + 1)
+    assert two.pairs == pytest.approx(one.pairs.times(64 * wider), rel=0.03)
+
+
+@pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
+def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
+    """By hand: each query has left + 1 pairs, and each of 3 edges between runs is crossed by as many keys as that."""
+    shape = Shape(1, 4, 1)
+    moves = travel(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
+    assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
+
+
+@pytest.mark.parametrize("length", [10**5, 10**7])
+def test_short_documents_in_a_long_sequence(length: int) -> None:
+    """By hand: a document of 50 has 50 * 51 / 2 pairs; of keys travel those of documents on an edge between runs."""
+    mask = am.Causal() & am.Documents([50] * (length // 50))
+    moves = travel(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
+    assert moves.columns.between.total <= 7 * 50
+
+
+@pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
+def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None:
+    """In float32, where all that travels is as wide, beside what goes with each row."""
+    work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
+    for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
+        one = shape.ranks, Shape(1, 1, 1)
+        spent = cost(Way(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
+        rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
+        formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
+        agreed = spent.between - formula
+        assert 0 <= agreed < 0.01 * formula
+
+
+def test_a_host_holds_a_tile() -> None:
+    for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
+        for tile in tiles(shape, ranks):
+            grid = placed(shape, tile)
+            assert sorted(grid.flatten().tolist()) == list(range(shape.ranks))
+            h, r, c = (slice(0, n) for n in tile)
+            assert sorted(grid[h, r, c].flatten().tolist()) == list(range(ranks))
+
+
+@pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
+@pytest.mark.parametrize("world", [(1, 1), (2, 4), (3, 2), (7, 1)])
+def test_every_way_is_planned_once_and_best_comes_first(phase: str, world: tuple[int, int]) -> None:
+    work, cluster = Workload(8, 4, 64, 4096, phase=phase), am.Cluster.preset("dgx-h100", *world)
+    plans = am.plan(work, cluster)
+    found = [(one.shape, one.tile, one.exchange, one.layout) for one in plans]
+    assert len(set(found)) == len(found) == len(list(ways(work, cluster)))
+    assert [one.seconds for one in plans] == sorted(one.seconds for one in plans)
+    assert all(one.shape.ranks == cluster.world and one.tile.ranks == cluster.ranks for one in plans)
+    assert all(sum(dict(one.parts).values()) == pytest.approx(one.seconds) for one in plans)
+
+
+def test_the_best_is_best_for_a_reason() -> None:
+    plans = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("a100x4"))
+    told = plans[0].explain()
+    assert plans[0].name in told
+    assert plans[1].name in told
+    assert "times as fast" in told
+    assert plans[-1].explain().count(plans[0].name) >= 1
+    alone = am.plan(Workload(1, 1, 64, 100), am.Cluster.preset("h100x1", hosts=1))
+    assert "one device" in alone[0].explain()
+
+
+def test_slower_links_between_hosts_never_help_and_faster_devices_never_hurt() -> None:
+    work, cluster = Workload(16, 4, 128, 65536), am.Cluster.preset("dgx-h100", hosts=2)
+    slow = replace(cluster, between=replace(cluster.between, rate=1e9, host_rate=8e9))
+    fast = replace(cluster, device=replace(cluster.device, forward_rate=1e16, backward_rate=1e16))
+    for way in ways(work, cluster):
+        seconds = cost(way, work, cluster).seconds
+        assert cost(way, work, slow).seconds >= seconds >= cost(way, work, fast).seconds
+
+
+def test_on_slow_links_the_plan_keeps_hosts_apart() -> None:
+    """Of one shape and exchange the placement that is fastest is none of those that send most between hosts."""
+    cluster = am.Cluster.preset("dgx-h100", hosts=4, ranks=4)
+    slow = replace(cluster, between=replace(cluster.between, rate=1e8, host_rate=4e8))
+    plans = [one for one in am.plan(Workload(16, 16, 64, 16384), slow) if one.shape == (1, 4, 4)]
+    assert {one.tile for one in plans} == {Shape(1, 1, 4), Shape(1, 2, 2), Shape(1, 4, 1)}
+    for exchange in ("bulk", "pipelined"):
+        sent = [one.bytes.between for one in plans if one.exchange == exchange and one.layout == am.Zigzag()]
+        assert sent[0] < max(sent)
+
+
+@pytest.mark.parametrize("how", MERGES)
+def test_merges_cost_more_on_more_ranks(how: str) -> None:
+    cluster, seconds = am.Cluster.preset("dgx-h100"), []
+    for ranks in (2, 8, 16, 64, 128):
+        spent = Cost()
+        merge_cost(how, Line(ranks, min(8, ranks)), Payload(128.0, 128), cluster, spent)
+        seconds.append(spent.seconds)
+    assert seconds == sorted(seconds)
+
+
+def test_mesh_of_a_plan(pool: Pool) -> None:
+    assert pool.run(4, meshes_of_plans) == [[True, True, True]] * 4
+
+
+def meshes_of_plans() -> list[bool]:
+    """The mesh that a plan makes gives attention; and "auto" finds all ranks on one host."""
+    work = Workload(4, 2, 16, 64, dtype="float32")
+    best = am.plan(work, am.Cluster.preset("local"))[0]
+    mesh = best.init_mesh("cpu")
+    torch.manual_seed(0)
+    whole = [torch.randn(1, heads, 64, 16) for heads in (4, 2, 2)]
+    shards = [am.shard(x, mesh, layout=best.layout) for x in whole]
+    out = am.attention(*shards, mesh=mesh, layout=best.layout, exchange=best.exchange)
+    auto = am.attention(*shards, mesh=mesh, layout=best.layout)
+    expected = am.shard(am.attention(*whole, mesh=None), mesh, layout=best.layout)
+    found, tile = surroundings(Mesh.of(mesh), torch.device("cpu"))
+    return [
+        torch.allclose(out, expected, atol=1e-5),
+        torch.allclose(auto, expected, atol=1e-5),
+        found.hosts == 1 and tile == best.shape,
+    ]
+
+
+def attended_by_few(length: int) -> float:
+    """With fewer tokens than ranks some hold none, and all still take the same exchange."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 2, length, 8) for _ in range(3)]
+    shards = (am.shard(x, mesh, layout=am.Zigzag()) for x in whole)
+    out = am.attention(*shards, mesh=mesh, layout=am.Zigzag(), length=length)
+    return float((out - am.shard(am.attention(*whole, mesh=None), mesh, layout=am.Zigzag())).abs().sum())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: int) -> None:
+    assert max(pool.run(4, attended_by_few, length)) < 1e-4
+
+
+def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
+    found = pool.run(4, measured)
+    assert all(one == found[0] for one in found)
+    assert (found[0].hosts, found[0].ranks) == (1, 4)
+    assert found[0].inside.rate > 1e6
+    assert Cluster.of_record(found[0].record()) == found[0]
+
+
+def measured() -> Cluster:
+    return Cluster.measure(init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=AXES))
+
+
+def test_one_rank_is_measured_too() -> None:
+    found = Cluster.measure(None)
+    assert found.world == 1
+    assert am.plan(Workload(4, 2, 16, 64, dtype="float32"), found)[0].bytes == (0, 0)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "local"])
+def test_presets_say_where_their_constants_are_from(name: str) -> None:
+    told = dict(PRESETS[name].sources)
+    assert {"device", "inside" if PRESETS[name].ranks > 1 else "between", "the rest"} <= set(told)
+
+
+DEVICE, LINK = Device(1e12, 1e12, 1e12, 1e9), Link(1e-6, 1e9, 1e9)
+
+REFUSED = [
+    (lambda: Cluster("c", 0, 8, DEVICE, LINK, LINK), ClusterError, "Cluster hosts: expected a whole number"),
+    (lambda: Cluster("c", 1, True, DEVICE, LINK, LINK), ClusterError, "Cluster ranks"),
+    (
+        lambda: Cluster.preset("h100"),
+        ClusterError,
+        "one of dgx-h100, h100x1, a100x4, mi300x, rtx4090",
+    ),
+    (lambda: Cluster.preset("dgx-h100", hosts=0), ClusterError, "Cluster hosts"),
+    (lambda: Cluster.preset("dgx-h100", ranks=9), ClusterError, "at most 8 ranks a host, given 9"),
+    (lambda: Link(1e-6, 0, 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given 0"),
+    (lambda: Link(1e-6, 1e9, float("nan")), ClusterError, "Link host_rate"),
+    (lambda: Link(-1, 1e9, 1e9), ClusterError, "Link latency: expected seconds, 0 to 86,400, given -1"),
+    (lambda: Device(1e12, 1e12, 0, 1e9), ClusterError, "Device memory_rate"),
+    (lambda: Cluster.preset([1]), ClusterError, "one of dgx-h100"),
+    (lambda: am.plan(Workload(8, 8, 64, 10), Cluster.preset("local", 10**9)), ClusterError, "at most 2,048 ranks"),
+    (lambda: Cluster.preset("h100x1").sized(2, 8), ClusterError, "links in a host for 8 of them, given none"),
+    (lambda: Cluster("c", 1, 1, None, LINK, LINK), ClusterError, "Cluster device: expected a Device, given NoneType"),
+    (lambda: replace(Cluster.preset("local"), short_collectives="x"), ClusterError, "tree or ring, given 'x'"),
+    (lambda: Device(1e12, 1e12, 1e12, 1e9, call=float("nan")), ClusterError, "Device call: expected seconds"),
+    (
+        lambda: Device(1e12, 1e12, 1e12, None),
+        ClusterError,
+        "Device memory: expected a rate or size",
+    ),
+    (lambda: Link(float("inf"), 1e9, 1e9), ClusterError, "Link latency: expected seconds"),
+    (lambda: Link(0.0, float("inf"), 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given inf"),
+    (lambda: Link(0.0, 1e-300, 1e9), ClusterError, "Link rate: expected a rate or size of 1 to 1e+30, given 1e-300"),
+    (
+        lambda: Device(1e9, 1e9, 1e9, 10**400),
+        ClusterError,
+        "Device memory: expected a rate or size of 1 to 1e+30",
+    ),
+    (lambda: replace(Cluster.preset("local"), name="\x1b[2J"), ClusterError, "each on one line, given ('\\x1b[2J'"),
+    (lambda: replace(Cluster.preset("local"), sources="abc"), ClusterError, "pairs of what and where from"),
+    (
+        lambda: Workload(8, 8, 64, 100, phase="decode", mask=am.Causal() & am.Documents([10, 10])),
+        MaskError,
+        "Workload mask: expected documents that add up to 100 tokens, given 20 tokens",
+    ),
+    (lambda: Workload(8, 8, 64, 10**20), ClusterError, "no more than 1e+15, given a larger number"),
+    (lambda: Cluster.of_record([]), ClusterError, "a JSON object that probe wrote"),
+    (lambda: Cluster.of_record({"name": "x"}), ClusterError, "the fields that probe writes"),
+    (lambda: Workload(8, 3, 64, 100), ShapeError, "whole groups of query heads, given 8 query heads on 3 key heads"),
+    (lambda: Workload(8, 8, 64, 0), ClusterError, "Workload length: expected a whole number, 1 or more, given 0"),
+    (lambda: Workload(8, 8, 64.0, 10), ClusterError, "Workload head_dim"),
+    (lambda: Workload(8, 8, 64, 10, dtype="int8"), DtypeError, "Workload dtype"),
+    (lambda: Workload(8, 8, 64, 10, phase="train"), KernelError, "one of training, prefill, decode, given 'train'"),
+    (lambda: Workload(8, 8, 64, 10, q_len=4), ShapeError, "q_len in decode only"),
+    (lambda: Workload(8, 8, 64, 10, mask=am.Documents([4])), MaskError, "documents that add up to 10 tokens"),
+    (
+        lambda: am.plan(Workload(8, 8, 64, 10), "dgx-h100"),
+        ClusterError,
+        "given Workload and str",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "told"), REFUSED)
+def test_what_cannot_be_is_refused(call: object, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind) as caught:
+        call()  # type: ignore[operator]
+    assert told in str(caught.value)
+
+
+def test_memory_that_cannot_hold_it_says_by_how_much() -> None:
+    work = Workload(64, 64, 128, 10_000_000, layers=64, phase="decode")
+    with pytest.raises(ClusterError, match=r"at most 80\.0 GB a rank, given 2,621\.4 GB .*, 2,541\.4 GB"):
+        am.plan(work, am.Cluster.preset("dgx-h100", hosts=1))
+    with pytest.raises(ClusterError, match="take about 33 hosts"):
+        am.plan(work, am.Cluster.preset("dgx-h100", hosts=1))
+    assert am.plan(work, am.Cluster.preset("dgx-h100", hosts=33))
+    work = Workload(32, 8, 128, 10**8)
+    with pytest.raises(ClusterError, match="take about 200 hosts"):
+        am.plan(work, am.Cluster.preset("h100x1", hosts=2))
+    assert am.plan(work, am.Cluster.preset("h100x1", hosts=200))
+    with pytest.raises(ClusterError, match="Fix: take fewer tokens"):
+        am.plan(Workload(32, 8, 128, 10**12), am.Cluster.preset("h100x1", hosts=2))
+
+
+def test_a_prefill_keeps_keys_and_values_alone() -> None:
+    work, cluster = Workload(64, 8, 128, 10**6, layers=80, phase="prefill"), am.Cluster.preset("dgx-h100", hosts=2)
+    least = min(one.memory for one in am.plan(work, cluster))
+    assert work.kept_bytes / 16 < least < 2 * work.kept_bytes / 16
+
+
+def test_surroundings_of_one_rank() -> None:
+    one = Mesh(Axis(), Axis(), Axis())
+    cluster, tile = surroundings(one, torch.device("cpu"))
+    assert (cluster.world, tile) == (1, Shape(1, 1, 1))

@@ -1,0 +1,255 @@
+"""Random lives of a cache, told by a seed: it grows, is cut, reordered, saved, loaded on other ranks, decoded from."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.core.mask import Mask
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.dense import truth
+from tests.support.interpreted import interpreting
+from tests.support.mesh_problems import device, named_mesh
+from tests.support.pool import SIZES, Pool
+from tests.support.problems import DTYPES
+
+LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4))
+
+
+@dataclass(frozen=True)
+class Event:
+    """One call on the cache."""
+
+    kind: str  # append, shard, truncate, reorder or decode
+    number: int  # of tokens; of the length to cut to; of sequences from now on
+    seed: int
+    batch: int  # sequences so far
+    padded: bool = False
+    mask: Mask = Mask(right=0)
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What happens on one mesh, from a load, if it is not the first, to a save, if it is not the last."""
+
+    shape: Shape
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class History:
+    """A cache and its life."""
+
+    seed: int
+    batch: int
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    dtype: torch.dtype
+    block: int
+    sinks: bool
+    grows: bool
+    phases: tuple[Phase, ...]
+
+    CAPACITY = 160
+
+    def tokens(self, event: Event) -> tuple[Tensor, Tensor, Tensor | None]:
+        """New keys and values, and which of them are real."""
+        generator = torch.Generator().manual_seed(event.seed)
+        k, v = (
+            torch.randn(event.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
+            for width in self.widths
+        )
+        real = torch.rand(event.batch, event.number, generator=generator) < 0.7 if event.padded else None
+        return k, v, real
+
+    def queries(self, event: Event) -> Tensor:
+        generator = torch.Generator().manual_seed(event.seed)
+        q = torch.randn(event.batch, self.heads[0], event.number, self.widths[0], generator=generator)
+        return q.to(self.dtype)
+
+    def order(self, event: Event) -> Tensor:
+        generator = torch.Generator().manual_seed(event.seed)
+        return torch.randint(event.batch, (event.number,), generator=generator)
+
+    def sink(self) -> Tensor | None:
+        if not self.sinks:
+            return None
+        return torch.randn(self.heads[0], generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
+
+
+def draw(
+    seed: int,
+    sizes: tuple[int, ...] = SIZES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    kernel: str = "auto",
+    most: int = 40,
+) -> History:
+    """The history of that seed."""
+    random = Random(seed)
+    kv_heads = random.choice((1, 2, 2, 4, 6))
+    width = random.choice((4, 8, 16))
+    padded = random.random() < 0.25
+    batch = random.choice((1, 2, 3))
+    length, rows, phases = 0, batch, []
+    for _ in range(random.choice((1, 1, 2, 3))):
+        ranks = random.choice(sizes)
+        shape = random.choice(
+            [
+                s
+                for h in range(1, 9)
+                for r in range(1, 9)
+                for c in range(1, 9)
+                if (s := Shape(h, r, c)).ranks == ranks and kv_heads % h == 0
+            ]
+        )
+        events = []
+        for _ in range(random.randint(3, 8)):
+            event = _event(random, length, rows, padded, kernel, most)
+            length = {"append": length + event.number, "shard": length + event.number, "truncate": event.number}.get(
+                event.kind, length
+            )
+            rows = event.number if event.kind == "reorder" else rows
+            events.append(event)
+        phases.append(Phase(shape, tuple(events)))
+    return History(
+        seed=seed,
+        batch=batch,
+        heads=(kv_heads * random.choice((1, 2, 4)), kv_heads),
+        widths=(width, random.choice((width, width, 4, 16))),
+        dtype=random.choice(dtypes),
+        block=random.choice((1, 4, 16)),
+        sinks=random.random() < 0.2,
+        grows=random.random() < 0.3,
+        phases=tuple(phases),
+    )
+
+
+def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, most: int) -> Event:
+    room, seed = History.CAPACITY - length, random.getrandbits(40)
+    kinds = ["append"] * (room > 0) + ["shard"] * (room > 0) + (["truncate", "reorder"] + ["decode"] * 4) * (length > 0)
+    match random.choice(kinds):
+        case "append":
+            number = min(room, random.choice((1, 1, 1, 3, 20, 47)))
+            return Event("append", number, seed, batch, padded=padded and random.random() < 0.5)
+        case "shard":
+            number = min(room, random.choice((1, 5, 30, 64)))
+            layout = random.choice(LAYOUTS)
+            return Event("shard", number, seed, batch, padded and random.random() < 0.5, options=(("layout", layout),))
+        case "truncate":
+            return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed, batch)
+        case "reorder":
+            return Event("reorder", random.choice((batch, batch, random.randint(1, 3))), seed, batch)
+    mask = random.choice((am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2)))
+    options = {
+        "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
+        "output": random.choice(("replicated", "replicated", "heads")),
+        "scale": random.choice((None, None, 0.3, -0.5)),
+        "kernel": kernel,
+    }
+    return Event(
+        "decode",
+        random.randint(1, min(length, random.choice((1, 1, 4, most)))),
+        seed,
+        batch,
+        False,
+        mask,
+        tuple(options.items()),
+    )
+
+
+def run(history: History, phase: Phase, came: Path | None, goes: Path | None) -> list[Tensor]:
+    """On one rank: the outputs of all that was decoded."""
+    mesh = named_mesh(phase.shape, AXES)
+    if came is None:
+        cache = am.KVCache(
+            mesh,
+            batch=history.batch,
+            kv_heads=history.heads[1],
+            head_dim=history.widths[0],
+            value_dim=history.widths[1],
+            capacity=8 if history.grows else history.CAPACITY,
+            dtype=history.dtype,
+            block=history.block,
+        )
+    else:
+        cache = am.KVCache.load(came, mesh)
+    outs = []
+    for event in phase.events:
+        if history.grows and event.kind in ("append", "shard"):
+            cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
+        match event.kind:
+            case "append":
+                k, v, real = history.tokens(event)
+                cache.append(k.to(device()), v.to(device()), real=real)
+            case "shard":
+                _append_shard(history, cache, event)
+            case "truncate":
+                cache.truncate(event.number)
+            case "reorder":
+                cache.reorder(history.order(event))
+            case "decode":
+                options = dict(event.options)
+                with interpreting(options["kernel"]):
+                    sinks = None if history.sink() is None else history.sink().to(device())
+                    q = history.queries(event).to(device())
+                    outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
+    assert (
+        cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
+        or not cache.dealt
+    )
+    if goes is not None:
+        cache.save(goes)
+    return outs
+
+
+def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
+    k, v, real = history.tokens(event)
+    layout = dict(event.options)["layout"]
+    mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
+    mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
+    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, real=real)
+
+
+def check(history: History, pool: Pool, folder: Path) -> None:
+    """Live it on ranks and on paper, and hold one against the other."""
+    k, v = (torch.zeros(history.batch, history.heads[1], 0, width, dtype=history.dtype) for width in history.widths)
+    real = torch.zeros(history.batch, 0, dtype=torch.bool)
+    came = None
+    for number, phase in enumerate(history.phases):
+        goes = folder / str(number) if number + 1 < len(history.phases) else None
+        answers = [iter(outs) for outs in pool.run(phase.shape.ranks, run, history, phase, came, goes)]
+        for event in phase.events:
+            match event.kind:
+                case "append" | "shard":
+                    new_k, new_v, new_real = history.tokens(event)
+                    k, v = torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)
+                    new_real = torch.ones(event.batch, event.number, dtype=torch.bool) if new_real is None else new_real
+                    real = torch.cat((real, new_real), 1)
+                case "truncate":
+                    k, v, real = k[:, :, : event.number], v[:, :, : event.number], real[:, : event.number]
+                case "reorder":
+                    k, v, real = (x[history.order(event)] for x in (k, v, real))
+                case "decode":
+                    _check_decoded(history, event, [next(outs) for outs in answers], k, v, real)
+        came = goes
+
+
+def _check_decoded(history: History, event: Event, outs: list[Tensor], k: Tensor, v: Tensor, real: Tensor) -> None:
+    places = real.cumsum(1) - 1
+    visible = torch.stack([event.mask.visible(own[-event.number :].clamp(min=0), own) for own in places])
+    visible = (visible & real[:, None, :] & real[:, -event.number :, None])[:, None]
+    q, sink = history.queries(event), history.sink()
+    scale = dict(event.options)["scale"] or history.widths[0] ** -0.5
+    tensors = [q, k, v] if sink is None else [q, k, v, sink]
+    expected = truth(tensors, visible, scale, torch.zeros(*q.shape[:-1], history.widths[1]))
+    if dict(event.options)["output"] == "heads":
+        outs = [torch.cat(outs, dim=1)]
+    for out in outs:
+        given = torch.where(real[:, -event.number :][:, None, :, None], out, expected.values["out"].to(out.dtype))
+        expected.check("out", given, (history, event))
+        assert torch.equal(out, outs[0]), (history, event)

@@ -1,0 +1,157 @@
+"""Random problems for a mesh of ranks: any shape, exchange, mask, layout, dtype, lengths and widths, told by a seed."""
+
+from dataclasses import dataclass
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import attnmesh as am
+from attnmesh.core.layout import Layout
+from attnmesh.core.mask import Mask
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.dense import truth
+from tests.support.problems import DTYPES, LAYOUTS
+from tests.support.problems import mask as draw_mask
+
+EXCHANGES = ("bulk", "pipelined", "ring", "auto")
+LENGTHS = (0, 1, 2, 5, 13, 40, 63, 96, 130, 257)
+
+
+@dataclass(frozen=True)
+class MeshProblem:
+    """One call of `attention` on every rank of a mesh."""
+
+    seed: int
+    shape: Shape
+    exchange: str
+    dtype: torch.dtype
+    mask: Mask
+    layouts: tuple[Layout, Layout]
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    widths: tuple[int, int]
+    batch: int
+    sinks: bool
+    scale: float | None
+    say_length: bool
+    axes: tuple[str, ...]
+
+    def whole(self) -> list[Tensor]:
+        """q, k, v and dout of all tokens, and the sinks if any."""
+        generator = torch.Generator().manual_seed(self.seed)
+        (n, m), (hq, hk), (d, e) = self.lengths, self.heads, self.widths
+        shapes = [(hq, n, d), (hk, m, d), (hk, m, e), (hq, n, e)]
+        tensors = [torch.randn(self.batch, *shape, generator=generator) for shape in shapes]
+        return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
+
+
+def draw(seed: int, ranks: int) -> MeshProblem:
+    """The problem of that seed on that many ranks."""
+    random = Random(seed)
+    shape = random.choice(
+        [s for h in range(1, 9) for r in range(1, 9) for c in range(1, 9) if (s := Shape(h, r, c)).ranks == ranks]
+    )
+    kv_heads = shape.heads * random.choice((1, 1, 2, 3))
+    length = random.choice(LENGTHS)
+    cross = random.random() < 0.2
+    width = random.choice((1, 4, 8, 16))
+    # In order and complete, or the other way round and without the axes of size 1: each mesh has groups of its own.
+    named = [name for name, size in zip(AXES, shape, strict=True) if size > 1] or ["keys"]
+    axes = list(AXES) if random.random() < 0.7 else named[::-1]
+    return MeshProblem(
+        seed=seed,
+        shape=shape,
+        exchange=random.choice(EXCHANGES),
+        dtype=random.choice(DTYPES),
+        mask=am.Window(random.choice((3, 50)), 7) if cross else draw_mask(random, length),
+        layouts=(first := random.choice(LAYOUTS), random.choice(LAYOUTS) if cross else first),
+        lengths=(length, random.choice(LENGTHS) if cross else length),
+        heads=(kv_heads * random.choice((1, 1, 2, 4)), kv_heads),
+        widths=(width, random.choice((width, width, 4, 16))),
+        batch=random.choice((1, 1, 2)),
+        sinks=random.random() < 0.2,
+        scale=random.choice((None, None, 0.3, -0.5)),
+        say_length=cross or random.random() < 0.5,
+        axes=tuple(axes),
+    )
+
+
+def run(problem: MeshProblem) -> list[Tensor]:
+    """On one rank: its out and the gradients of its shard."""
+    mesh = named_mesh(problem.shape, problem.axes)
+    q, k, v, dout, *sinks = (x.to(device()) for x in problem.whole())
+    mine = shard_positions(problem, mesh)
+    inputs = [x[:, :, p].requires_grad_() for x, p in zip((q, k, v), (mine[0], mine[1], mine[1]), strict=True)]
+    inputs += [x.requires_grad_() for x in sinks]
+    lengths = dict(zip(("length", "key_length"), problem.lengths, strict=True)) if problem.say_length else {}
+    options = {
+        "mask": problem.mask,
+        "layout": problem.layouts[0],
+        "key_layout": problem.layouts[1],
+        "scale": problem.scale,
+    }
+    sink = inputs[3] if sinks else None
+    out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]]))]
+
+
+def device() -> str:
+    """Where this world of ranks computes."""
+    return "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+
+
+_meshes: dict[tuple[Shape, tuple[str, ...]], DeviceMesh] = {}
+
+
+def named_mesh(shape: Shape, axes: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of that shape, its axes in any order: made once, since each has process groups of its own."""
+    if (shape, axes) not in _meshes:
+        sizes = tuple(shape[AXES.index(name)] for name in axes)
+        _meshes[shape, axes] = init_device_mesh(device(), sizes, mesh_dim_names=axes)
+    return _meshes[shape, axes]
+
+
+def shard_positions(problem: MeshProblem, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Where this rank's queries and keys stand."""
+    place = {name: mesh.get_local_rank(name) if name in problem.axes else 0 for name in AXES}
+    shard = problem.shape.shard(**place)
+    q, k = (
+        layout.positions(n, dist.get_world_size(), shard)
+        for layout, n in zip(problem.layouts, problem.lengths, strict=True)
+    )
+    return q, k
+
+
+def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]:
+    """Put the ranks' shards together and hold them against float64; say what share of its allowance each used."""
+    q, k, v, dout, *sinks = problem.whole()
+    positions = [torch.arange(n) for n in problem.lengths]
+    scale = problem.widths[0] ** -0.5 if problem.scale is None else problem.scale
+    expected = truth([q, k, v, *sinks], problem.mask.visible(*positions), scale, dout)
+    ranks = problem.shape.ranks
+    places = _places(problem)
+    shares = {}
+    for number, (name, column) in enumerate((("out", 0), ("dq", 0), ("dk", 1), ("dv", 1))):
+        layout, length = problem.layouts[column], problem.lengths[column]
+        given = torch.empty_like(expected.values[name], dtype=problem.dtype)
+        for rank in range(ranks):
+            given[:, :, layout.positions(length, ranks, places[rank])] = results[rank][number]
+        shares[name] = expected.check(name, given, problem)
+    if sinks:
+        shares["dsinks"] = expected.check("dsinks", sum(result[4].double() for result in results), problem)
+    return shares
+
+
+def _places(problem: MeshProblem) -> list[int]:
+    """The shard that each rank of the world holds: ranks are laid over the mesh in the order of its axes."""
+    sizes = [problem.shape[AXES.index(name)] for name in problem.axes]
+    places = []
+    for rank in range(problem.shape.ranks):
+        place, rest = dict.fromkeys(AXES, 0), rank
+        for name, size in zip(reversed(problem.axes), reversed(sizes), strict=True):
+            rest, place[name] = divmod(rest, size)
+        places.append(problem.shape.shard(**place))
+    return places

@@ -1,0 +1,181 @@
+"""Worlds of gloo ranks, each started once a test run: a test sends a function and gets every rank's answer.
+
+    assert pool.run(4, my_rank) == [0, 1, 2, 3]
+
+The function is one that the ranks can import, by the name of its module. A rank that raises has its error raised here,
+with the rank in a note; ranks that have not answered at the deadline end the world, and the stack of each is shown.
+The next test that asks for a world of that size gets a new one.
+"""
+
+import faulthandler
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SIZES = (1, 2, 3, 4, 6, 8)
+DEADLINE = 180.0
+"""Seconds after which ranks hang: three times what the slowest function takes on a busy machine."""
+GRACE = 5.0
+"""Seconds that the other ranks get after one has raised: they may be waiting for it, and would until the deadline."""
+
+
+class Lost(RuntimeError):
+    """Some ranks did not answer in time, or died."""
+
+
+@dataclass
+class Rank:
+    """One process of a world, as the test run sees it."""
+
+    process: Any
+    connection: Connection
+    stack: Path
+
+
+class World:
+    """A process group of `size` ranks, waiting for functions."""
+
+    def __init__(self, size: int, backend: str) -> None:
+        context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend != "nccl":
+            once = [
+                "tests.support.interpreted",
+                "torch._dynamo",
+                "tests.support.mesh_problems",
+            ]  # or each rank would import them
+            context.set_forkserver_preload(once)
+        self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
+        self.ranks = [self._start(context, rank, size, backend) for rank in range(size)]
+
+    def _start(self, context: Any, rank: int, size: int, backend: str) -> Rank:
+        ours, theirs = context.Pipe()
+        stack = Path(self.folder.name) / f"stack-{rank}"
+        arguments = (rank, size, backend, theirs, stack, Path(self.folder.name) / "store")
+        process = context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return Rank(process, ours, stack)
+
+    def ask(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
+        """Each rank's result, or the exception that it raised."""
+        for rank in self.ranks:
+            rank.connection.send((function, arguments))
+        answers: dict[int, Any] = {}
+        end = time.monotonic() + deadline
+        while len(answers) < len(self.ranks) and (left := end - time.monotonic()) > 0:
+            pending = {rank.connection: number for number, rank in enumerate(self.ranks) if number not in answers}
+            for connection in wait(list(pending), timeout=left):
+                number = pending[connection]
+                try:
+                    answers[number] = connection.recv()
+                except EOFError:
+                    raise Lost(self._report(function, answers)) from None
+                if isinstance(answers[number], BaseException):
+                    end = min(end, time.monotonic() + GRACE)
+        if len(answers) < len(self.ranks):
+            raise Lost(self._report(function, answers))
+        return [answers[number] for number in range(len(self.ranks))]
+
+    def _report(self, function: Callable[..., Any], answers: dict[int, Any]) -> str:
+        """What each rank that answered said, and where each other rank stands."""
+        lines = [f"{function.__name__}: {len(self.ranks) - len(answers)} of {len(self.ranks)} ranks did not answer"]
+        for number, rank in enumerate(self.ranks):
+            said = f"answered {answers[number]!r}" if number in answers else f"stands at\n{_stack(rank)}"
+            lines.append(f"rank {number} {said}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """End every process of the world."""
+        for rank in self.ranks:
+            rank.connection.close()  # a rank that waits for work sees the end of it and leaves
+        for rank in self.ranks:
+            rank.process.join(timeout=1)
+            rank.process.kill()
+            rank.process.join()
+        self.folder.cleanup()
+
+
+class Pool:
+    """The worlds of one test run: of gloo, or of NCCL where each rank has a GPU."""
+
+    def __init__(self, backend: str = "gloo") -> None:
+        self.backend = backend
+        self._worlds: dict[int, World] = {}
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Every rank's result; the first error of a rank is raised."""
+        answers = self.ask(size, function, *arguments, deadline=deadline)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def ask(self, size: int, function: Callable[..., Any], *arguments: Any, deadline: float = DEADLINE) -> list[Any]:
+        """Every rank's result or error, as a list."""
+        if size not in self._worlds:
+            self._worlds[size] = World(size, self.backend)
+        try:
+            return self._worlds[size].ask(function, arguments, deadline)
+        except BaseException:  # also the test's own time-out: nobody knows any more what the ranks are at
+            self._worlds.pop(size).close()
+            raise
+
+    def close(self) -> None:
+        """End all worlds."""
+        while self._worlds:
+            self._worlds.popitem()[1].close()
+
+
+def _stack(rank: Rank) -> str:
+    """Where every thread of a rank is, also when it is stuck in C."""
+    rank.process.join(timeout=0.5)
+    if not rank.process.is_alive():
+        return f"(dead, exit code {rank.process.exitcode})"
+    os.kill(rank.process.pid, signal.SIGUSR1)
+    for _ in range(50):
+        time.sleep(0.02)
+        if text := rank.stack.read_text():
+            return text
+    return "(no answer to the signal)"
+
+
+def _serve(rank: int, size: int, backend: str, connection: Connection, stack: Path, store: Path) -> None:
+    """A rank's life: join the group, then answer until the connection ends."""
+    import torch
+
+    with stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        torch.set_num_threads(1)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        patience = timedelta(minutes=10)  # the deadline is the pool's affair
+        torch.distributed.init_process_group(backend, f"file://{store}", rank=rank, world_size=size, timeout=patience)
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                break
+            connection.send_bytes(_answer(rank, function, arguments))
+    os._exit(0)  # the other ranks leave too: nothing is to be said to them
+
+
+def _answer(rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps(function(*arguments))
+    except Exception as error:
+        error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
+        try:
+            pickle.loads(data := pickle.dumps(error))
+        except Exception:
+            data = pickle.dumps(RuntimeError(f"on rank {rank}:\n{traceback.format_exc()}"))
+        return data

@@ -1,0 +1,87 @@
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from attnmesh.errors import ShapeError
+from tests.support.pool import SIZES, Lost, Pool
+
+
+def total_of_ranks(offset: int) -> int:
+    value = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(value)
+    return int(value)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def refuse_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        raise ShapeError("here", "one thing", "another", "change it")
+    return dist.get_rank()
+
+
+def stand_still_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(1000)
+
+
+def wait_for_all(absent: int) -> None:
+    if dist.get_rank() == absent:
+        raise KeyError("absent")
+    dist.barrier()
+
+
+def die() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_world_computes_together(pool: Pool, size: int) -> None:
+    assert pool.run(size, total_of_ranks, 10) == [size * 10 + size * (size - 1) // 2] * size
+
+
+def test_a_world_is_started_once(pool: Pool) -> None:
+    first = pool.run(3, process_id)
+    assert len(set(first)) == 3
+    assert pool.run(3, process_id) == first
+
+
+def test_an_error_comes_back_with_its_type_and_rank_and_the_world_lives_on(pool: Pool) -> None:
+    before = pool.run(3, process_id)
+    with pytest.raises(ShapeError, match="expected one thing, given another") as caught:
+        pool.run(3, refuse_on, 1)
+    assert "on rank 1" in caught.value.__notes__[0]
+    zero, error, two = pool.ask(3, refuse_on, 1)
+    assert (zero, two) == (0, 2)
+    assert isinstance(error, ShapeError)
+    assert pool.run(3, process_id) == before
+
+
+def test_a_hang_ends_at_its_deadline_with_each_rank_s_stack(pool: Pool) -> None:
+    before = pool.run(2, process_id)
+    start = time.monotonic()
+    with pytest.raises(Lost, match="stand_still_on: 1 of 2 ranks did not answer") as caught:
+        pool.run(2, stand_still_on, 1, deadline=2.0)
+    assert time.monotonic() - start < 6
+    assert "rank 0 answered None" in str(caught.value)
+    assert "in stand_still_on" in str(caught.value)
+    assert set(pool.run(2, process_id)).isdisjoint(before)
+
+
+def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(pool: Pool) -> None:
+    start = time.monotonic()
+    with pytest.raises(Lost, match="in barrier") as caught:
+        pool.run(2, wait_for_all, 0, deadline=60.0)
+    assert time.monotonic() - start < 15
+    assert "rank 0 answered KeyError('absent')" in str(caught.value)
+
+
+def test_a_rank_that_dies_is_told_of(pool: Pool) -> None:
+    with pytest.raises(Lost, match=r"dead, exit code 3"):
+        pool.run(1, die)
+    assert len(pool.run(1, process_id)) == 1

@@ -1,0 +1,72 @@
+"""Draw new random problems for as long as asked: `python -m tests.tools.fuzz --seconds 600`.
+
+With `--ranks 6` they are attention on a mesh, with `--caches` the lives of caches on several.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support import histories, mesh_problems, problems
+from tests.support.pool import SIZES, Pool
+
+
+def main() -> None:
+    """Check problems until the time is over; a wrong one ends the run with its seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="on a mesh of so many ranks; else on one device")
+    parser.add_argument("--caches", action="store_true", help="lives of caches, on meshes of any size")
+    parser.add_argument("--seed", type=int, help="check this one problem only")
+    options = parser.parse_args()
+    pool = Pool()
+    check = _one_device if options.ranks is None else _on_mesh(pool, options.ranks)
+    check = _of_caches(pool) if options.caches else check
+    try:
+        _run(check, options)
+    finally:
+        pool.close()
+
+
+def _run(check: Callable[[int], None], options: argparse.Namespace) -> None:
+    end, count = time.monotonic() + options.seconds, 0
+    where = "" if options.ranks is None else f" --ranks {options.ranks}"
+    where = " --caches" if options.caches else where
+    while count == 0 or (options.seed is None and time.monotonic() < end):
+        seed = random.getrandbits(48) if options.seed is None else options.seed
+        try:
+            check(seed)
+        except BaseException:
+            print(f"\nwrong: python -m tests.tools.fuzz{where} --seed {seed}")
+            raise
+        count += 1
+        if count % 100 == 0:
+            print(f"\r{count} problems, none wrong, {max(0, end - time.monotonic()):.0f} s left  ", end="", flush=True)
+    print(f"\r{count} problems{where} against float64: none wrong")
+
+
+def _one_device(seed: int) -> None:
+    problems.draw(seed).check()
+
+
+def _on_mesh(pool: Pool, ranks: int) -> Callable[[int], None]:
+    def check(seed: int) -> None:
+        problem = mesh_problems.draw(seed, ranks)
+        mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+
+    return check
+
+
+def _of_caches(pool: Pool) -> Callable[[int], None]:
+    def check(seed: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            histories.check(histories.draw(seed), pool, Path(folder))
+
+    return check
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,606 @@
+"""Hostile command lines: each ends with 0, 1 or 2, says in one line why it is refused, and does nothing else.
+
+The options are those that the command has, whatever they are by then. Stand-ins take the place of what takes time:
+ranks, measurements, weights, and the pricing of large clusters. All that parses, checks and prints is what users run.
+"""
+
+import argparse
+import errno
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import typer.main
+from benchmarks import commands as benchmarks_commands
+from benchmarks import faults
+from benchmarks import model as whole_model
+from benchmarks import plan as plan_bench
+from benchmarks.commands import app as benchmarks_app
+from huggingface_hub import constants
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from attnmesh import plan as planner
+from attnmesh.cli import bench as commands
+from attnmesh.cli import (
+    bench_decode,
+    bench_kernel,
+    bench_prefill,
+    generate,
+    generate_worker,
+    output,
+    plan,
+    plan_page,
+    probe,
+)
+from attnmesh.cli import check as proof
+from attnmesh.cli.app import app
+from attnmesh.cli.generate import show_errors
+from attnmesh.cli.netns import Hosts, World, ranks_of, script
+from attnmesh.cli.timing import Timing
+from attnmesh.errors import InputError
+from attnmesh.hf import load
+from attnmesh.planner import schemes
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import MOST, Plan
+from attnmesh.planner.workload import Workload
+from tests.support import families
+from tests.tools.fuzz_store import mutated
+
+# --- what is typed ---
+
+CANARY = "canary"
+"""A file that a shell would make, if anything were given to one."""
+
+LIKELY: dict[str, tuple[str, ...]] = {
+    "model": ("chat", "plain", "bent", "smollm2", "no.gguf", "t5"),
+    "prompt": ("What is a mesh?", "a", "word " * 40),
+    "prompt_file": ("text", "drawn.txt", "-", "bytes"),
+    "ranks": ("1", "2", "4", "8", "3"),
+    "mesh": ("auto", "1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x2x2", "1X2X2"),
+    "merge": ("auto", "tree", "allreduce", "direct"),
+    "dtype": ("auto", "bfloat16", "float32", "float64"),
+    "cluster": ("local", "dgx-h100", "dgx-h100:2x4", "a100x4:1", "mi300x", "here.json", "here.json:1x2", "drawn.json"),
+    "heads": ("32/8", "8", "16/4", "9/3"),
+    "length": ("4096", "128k", "64Ki", "1.5M", "100", "5M"),
+    "hosts": ("2x2@250mbit", "8x2@1gbit", "1x2@100kbit", "3x1@1.5gbit"),
+    "shape": ("1x4x1", "1x2x2"),
+    "case": ("causal", "causal, 8/8", "full", ""),
+    "out": ("made.json", "made/deep.json"),
+    "plot": ("made.png", "made.svg", "[bold]made[/].svg"),
+    "report": ("made.html", "made [red].HTM"),
+}
+"""Values that an option takes, by its name; one that is not here gets those of its type."""
+
+NUMBERS = (
+    *("0", "1", "2", "3", "7", "64", "100", "-1", "-0", "+1", " 1 ", "1_0", "0x10", "1e3", "1.5", ".5", "0.9"),
+    *("1e-320", "nan", "NaN", "-nan", "inf", "-inf", "Infinity", "1e400", "-1e400", "999999999999999999999"),
+    *("9" * 400, "9" * 5000, "2147483648", "9223372036854775807", "9223372036854775808", "18446744073709551616"),
+    *("-9223372036854775809", "\u0661\u0662", "\u00b2", "\uff11", "\u2167", "1\u00a0", "one", "", "None", "true"),
+    *("1,000", "1/2", "0.0", "1e15"),
+)
+
+WORDS = (
+    *("", " ", "-", "--", "---", "-v", "--json", "--help", ".", "..", "~", "~nobody/x", "*", "%s%n", "{}", "{0.x}"),
+    *("\\", "[bold]x", "[/]", "[/bold]", "[red]a[/blue]", "[link=file:///]x", "\\[", "[[", "]]", "[@click=x]"),
+    *(":smile:", "a\\", f"; touch {CANARY}", f"$(touch {CANARY})", f"`touch {CANARY}`", f"| touch {CANARY}"),
+    *(f"&& touch {CANARY}", f"x\ntouch {CANARY}\n", f"' ; touch {CANARY} ; '", f'" ; touch {CANARY} ; "', "$HOME"),
+    *("| sh", "> " + CANARY, "\x1b[31mred\x1b[0m", "\x1b]0;title\x07", "\x07", "\r", "a\nb", "\t", "\x7f", "\x9b31m"),
+    *("\x85", "\u2028", "\ufeff", "\u202e", "\u0301", "\U0001f9ee", "\u4e2d\u6587", "\xff", "\udc80", "\udcff.json"),
+    *("e\u0301", "\ud7ff", "\U0010ffff", "{}", "[]", "null", '{"cluster": 1}', '{"a":' * 50, "1" * 300, "x" * 300),
+    *("y" * 5000, "a/" * 3000, "[" * 2000, "dgx-h100:", "dgx-h100:0", "dgx-h100:2x9", "local:999999999x9"),
+    *("local:" + "9" * 4000 + "x" + "9" * 4000, ":1", "2x2@1tbit", "0x2@1gbit", "251x1@1gbit", "2x2@1e9gbit"),
+    *("2x2@" + "9" * 400 + "kbit", "9" * 5000 + "x1@1gbit", "\u0662x2@1gbit", "2x2@1gbit\n", "2x2@1gbit;id"),
+    *("\u00b2x1x1", "1x1", "x", "1x1x1x1", "0x0x0", "-1x-1x1", "1x1x", "9" * 5000 + "x1x1", "32/0", "0/8", "8/32"),
+    *("32/", "/", "32:8", "9" * 5000 + "/1", "1" * 20, "0.3", "5G", "5M5", "1e9", "a/b", "a/b/c", "../x", "./x"),
+    *("org/[/]", "[/]name", "a--b", ".a", "datasets/x", "https://x.invalid/a", "\u0662k"),
+)
+
+PATHS = (
+    *("", ".", "..", "/", "-", "text", "nowhere", "nowhere/x.json", "folder", "folder.png", "folder.html"),
+    *("folder/x.html", "../made.json", "../../made.html", "/nonexistent/x.json", "/made.json", "text/x.json"),
+    *("/proc/self/mem", "/dev/null", "n" * 300, "n" * 300 + ".png", "n/" * 3000, "made", "MADE.PNG", ".png", ".html"),
+    *("here.json", "chat", "chat/config.json", "[/].png", "[/].html", "[bold].json", "a\nb.png", "\x1b[31m.html"),
+    *("\udc80.svg", "\udc80.json", "$x$.png", ":x:.html"),
+)
+
+SIGNS = "0123456789xX/@:.,-+=~ ;|&$`'\"\\[](){}<>%#*?!\n\r\t\x1b\x07\x85\u00b2\u0663\u2028\udc80\U0001f9eeeEkKmMi"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of the tree: its words, and its options."""
+
+    words: tuple[str, ...]
+    options: tuple[Any, ...]
+
+
+def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[Command]:
+    """All that can be run, by the tree that is run."""
+    if hasattr(group, "commands"):
+        for name, inner in group.commands.items():
+            yield from commands_of(inner, (*words, name))
+    else:
+        yield Command(words, tuple(group.params))
+
+
+def bent(text: str, random: Random) -> str:
+    """The text with one or two signs more, less or other."""
+    for _ in range(random.choice((1, 1, 2))):
+        place, sign = random.randrange(len(text) + 1), random.choice(SIGNS)
+        text = text[:place] + random.choice(("", sign, sign)) + text[place + random.choice((0, 1)) :]
+    return text
+
+
+def value_of(option: Any, wild: float, random: Random) -> str:
+    """What it takes, almost that, or something hostile: the wilder, the likelier."""
+    kind = option.type_descriptor.annotation
+    pool = {int: NUMBERS, float: NUMBERS, Path: PATHS}.get(kind, WORDS)
+    least = 1 if option.min is None else int(option.min)
+    typical = LIKELY.get(option.name, (str(least), str(least + 1), str(least + 40), "0.5")) if pool is NUMBERS else ()
+    typical = typical or LIKELY.get(option.name, pool)
+    if random.random() >= wild:
+        return random.choice(typical)
+    if random.random() < 0.35:
+        return bent(random.choice(typical), random)
+    return random.choice(pool if random.random() < 0.7 else random.choice((NUMBERS, WORDS, PATHS)))
+
+
+def arguments(commands: list[Command], random: Random) -> list[str]:
+    """A command line."""
+    command = random.choices(commands, [2 + len(command.options) for command in commands])[0]
+    words: list[list[str]] = []
+    rare, wild = random.choice((0.05, 0.2, 0.6)), random.choice((0.05, 0.15, 0.5))
+    for option in command.options:
+        while random.random() < (0.97 if option.required or option.name == "prompt" else rare):
+            name = random.choice(option.opts)
+            if option.is_flag:
+                words.append([name])
+            else:
+                given = value_of(option, wild, random)
+                words.append([f"{name}={given}"] if random.random() < 0.2 else [name, given])
+            if random.random() < 0.9:
+                break
+    random.shuffle(words)
+    line = [*command.words, *(word for each in words for word in each)]
+    if random.random() < 0.1:
+        place = random.randrange(len(line) + 1)
+        match random.randrange(5):
+            case 0:
+                line[place:] = []
+            case 1:
+                line[place : place + 1] = []
+            case 2:
+                line.insert(
+                    place, random.choice((*WORDS, *PATHS, "--help", "--version", "--", "-", "-vv", "--nothing"))
+                )
+            case 3 if line:
+                place = random.randrange(len(line))
+                line[place] = bent(line[place], random)
+            case _:
+                random.shuffle(line)
+    return [word.replace("\0", "") for word in line]  # the system ends an argument there
+
+
+# --- where it is run ---
+
+
+class Sandbox:
+    """A folder in which commands are run: models and files to name, and nothing else to write to."""
+
+    def __init__(self, top: Path) -> None:
+        self.top, self.here = top, top / "a" / "b" / "here"
+        self.here.mkdir(parents=True)
+        for name in ("folder", "folder.png", "folder.html", "made", "bent", "["):
+            (self.here / name).mkdir()
+        for name in ("chat", "plain"):
+            families.CONFIGS["llama"].save_pretrained(self.here / name)
+            _tokenizer(chat=name == "chat").save_pretrained(self.here / name)
+        (self.here / "t5").mkdir()
+        (self.here / "t5" / "config.json").write_text('{"model_type": "t5"}')
+        for file in (self.here / "plain").iterdir():
+            (self.here / "bent" / file.name).write_bytes(file.read_bytes())
+        record = {"cluster": Cluster.preset("a100x4", 2).record()}
+        self.files = {
+            "text": b"Some text to begin with.",
+            "bytes": bytes(range(128, 256)),
+            "no.gguf": b"GGUF but not really",
+            "here.json": json.dumps(record).encode(),
+            "drawn.json": json.dumps(record).encode(),
+            "drawn.txt": "Some text: \u00fc, \U0001f9ee.\0\r\n".encode(),
+            "bent/config.json": (self.here / "bent" / "config.json").read_bytes(),
+        }
+        self.drawn = ("drawn.json", "drawn.txt", "bent/config.json")
+        for name, content in self.files.items():
+            (self.here / name).write_bytes(content)
+        self.kept = {file: file.read_bytes() for file in top.rglob("*") if file.is_file()}
+
+    def draw(self, random: Random) -> bytes:
+        """New contents of the files that hostile hands have written, and what comes by standard input."""
+        for name in self.drawn:
+            content = self.files[name]
+            (self.here / name).write_bytes(mutated(content, random) if random.random() < 0.7 else content)
+        return mutated(self.files["drawn.txt"], random)
+
+    def tidy(self, written: set[Path]) -> None:
+        """As it was before; only files that were named are new."""
+        for path in written:
+            if path in self.kept:
+                path.write_bytes(self.kept[path])
+            elif os.path.lexists(path):
+                path.unlink()
+        left = {file for file in self.top.rglob("*") if not file.is_dir()} - self.kept.keys()
+        assert not left, f"new files: {left}"
+
+
+def _tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
+    """A token a byte."""
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={sign: n for n, sign in enumerate(signs)}, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner)
+    if chat:
+        made.chat_template = "{% for said in messages %}{{ said.content }}{% endfor %}:"
+    return made
+
+
+class Escaped(BaseException):
+    """Something was done that no command line may lead to."""
+
+
+STARTS = {
+    *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "pty.spawn", "subprocess.Popen"),
+    *("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.sendto"),
+}
+WRITES = {
+    *("os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate", "os.utime"),
+    *("os.chown", "shutil.copyfile", "shutil.move", "shutil.rmtree", "tempfile.mkdtemp", "tempfile.mkstemp"),
+}
+MOVES = {"os.rename", "os.link", "os.symlink", "shutil.copyfile", "shutil.move"}
+"""What Python tells of before it is done: what is started, what is written, and of that what has two paths."""
+
+
+class Watch:
+    """Hears of all that is written and started while a command runs; what no option for a file named, it forbids."""
+
+    def __init__(self, sandbox: Sandbox, commands: list[Command]) -> None:
+        self.sandbox, self.named, self.written, self.awake = sandbox, set[Path](), set[Path](), False
+        options = [option for command in commands for option in command.options]
+        files = [option for option in options if option.type_descriptor.annotation is Path]
+        self.options = {name for option in files for name in option.opts}
+        sys.addaudithook(self._hear)
+
+    @contextmanager
+    def over(self, line: list[str]) -> Iterator[None]:
+        """While this command line runs."""
+        after = [value for name, value in pairwise(line) if name in self.options]
+        after += [value for name, _, value in (word.partition("=") for word in line) if name in self.options]
+        self.named, self.written = {self._place(value) for value in after}, set()
+        self.awake = True
+        try:
+            yield
+        finally:
+            self.awake = False
+
+    def _place(self, path: Any) -> Path:
+        return Path(os.path.normpath(self.sandbox.here / os.fsdecode(path)))
+
+    def _hear(self, event: str, details: tuple[Any, ...]) -> None:
+        if not self.awake:
+            return
+        if event in STARTS:
+            raise Escaped(f"{event}: {details!r:.500}")
+        wanted = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+        if event in WRITES or (event == "open" and not isinstance(details[0], int) and details[2] & wanted):
+            for path in details[: 2 if event in MOVES else 1]:
+                self._write(event, path)
+
+    def _write(self, event: str, path: Any) -> None:
+        place = self._place(path)
+        if place not in self.named:
+            raise Escaped(f"{event}: {place} was not named")
+        if place.is_relative_to(self.sandbox.top):
+            self.written.add(place)
+        elif place != Path("/dev/null"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+
+# --- stand-ins ---
+
+TIME = Timing(10.0, 9.0, 11.0)
+HERE = Cluster.preset("local")
+
+SCRIPT = re.compile(
+    r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
+    r"(?:(?:ip|tc|export) (?:[A-Za-z0-9 .:/=_@-]|&&)+\n)*"
+    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m attnmesh\.cli\.netns /door/door &\n)+wait\n"
+)
+"""All that the script which makes hosts can be, whatever was typed."""
+
+
+def on(world: World, result: Any) -> Any:
+    """A result of ranks; on hosts that are made, what a shell would be given has no word of the user's."""
+    assert ranks_of(world) <= 16_000, world
+    if isinstance(world, Hosts) and not SCRIPT.fullmatch(script(world, Path("/door"))):
+        raise Escaped(f"a script of {world}")
+    return result
+
+
+def answered(world: int, _: Any, request: Any, *, heard: Callable[[Any], None], **options: Any) -> list[Any]:
+    """As ranks would answer, once they have been able to take what was asked."""
+    assert 1 <= world <= len(request.ids)
+    assert request.shape.ranks == world
+    GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
+    temperature = request.options.get("temperature", 1.0)
+    assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
+    torch.Generator().manual_seed(request.seed)
+    heard(generate_worker.Loaded(0.1))
+    heard(generate_worker.Prefilled(len(request.ids)))
+    tokens = list(request.ids[-4:])
+    for token in tokens:
+        heard(generate_worker.Token(token))
+    counts = [1] * world
+    return [generate_worker.Answer(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
+
+
+def measured_plans(world: World, length: int, most: int, rounds: int, heard: Any) -> plan_bench.Report:
+    """One row."""
+    row = plan_bench.Ran("decode", "1x1x4 tree", "Tree Attention", "Striped(16)", True, 9.0, TIME, 1.0)
+    heard("decode")
+    return on(world, plan_bench.Report(str(world), HERE, [row]))
+
+
+@lru_cache(maxsize=10_000)
+def _small(workload: Workload, cluster: Cluster) -> list[Plan] | InputError:
+    try:
+        return planner(workload, cluster)
+    except InputError as error:
+        return error
+
+
+def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> list[Plan]:
+    """As the planner does, on a part of the cluster that is priced in milliseconds."""
+    small = cluster if cluster.world > MOST else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
+    found = _small(workload, small)
+    if isinstance(found, InputError):
+        raise found
+    if progress is not None:
+        progress(1, 1)
+    return found
+
+
+def stand_in(sandbox: Sandbox) -> None:
+    """In this process, from now on: nothing takes time."""
+    import matplotlib.font_manager  # noqa: F401 (it keeps a list of fonts in a file, and makes it only once)
+
+    constants.HF_HUB_OFFLINE = True  # a name on the hub is looked for in no network
+    machine = output.machine()
+    for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.app"]):
+        module.machine = lambda: machine  # type: ignore[attr-defined]
+    proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
+    choices = list(proof.choices())
+    locate, config, tokenizer = load.locate, load.open_config, cache(load.open_tokenizer)
+    opened = cache(config)
+    vars(load).update(
+        locate=lambda name, *say: str(sandbox.here / "chat") if name == load.PACKAGED else locate(name, *say),
+        open_config=lambda place: (config if place == "bent" else opened)(place),
+        open_tokenizer=tokenizer,
+        _unpacked=lambda file, note: note(f"unpacking {file.name} (once)") or sandbox.here / "chat",
+    )
+    vars(generate).update(run_on_ranks=answered)
+    vars(proof).update(proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
+    compared = bench_kernel.Row("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
+    held = bench_kernel.Memory("window", (10, 20), (1.0, None))
+    vars(bench_kernel).update(rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
+    rows = [
+        bench_prefill.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
+        bench_prefill.Row("causal", "peer", note="no such mask"),
+    ]
+    vars(bench_prefill).update(
+        rows=lambda world, length, wanted: on(world, rows),
+        memory=lambda ranks, length: [bench_prefill.Memory("full", "ring", 3.5, 3.0)],
+    )
+    merge = bench_decode.Row("merge", "tree", TIME, 1.0)
+    vars(bench_decode).update(
+        parts=lambda world: {"merges": lambda: on(world, [merge])},
+        memory=lambda ranks: [bench_decode.Memory("step", "tree", 1.0)],
+    )
+    said = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
+    vars(whole_model).update(rows=lambda request, threads, world: on(world, [said, said]))
+    vars(faults).update(rows=lambda request, threads: on(request.shape.ranks, [compared]))
+    vars(plan_bench).update(report=measured_plans)
+    vars(probe).update(run_on=lambda world, function: on(world, [HERE]))
+    vars(plan).update(plans_for=priced)
+    vars(schemes).update(plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
+    vars(plan_page).update(
+        grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,))
+    )
+
+
+# --- the law ---
+
+
+class Stream(io.TextIOWrapper):
+    """Standard output, or that of errors."""
+
+    terminal = False
+
+    def isatty(self) -> bool:
+        """Whether somebody reads along."""
+        return self.terminal
+
+
+@dataclass
+class Ended:
+    """How a command line ended: its code, what it raised and said, and what its command was asked."""
+
+    code: int = 0
+    error: BaseException | None = None
+    out: str = ""
+    err: str = ""
+    asked: dict[str, Any] = field(default_factory=dict)
+
+
+class Fuzz:
+    """The command, and a sandbox to run it in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sandbox = Sandbox(folder)
+        stand_in(self.sandbox)
+        app.add_typer(benchmarks_app, name="benchmarks")  # so that both are asked
+        self.command: Any = typer.main.get_command(app)
+        self.commands = list(commands_of(self.command))
+        self.asked: dict[str, Any] = {}
+        self._heed(self.command)
+        os.chdir(self.sandbox.here)
+        os.environ["HOME"] = str(folder / "home")
+        self.watch = Watch(self.sandbox, self.commands)
+
+    def _heed(self, group: Any) -> None:
+        """Know what each command is called with."""
+        for inner in getattr(group, "commands", {}).values():
+            self._heed(inner)
+        if not hasattr(group, "commands"):
+            callback = group.callback
+
+            def heeded(**options: Any) -> Any:
+                self.asked = options
+                return callback(**options)
+
+            group.callback = heeded
+
+    def prove(self) -> None:
+        """What a watch does not hear of, it would not find: it hears of a shell, and of a file that nobody named."""
+        for told in (
+            lambda: os.system(f"touch {CANARY}"),
+            lambda: subprocess.run(f"touch {CANARY}", shell=True, check=False),
+            lambda: Path(CANARY).touch(),
+            lambda: Path("made", CANARY).write_text(""),
+            lambda: os.rename("text", CANARY),
+        ):
+            with suppress(Escaped), self.watch.over(["--out=text"]):
+                told()
+                raise AssertionError("the watch sleeps")
+        self.sandbox.tidy(set())
+
+    def run(self, line: list[str], stdin: bytes, *, terminal: bool = False) -> Ended:
+        """A command line as the system starts it."""
+        ended, self.asked = Ended(), {}
+
+        def run() -> None:
+            try:
+                self.command(prog_name="attnmesh")
+            except BaseException as error:
+                ended.error = error
+                raise
+
+        streams = [Stream(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
+        for stream in streams:
+            stream.terminal = terminal
+        old = sys.argv, sys.stdin, sys.stdout, sys.stderr
+        try:
+            sys.argv, sys.stdin = ["attnmesh", *line], io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+            sys.stdout, sys.stderr = streams
+            with self.watch.over(line):
+                ended.code = show_errors(run, verbose=bool({"-v", "--verbose"} & {*line}))
+        except SystemExit as left:
+            ended.code = left.code  # type: ignore[assignment]
+        except InputError:
+            if not {"-v", "--verbose"} & {*line}:  # with it a traceback is asked for
+                raise
+            ended.code = 1
+        finally:
+            sys.argv, sys.stdin, sys.stdout, sys.stderr = old
+        for stream in streams:
+            stream.flush()
+        ended.out, ended.err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
+        ended.asked = self.asked
+        return ended
+
+    def check(self, seed: int) -> str:
+        """What came of an input; what may not come of it is raised."""
+        random = Random(seed)
+        line, stdin = arguments(self.commands, random), self.sandbox.draw(random)
+        os.environ["COLUMNS"] = random.choice(("80", "80", "200", "30", "1", "0", "x"))
+        terminal = random.random() < 0.1
+        try:
+            ended = self.run(line, stdin, terminal=terminal)
+            judge(ended, told=not terminal and not {"-v", "--verbose"} & {*line})
+            self.sandbox.tidy(self.watch.written)
+        except BaseException:
+            print(f"\nseed {seed}: {line!r:.3000}", file=sys.stderr)
+            raise
+        return f"code {ended.code}"
+
+
+def judge(ended: Ended, *, told: bool) -> None:
+    """Raise unless it ended as a command may; an error is told on one line, but to a terminal and with a traceback."""
+    assert ended.code in (0, 1, 2), ended
+    if ended.code == 0 and ended.asked.get("as_json"):
+        made = json.loads(ended.out, parse_constant=_no_number)
+        assert isinstance(made, dict)
+        command = made.get("command", "")
+        assert shlex.join(shlex.split(command)) == command, f"a command to be typed again: {command!r:.500}"
+    if ended.code == 0 and (out := ended.asked.get("out")) is not None and out.is_file():
+        assert isinstance(json.loads(out.read_text(), parse_constant=_no_number), dict)
+    if ended.code == 1:
+        assert isinstance(ended.error, InputError), repr(ended.error)
+        assert ended.out == "", ended
+        said = ended.err.removesuffix("\n")
+        one = said.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", said)
+        assert one or not told, ended
+    if ended.code == 2:
+        assert "Traceback" not in ended.err
+        assert ended.out or ended.err
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def main() -> None:
+    """Many inputs; the first that ends otherwise ends it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=20_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="also write a JSON")
+    asked = parser.parse_args()
+    out = asked.out and asked.out.resolve()
+    torch.set_num_threads(1)
+    sys.dont_write_bytecode = True
+    came = Counter[str]()
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        fuzz, start = Fuzz(Path(folder).resolve() / "top"), time.monotonic()
+        fuzz.prove()
+        for seed in range(asked.first, asked.first + asked.inputs):
+            came[fuzz.check(seed)] += 1
+            if seed % 10_000 == 0:
+                print(f"\r{seed:,} inputs", end="", file=sys.stderr, flush=True)
+        os.chdir("/")
+    seconds = round(time.monotonic() - start)
+    counts = dict(sorted(came.items()))
+    print(f"\n{asked.inputs:,} inputs in {seconds} s: {counts}")
+    if out:
+        command = f"python -m tests.tools.fuzz_command --inputs {asked.inputs} --first {asked.first}"
+        told = {"command": command, "machine": output.machine(), "seconds": seconds, "came": counts}
+        out.write_text(json.dumps(told, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
