@@ -22,7 +22,7 @@ from attnmesh.cli.bench_row import Row
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.timing import Timing, race
 from attnmesh.comm.init_mesh import init_mesh
-from attnmesh.hf.checkpoint import Checkpoint, Each
+from attnmesh.hf.checkpoint import Checkpoint, TokenCallback
 from attnmesh.hf.load import open_model
 from benchmarks import model
 
@@ -64,7 +64,7 @@ def _measured(request: Request) -> list[Row]:
 
 
 def _checked(cache: am.KVCache, q: Tensor) -> Row:
-    """One layer's step: with the witness looked at, and without."""
+    """One layer's step: with the checksum looked at, and without."""
     q = _alike(q)
     steps: dict[str, Callable[[], Any]] = {
         "checked": lambda: am.decode(q, cache, checked=True),
@@ -86,7 +86,7 @@ def _saved(served: Any, ids: Tensor, cache: hf.ShardedCache, request: Request) -
             dist.broadcast_object_list(names)
             checkpoint = Checkpoint(f"{names[0]}/kept", every=request.every)
             checkpoint.note = "bench"
-            keep = [Each(partial(checkpoint.keep, cache, prompt=ids.shape[1]))] if saving else []
+            keep = [TokenCallback(partial(checkpoint.keep, cache, prompt=ids.shape[1]))] if saving else []
             dist.barrier()
             start = perf_counter()
             hf.generate(served, ids, cache=cache, max_new_tokens=request.new, do_sample=False, stopping_criteria=keep)

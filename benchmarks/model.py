@@ -23,7 +23,7 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.netns import World, run_on
 from attnmesh.cli.timing import Timing, resident
 from attnmesh.comm.init_mesh import init_mesh
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import with_sinks
 from attnmesh.decode.cache import KVCache
@@ -103,7 +103,7 @@ class _RingCache(hf.ShardedCache):
     def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
         if q.shape[2] > 1:
             return super().attend(q, kv, mask, scale, sinks)
-        counts = [kv.room.deal.count(rank, kv.length) for rank in range(kv.tokens.size)]
+        counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.tokens.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
 
@@ -148,4 +148,4 @@ def _together(request: Request) -> list[Row]:
 
 
 def _largest(mesh: Any, *numbers: int) -> list[int]:
-    return [max(column) for column in zip(*share(numbers, Mesh.of(mesh).axes), strict=True)]
+    return [max(column) for column in zip(*all_gather_ints(numbers, Mesh.of(mesh).axes), strict=True)]

@@ -5,7 +5,7 @@ p ranks, on each a shard of S bytes of keys and values; `link` is the slowest cl
 
 from dataclasses import replace
 
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
@@ -58,7 +58,7 @@ def tree_volume(ranks: int, hidden: int, heads: int) -> float:
     return HALF * 2 * (ranks - 1) / ranks * (hidden + 2 * heads)
 
 
-def in_turn(way: Way, workload: Workload, cluster: Cluster) -> float:
+def in_turn(way: Candidate, workload: Workload, cluster: Cluster) -> float:
     """A ring that computes, then sends: seconds of its kernels, and of all else on devices that compute in no time."""
     at_once = replace(cluster.device, forward_rate=BOUNDLESS, backward_rate=BOUNDLESS, call=0.0)
     sent = cost(way, workload, replace(cluster, device=at_once)).seconds

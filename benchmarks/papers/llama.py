@@ -10,7 +10,7 @@ from math import ceil, log2
 
 import attnmesh as am
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.workload import Workload
@@ -60,7 +60,7 @@ LLAMA_1B = Llama("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64)
 def generated(model: Llama, tokens: int, cluster: Cluster, decode: str) -> float:
     """Seconds of TOKENS new tokens as the public code makes them, decoding with "tree" or "ring"."""
     ranks, device = cluster.world, cluster.device
-    ring = Way(Shape(1, ranks, 1), Shape(1, cluster.ranks, 1), am.Contiguous(), "ring")
+    ring = Candidate(Shape(1, ranks, 1), Shape(1, cluster.ranks, 1), am.Contiguous(), "ring")
     prompt = cost(ring, model.workload(tokens, "prefill", repeated=True), cluster).seconds
     repeated = model.workload(tokens, "decode", repeated=True)
     shard = repeated.kept_bytes / repeated.layers / ranks

@@ -12,7 +12,7 @@ import typer
 import attnmesh as am
 from attnmesh.cli.output import AsJson, OutFile
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
@@ -147,7 +147,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
         heads = hidden // WIDTH
         by_formula = baselines.ring_memory(tokens, hidden) - baselines.tree_memory(tokens, hidden, heads)
         workload = Workload(heads, heads, WIDTH, tokens * DGX.world, phase="decode")
-        held = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
+        held = cost(Candidate(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX).memory
         gaps = {"the paper's formulas": by_formula, "the library's, a ring holding one shard more": 2 * held - held}
         for how, found in gaps.items():
             case = f"gap in memory, hidden {hidden}, 64,000 tokens a device, by {how}"
@@ -158,7 +158,7 @@ def memory(tokens: int = 64_000) -> list[Row]:
 def messages() -> list[Row]:
     """What a merge moves and takes, beside what was derived from the paper's formulas and NCCL's constants."""
     workload = Workload(HEADS, HEADS, WIDTH, 80_000, phase="decode")
-    spent = cost(Way(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
+    spent = cost(Candidate(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
     direct = merge_seconds("direct", Line(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import attnmesh as am
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.cost import Way, cost
+from attnmesh.planner.cost import Candidate, cost
 from attnmesh.planner.hardware import Device, Link
 
 BOTH = importlib.import_module("benchmarks.papers.__main__")
@@ -99,7 +99,7 @@ def test_algorithm_3_by_hand() -> None:
 def test_algorithm_3_is_the_librarys_all_reduce(hosts: int) -> None:
     cluster = am.Cluster.preset("dgx-h100", hosts=hosts)
     workload = am.Workload(16, 16, 128, 1_280_000, phase="decode")
-    way = Way(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
+    way = Candidate(Shape(1, 1, cluster.world), Shape(1, 1, 8), am.Striped(16), "allreduce")
     formula = baselines.algorithm_3(cluster, workload.kept_bytes / cluster.world, 16, 128)
     parts = cost(way, workload, cluster).parts
     assert parts["kernel"] + parts["merge"] == pytest.approx(formula)
@@ -112,7 +112,7 @@ def test_the_papers_formulas_for_memory_differ_by_a_shard() -> None:
 
 def test_a_ring_in_turn_takes_its_kernels_and_all_that_it_sends() -> None:
     cluster = am.Cluster.preset("h100x1", hosts=4)
-    workload, way = am.Workload(8, 8, 64, 8192), Way(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
+    workload, way = am.Workload(8, 8, 64, 8192), Candidate(Shape(1, 4, 1), Shape(1, 1, 1), am.Zigzag(), "ring")
     overlapped, turns = cost(way, workload, cluster), baselines.in_turn(way, workload, cluster)
     assert overlapped.seconds < turns < overlapped.seconds + overlapped.parts["kernel"]
 

@@ -93,7 +93,7 @@ def the_ring_is_attention() -> bool:
     case = bench_decode.Case("step", (4, 2), 70)
     cache, q = bench_decode._cache(case), bench_decode._query(case)
     held = [x[:, :, : cache.used].contiguous() for x in (cache.keys, cache.values)]
-    counts = [cache.room.deal.count(rank, 70) for rank in range(dist.get_world_size())]
+    counts = [cache.shard.block_cyclic.count(rank, 70) for rank in range(dist.get_world_size())]
     assert len(set(counts)) > 1
     return torch.allclose(bench_decode.ring(q, held, counts).out, am.decode(q, cache), atol=1e-5)
 

@@ -130,7 +130,7 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    asked, share = [], p2p.share
+    asked, share = [], p2p.all_gather_ints
     with (
         mock.patch("attnmesh.attention.attention.asked_each_time", return_value=on_cpu),
         mock.patch("attnmesh.comm.consensus.share", lambda *told: (asked.append(1), share(*told))[1]),
@@ -210,7 +210,7 @@ def told_otherwise(kind: str) -> str:
     """What two ranks say when the second was told other padding, or another order."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
-    cache.asking.checked = False
+    cache.checker.checked = False
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import shared_memory
-from attnmesh.comm.shared_memory import SLOT, Board
-from attnmesh.comm.topology import board_of
+from attnmesh.comm.shared_memory import SLOT, Mailboxes
+from attnmesh.comm.topology import mailboxes_of
 from attnmesh.mesh.axes import Axis
 from tests.support.pool import Pool
 
@@ -28,9 +28,9 @@ def _message(random: Random, size: int) -> torch.Tensor:
     return torch.tensor(list(random.randbytes(size)), dtype=torch.uint8)
 
 
-def _boards(ranks: int, processes: list[int]) -> list[Board]:
+def _boards(ranks: int, processes: list[int]) -> list[Mailboxes]:
     memory = mmap.mmap(-1, shared_memory.size_of(ranks))
-    return [Board(memory, range(ranks), rank, processes, 2.0) for rank in range(ranks)]
+    return [Mailboxes(memory, range(ranks), rank, processes, 2.0) for rank in range(ranks)]
 
 
 @here
@@ -40,13 +40,13 @@ def test_messages_come_whole_and_in_order() -> None:
 
     def write() -> None:
         for number, size in enumerate(sizes):
-            one.post(1, _message(Random(number), size))
+            one.send(1, _message(Random(number), size))
 
     writer = threading.Thread(target=write)
     writer.start()
     for number, size in enumerate(sizes):
         into = torch.empty(size, dtype=torch.uint8)
-        other.take(0, into)
+        other.recv(0, into)
         assert torch.equal(into, _message(Random(number), size))
     writer.join()
 
@@ -57,7 +57,7 @@ def test_a_rank_that_is_gone_is_missed() -> None:
     ended.wait()
     one, _ = _boards(2, [0, ended.pid])
     with pytest.raises(RuntimeError, match="its process"):
-        one.take(1, torch.empty(8, dtype=torch.uint8))
+        one.recv(1, torch.empty(8, dtype=torch.uint8))
 
 
 @here
@@ -66,30 +66,30 @@ def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() ->
         time.sleep(1.0)
         one, _ = _boards(2, [0, ended.pid])
         with pytest.raises(RuntimeError, match="its process"):
-            one.take(1, torch.empty(8, dtype=torch.uint8))
+            one.recv(1, torch.empty(8, dtype=torch.uint8))
 
 
 @here
 def test_a_rank_that_says_nothing_is_waited_for_as_long_as_its_group_would() -> None:
     one, _ = _boards(2, [0, os.getpid()])
     with pytest.raises(RuntimeError, match="timed out: it has sent nothing for 2 seconds"):
-        one.take(1, torch.empty(8, dtype=torch.uint8))
+        one.recv(1, torch.empty(8, dtype=torch.uint8))
 
 
 def _talk(rounds: int) -> int:
     """On a rank: with each other rank, so many messages of sizes that all know; how many came wrong."""
     axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
-    own = board_of(axis, torch.device("cpu"))
+    own = mailboxes_of(axis, torch.device("cpu"))
     assert own is not None
     wrong = 0
     for number in range(rounds):
         size = Random(number).choice((1, 100, 5000, SLOT))
         others = [rank for rank in range(axis.size) if rank != axis.index]
         for peer in others:
-            own.post(peer, _message(Random(f"{number} {axis.index} {peer}"), size))
+            own.send(peer, _message(Random(f"{number} {axis.index} {peer}"), size))
         for peer in others:
             into = torch.empty(size, dtype=torch.uint8)
-            own.take(peer, into)
+            own.recv(peer, into)
             wrong += not torch.equal(into, _message(Random(f"{number} {peer} {axis.index}"), size))
     return wrong
 
@@ -109,7 +109,7 @@ def _without(lacking: int) -> tuple[bool, torch.Tensor]:
         shared_memory.FOLDER = Path("/nowhere")
     try:
         axis = Axis(dist.get_world_size(), dist.get_rank(), group)
-        found = board_of(axis, torch.device("cpu"))
+        found = mailboxes_of(axis, torch.device("cpu"))
         partial = am.Partial(torch.full((1, 2, 1, 4), float(axis.index)), torch.zeros(1, 2, 1))
         return found is None, am.merge_across(partial, group, how="tree").out
     finally:

@@ -24,7 +24,7 @@ from attnmesh.core.digest import digest
 from attnmesh.decode import checkpoint_writer as saving
 from attnmesh.decode import tensor_file
 from attnmesh.decode.cache import load_layers, save_layers
-from attnmesh.decode.tensor_file import Stored, keep
+from attnmesh.decode.tensor_file import Stored, link_or_write
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
@@ -110,8 +110,8 @@ def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> 
 def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
     cache, twin = cache_of(3000), cache_of(3000)
-    slow = saving.keep
-    monkeypatch.setattr(saving, "keep", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
+    slow = saving.link_or_write
+    monkeypatch.setattr(saving, "link_or_write", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
     under_way = cache.save(tmp_path, wait=False)
     cache.truncate(100)
     assert under_way.written
@@ -225,7 +225,7 @@ def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
         "b": torch.arange(7),
         "c": torch.ones(2) > 0,
     }
-    keep(tmp_path / "ours", tensors)
+    link_or_write(tmp_path / "ours", tensors)
     theirs = safetensors.load_file(tmp_path / "ours")
     ours = Stored(tmp_path / "ours")
     for name, x in tensors.items():
@@ -587,7 +587,7 @@ def test_jobs_that_save_to_one_folder_leave_one_of_their_savings(tmp_path: Path)
 
 
 def test_a_job_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "PATIENCE", 0.2)
+    monkeypatch.setattr(saving, "TIMEOUT", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
     with pytest.raises(StoreError, match=r"expected one saving at a time in a folder, given .* does not end"):

@@ -151,10 +151,10 @@ def test_bytes_do_not_depend_on_the_context_and_shards_are_even(pool: Pool) -> N
 
 def fills_without_a_copy() -> bool:
     cache = cache_of((1, 1, 2), 30)
-    places = [x.data_ptr() for x in (cache.keys, cache.values, cache.room.columns, cache.room.state)]
+    places = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
     for _ in range(20):
         cache.append(*torch.randn(2, 1, HEADS[1], 1, WIDTH).unbind())
-    return places == [x.data_ptr() for x in (cache.keys, cache.values, cache.room.columns, cache.room.state)]
+    return places == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
 
 
 def test_the_cache_grows_in_place(pool: Pool) -> None:

@@ -67,7 +67,7 @@ def recovered(
     caches = [filled(mesh, 2, padded, 100 * layer) for layer in range(layers)]
     if rank == 1:  # a step ahead of the others
         for cache in caches[:1]:
-            cache.asking.checked = False
+            cache.checker.checked = False
             cache.append(*new_tokens(1, 77))
     found = am.recover(None if rank in lost else caches, other, copies=min(2, Shape(*after).ranks // after[0]))
     worst = 0.0
@@ -187,7 +187,7 @@ def unlike_layers(kind: str) -> float | str:
             caches[0].append(*new_tokens(3, 5))
             caches[0].truncate(37)
         case "padding ahead":
-            caches[0].asking.checked = False
+            caches[0].checker.checked = False
             if rank == 0:
                 caches[0].append(*new_tokens(1, 5), real=torch.zeros(2, 1) > 0)
         case "recovered by some":

@@ -147,7 +147,7 @@ def conversation(shape: Shape) -> list[list[list[int]]]:
     for turn in range(3):
         made = hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False)
         said.append(made.tolist())
-        assert cache.layers[0].kv.dealt
+        assert cache.layers[0].kv.is_block_cyclic
         ids = torch.cat((made, prompt(1 + 80 * turn, seed=turn + 1)), 1)
     ids = torch.cat((ids[:, :125], prompt(30, seed=9)), 1)
     said.append(hf.generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False).tolist())

@@ -12,7 +12,7 @@ from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.kernels import cuda
 from attnmesh.kernels.blocks import Block, cut
-from attnmesh.kernels.driver import Answer
+from attnmesh.kernels.driver import SavedForward
 from attnmesh.kernels.reference import Reference
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
@@ -50,7 +50,7 @@ def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, wid
     out, lse = cuda.CUDA().attend(q, k, v, block, 0.1)
     assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
-    gradients = cuda.CUDA().differentiate(q, k, v, Answer(out, lse, out), block, 0.1)
+    gradients = cuda.CUDA().backward(q, k, v, SavedForward(out, lse, out), block, 0.1)
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -72,7 +72,7 @@ def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
     out, lse = cuda.Cudnn().forward(q, k, v, block, 0.1)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
     assert not cuda.Cudnn().takes(q, k, v, block)  # it is for GPUs alone, of some age, and once proved
-    gradients = cuda.Cudnn().backward(q, k, v, Answer(out, lse, out), block, 0.1)
+    gradients = cuda.Cudnn().backward(q, k, v, SavedForward(out, lse, out), block, 0.1)
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
@@ -108,9 +108,9 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
 def test_float64_and_other_devices_are_refused_with_the_reason() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
-        assert "float64 of width 64" in str(cuda.CUDA().refuses(x, x, x))
+        assert "float64 of width 64" in str(cuda.CUDA().unsupported_reason(x, x, x))
     x = torch.empty(1, 2, 100, 64)
-    assert cuda.CUDA().refuses(x, x, x) == "it runs on CUDA, the tensors are on cpu"
+    assert cuda.CUDA().unsupported_reason(x, x, x) == "it runs on CUDA, the tensors are on cpu"
 
 
 @pytest.mark.gpu

@@ -12,8 +12,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import merge
-from attnmesh.comm.p2p import share
-from attnmesh.comm.symmetric_memory import Peers, peers_of
+from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.core.partial import Partial, collapse
 from attnmesh.mesh.axes import Axis
 from tests.support import histories, mesh_problems
@@ -43,7 +43,7 @@ def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype,
 
 
 def spoken() -> list[list[int]]:
-    return share([3, 4], [Axis(1, 0, dist.group.WORLD)])
+    return all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
 def test_numbers_are_shared_by_nccl(nccl: Pool) -> None:
@@ -115,8 +115,8 @@ def shared(ranks: int, steps: int) -> list[float]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
     axis = Axis(ranks, dist.get_rank(), dist.group.WORLD)
-    peers = peers_of(axis, torch.device("cuda", 0))
-    assert isinstance(peers, Peers), "no symmetric memory"
+    peers = symmetric_memory_of(axis, torch.device("cuda", 0))
+    assert isinstance(peers, SymmetricMemory), "no symmetric memory"
     errors = []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)

@@ -111,48 +111,50 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
     """Ranks that take turns: each puts its message into the memory of all, then each takes what it was sent."""
     monkeypatch.setattr(symmetric_memory, "FLAGS", 3)
     monkeypatch.setattr(symmetric_memory, "ROOM", 1 << 12)
-    monkeypatch.setattr(symmetric_memory, "PATIENCE", 3)
+    monkeypatch.setattr(symmetric_memory, "TIMEOUT", 3)
     random = Random(seed)
     torch.manual_seed(seed)
     ranks = random.choice((2, 2, 3, 5))
     memories = [torch.zeros(symmetric_memory.numbers_of(ranks)) for _ in range(ranks)]
     addresses = torch.tensor([x.data_ptr() for x in memories])
-    everyone = [symmetric_memory.Peers(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)]
+    everyone = [
+        symmetric_memory.SymmetricMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)
+    ]
     for _ in range(random.choice((1, 2, 3))):
         shape = (random.choice((1, 2)), random.choice((1, 3)), random.choice((1, 3)), random.choice((8, 64, 80)))
         partials = Partial(torch.randn(ranks, *shape), 30 * torch.randn(ranks, *shape[:-1]))
         blind = torch.rand(partials.lse.shape) < 0.3
         partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
         fault = random.choice(("none", "none", "none", "another call", "nothing to say", "nothing said"))
-        form = merge.Form(shape, torch.float32, torch.float32)
+        form = merge.PartialMessage(shape, torch.float32, torch.float32)
         for rank, (out, lse) in enumerate(zip(*partials, strict=True)):
             last = rank == ranks - 1
             number = 18.0 if last and fault == "another call" else 17.0
             if last and fault == "nothing to say":
-                none = merge.Form((1, 0, 0, 1), torch.float32, torch.float32)
+                none = merge.PartialMessage((1, 0, 0, 1), torch.float32, torch.float32)
                 inf = torch.full((2,), torch.inf)
                 message = none.message(inf, Partial(torch.zeros(none.shape), torch.zeros(none.shape[:-1])))
                 everyone[rank].merge(message, none.shape, take=False)
             elif last and fault == "nothing said":
                 everyone[rank].steps.add_(1)
             else:
-                witness = torch.tensor([number, -number])
-                everyone[rank].merge(form.message(witness, Partial(out, lse)), shape, take=False)
+                checksum = torch.tensor([number, -number])
+                everyone[rank].merge(form.message(checksum, Partial(out, lse)), shape, take=False)
         exact = collapse(Partial(*(x.double() for x in partials)))
         for rank in range(ranks):
             if rank == ranks - 1 and fault.startswith("nothing"):
                 continue
-            witness, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
+            checksum, (out, lse) = everyone[rank].merge(torch.zeros(form.size, dtype=torch.uint8), shape, put=False)
             if fault != "none":
                 assert out.isnan().all()
                 continue
-            assert witness.tolist() == [17.0, -17.0]
+            assert checksum.tolist() == [17.0, -17.0]
             assert torch.allclose(out.double(), exact.out, atol=2e-6)
             assert torch.allclose(lse.double(), exact.lse, rtol=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_random_calls_have_the_witness_that_pytorch_finds(seed: int) -> None:
+def test_random_calls_have_the_checksum_that_pytorch_finds(seed: int) -> None:
     random = Random(seed)
     torch.manual_seed(seed)
     tensors = [
@@ -160,7 +162,7 @@ def test_random_calls_have_the_witness_that_pytorch_finds(seed: int) -> None:
         for _ in range(random.choice((1, 2)))
     ]
     call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
-    expected = merge.witness_of(sum(map(digest, tensors), start=call + state[0]), into)
+    expected = merge.checksum_of(sum(map(digest, tensors), start=call + state[0]), into)
     assert torch.equal(merging.compared(tensors, call, state, merge.DIGEST, into), expected)
 
 
@@ -194,7 +196,7 @@ def test_a_step_over_many_keys_is_split() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_partials_merge_as_the_law_says(seed: int) -> None:
-    """In tensors of their own or packed in messages that are longer than they are, with sinks and witnesses or not."""
+    """In tensors of their own or packed in messages that are longer than they are, with sinks and checksums or not."""
     random = Random(seed)
     torch.manual_seed(seed)
     shape = random.choice((1, 2, 3, 8, 17)), random.choice((1, 3)), random.choice((1, 4)), random.choice((1, 5, 33))
@@ -204,14 +206,16 @@ def test_random_partials_merge_as_the_law_says(seed: int) -> None:
     sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
     exact = with_sinks(collapse(Partial(*(x.double() for x in partials))), sinks)
     if random.random() < 0.5:
-        form = merge.Form(tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16)))
+        form = merge.PartialMessage(
+            tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16))
+        )
         agreed = random.random() < 0.7
         numbers = [17.0] * (shape[0] - 1) + [17.0 if agreed else 18.0]
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
             row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        witness, whole = form.places(form.join(rows[:, : form.size]))
-        assert witness.tolist() == [max(numbers), -min(numbers)]
+        checksum, whole = form.places(form.join(rows[:, : form.size]))
+        assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()
             return
@@ -311,7 +315,7 @@ POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "b
 POINTERS |= dict.fromkeys(("places", "columns", "state", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
-POINTERS |= dict.fromkeys(("witness", "witnesses", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
+POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
 TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
 POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
 DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "PUT": True, "TAKE": True}
@@ -329,7 +333,7 @@ def compiled(room, name, flag):
 
 for name in ("attend", "queries_backward", "keys_backward"):
     compiled(attend, name, False)
-for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("witness", False)):
+for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("checksum", False)):
     compiled(decode, name, flag)
 compiled(peers, "one_shot", True)
 """

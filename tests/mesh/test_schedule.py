@@ -69,11 +69,11 @@ def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-
     assert torch.equal(arrived if step.order is None else arrived[step.order], step.positions)
     for peer, tokens in step.send:
         assert dict(peers[peer].receive)[me] == len(tokens)
-    for peer, mine in step.holders:
-        theirs = dict(peers[peer].owners)[me]
+    for peer, mine in step.return_from:
+        theirs = dict(peers[peer].return_to)[me]
         assert torch.equal(chunk[mine], peers[peer].positions[theirs])
-    for peer, _ in step.owners:
-        assert me in dict(peers[peer].holders)
+    for peer, _ in step.return_to:
+        assert me in dict(peers[peer].return_from)
 
 
 def received(plan: Schedule, *, width: int = 1) -> int:
@@ -89,7 +89,7 @@ def test_under_a_full_mask_all_that_a_chunk_lacks_comes_once() -> None:
             for plan in all_schedules(problem, ring).values():
                 assert received(plan) == n * shape.heads * (shape.queries - 1)
                 assert sum(count for _, count in plan.row.receive) == n * shape.heads * (shape.keys - 1)
-                assert sum(len(t) for p, t in plan.row.holders) == n * shape.heads * shape.keys
+                assert sum(len(t) for p, t in plan.row.return_from) == n * shape.heads * shape.keys
 
 
 def test_under_a_window_a_rank_talks_to_its_neighbours_and_the_length_does_not_matter() -> None:

@@ -13,9 +13,9 @@ from attnmesh.cli import bench_prefill
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cost import cost
-from attnmesh.planner.memory import held
+from attnmesh.planner.memory import peak_activations
 from tests.support.pool import Pool
 
 TOKENS, WIDTH = 32, 64
@@ -68,7 +68,7 @@ def all_held(kv_heads: int) -> list[float]:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_the_formula_for_memory(pool: Pool, kv_heads: int) -> None:
     """It leaves out lse and delta, a column in 64 each, and takes all that a rank may hold at a moment for held."""
-    foretold = [held(shape, 8, kv_heads, exchange) for exchange in EXCHANGES.values() for shape in SHAPES]
+    foretold = [peak_activations(shape, 8, kv_heads, exchange) for exchange in EXCHANGES.values() for shape in SHAPES]
     for living, said in zip(pool.run(6, all_held, kv_heads)[0], foretold, strict=True):
         assert living == pytest.approx(said, rel=0.15)
 
@@ -76,7 +76,9 @@ def test_the_formula_for_memory(pool: Pool, kv_heads: int) -> None:
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8), (32, 32)])
 def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
     for ranks in (2, 3, 4, 6, 8, 16):
-        pipelined, ring = (held(Shape(1, ranks, 1), *heads, EXCHANGES[name]) for name in ("pipelined", "ring"))
+        pipelined, ring = (
+            peak_activations(Shape(1, ranks, 1), *heads, EXCHANGES[name]) for name in ("pipelined", "ring")
+        )
         assert pipelined <= 1.3 * ring
 
 
@@ -85,7 +87,7 @@ def test_auto_takes_the_fastest_of_those_that_hold_little(batch: int, leanest: b
     shape = Shape(1, 4, 1)
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
-    costs = {name: cost(Way(shape, shape, am.Zigzag(), name), workload, cluster) for name in EXCHANGES}
+    costs = {name: cost(Candidate(shape, shape, am.Zigzag(), name), workload, cluster) for name in EXCHANGES}
     picked = best_exchange(cluster, shape, shape, am.Zigzag(), workload)
     first = min(costs, key=lambda name: costs[name].memory if leanest else costs[name].seconds)
     assert picked == EXCHANGES[first]

@@ -15,13 +15,13 @@ from attnmesh.errors import ClusterError, DtypeError, KernelError, MaskError, Sh
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.planner.candidate import Cost, Way
+from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES, Line, Payload, merge_cost
 from attnmesh.planner.hardware import PRESETS, Device, Link
 from attnmesh.planner.plan import ways
-from attnmesh.planner.traffic import FLOWS, placed, tiles, travel
+from attnmesh.planner.traffic import FLOWS, placed, tiles, traffic
 from attnmesh.planner.workload import Workload
 from tests.support.pool import Pool
 
@@ -44,12 +44,12 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
             len(tokens)
             for (r, _), one in zip(places, ring, strict=True)
             for step in one.steps
-            for peer, tokens in step.owners
+            for peer, tokens in step.return_to
             if peer != r
         )
         back += sum(count for one in ring for step in one.travelling if step for _, count in step.receive)
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
-            moves = travel(problem, tile)
+            moves = traffic(problem, tile)
             for flow, count, times in (
                 (moves.rows, rows, 1),
                 (moves.columns, columns, 1),
@@ -65,7 +65,7 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
                 assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
             both = [
                 sum(count for _, count in one.row.receive)
-                + sum(len(tokens) for peer, tokens in one.row.holders if peer != c)
+                + sum(len(tokens) for peer, tokens in one.row.return_from if peer != c)
                 for (_, c), one in zip(places, bulk, strict=True)
             ]
             if tile.keys == 1:
@@ -76,7 +76,7 @@ def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) 
 def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
     shape = Shape(1, 4, 2)
     one, two = (
-        travel(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
+        traffic(Problem(m, shape, am.Zigzag(), am.Zigzag(), n, n), Shape(1, 2, 1))
         for m, n in ((mask, 4096), (Mask(min(mask.left * 64, 1 << 60), mask.right), 4096 * 64))
     )
     for name in FLOWS:
@@ -89,7 +89,7 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
 def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
     """By hand: each query has left + 1 pairs, and each of 3 edges between runs is crossed by as many keys as that."""
     shape = Shape(1, 4, 1)
-    moves = travel(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
     assert moves.columns.between.total == pytest.approx(3 * left, rel=0.1)
 
@@ -98,7 +98,7 @@ def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
 def test_short_documents_in_a_long_sequence(length: int) -> None:
     """By hand: a document of 50 has 50 * 51 / 2 pairs; of keys travel those of documents on an edge between runs."""
     mask = am.Causal() & am.Documents([50] * (length // 50))
-    moves = travel(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
+    moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
     assert moves.columns.between.total <= 7 * 50
 
@@ -109,7 +109,7 @@ def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None
     work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
     for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
         one = shape.ranks, Shape(1, 1, 1)
-        spent = cost(Way(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
+        spent = cost(Candidate(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
         rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
         formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
         agreed = spent.between - formula

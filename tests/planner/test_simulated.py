@@ -20,7 +20,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Step, schedule
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import Device, Link
@@ -70,13 +70,13 @@ def simulated(here: Cluster, stages: list[list[Message]]) -> float:
     return float(json.loads(done.stdout)[0])
 
 
-def along(way: Way, keys: bool, steps: dict[tuple[int, int], Step], size: float, *, back: bool) -> list[Message]:
+def along(way: Candidate, keys: bool, steps: dict[tuple[int, int], Step], size: float, *, back: bool) -> list[Message]:
     """The messages of one exchange along columns or rows, as every rank's schedule has them."""
     ranks, found = placed(way.shape, way.tile), []
     for h in range(way.shape.heads):
         for (r, c), step in steps.items():
             # What came goes back to its owners, wherever it came from.
-            moved = [(peer, len(tokens)) for peer, tokens in step.owners] if back else list(step.receive)
+            moved = [(peer, len(tokens)) for peer, tokens in step.return_to] if back else list(step.receive)
             for peer, tokens in moved:
                 other, here = int(ranks[h, peer, c] if keys else ranks[h, r, peer]), int(ranks[h, r, c])
                 if other != here:
@@ -84,7 +84,7 @@ def along(way: Way, keys: bool, steps: dict[tuple[int, int], Step], size: float,
     return found
 
 
-def stages(way: Way, work: Workload) -> list[list[Message]]:
+def stages(way: Candidate, work: Workload) -> list[list[Message]]:
     """Forward and backward as the executor goes through them, without what is agreed on before."""
     problem = Problem(work.mask, way.shape, way.layout, way.layout, work.length, work.length)
     ring = EXCHANGES[way.exchange].ring
@@ -138,7 +138,7 @@ def test_exchanges_take_as_long_as_simulated(exchange: str, shape: Shape, world:
     here, work = cluster(*world), Workload(8, 8, 64, 64 * shape.ranks, mask=mask, batch=64)
     layout: Layout = am.Contiguous() if mask == am.Full() else am.Zigzag()
     for tile in tiles(shape, here.ranks):
-        way = Way(shape, tile, layout, exchange)
+        way = Candidate(shape, tile, layout, exchange)
         spent = cost(way, work, here)
         told = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(way, work)]
         foretold = spent.seconds - spent.parts["agree"]
@@ -157,5 +157,5 @@ def test_a_tree_takes_as_long_as_simulated(world: tuple[int, int]) -> None:
     for rank, turns in whole.items():
         for number, turn in enumerate(turns):
             rounds[number] += [(rank, peer, size) for peer in turn.send]
-    spent: Any = cost(Way(shape, tile, am.Striped(16), "tree"), work, here)
+    spent: Any = cost(Candidate(shape, tile, am.Striped(16), "tree"), work, here)
     assert spent.parts["merge"] == pytest.approx(simulated(here, rounds), rel=0.1)

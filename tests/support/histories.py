@@ -200,7 +200,7 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
-        or not cache.dealt
+        or not cache.is_block_cyclic
     )
     if goes is not None:
         cache.save(goes)

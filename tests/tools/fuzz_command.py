@@ -58,7 +58,7 @@ from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.plan import MOST, Plan
+from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from tests.support import families
 from tests.tools.fuzz_store import mutated
@@ -376,7 +376,7 @@ def _small(workload: Workload, cluster: Cluster) -> list[Plan] | InputError:
 
 def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> list[Plan]:
     """As the planner does, on a part of the cluster that is priced in milliseconds."""
-    small = cluster if cluster.world > MOST else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
+    small = cluster if cluster.world > MAX_RANKS else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
     found = _small(workload, small)
     if isinstance(found, InputError):
         raise found

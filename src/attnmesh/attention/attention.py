@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.operator import mesh_op
 from attnmesh.attention.ulysses import swap_op
-from attnmesh.comm.consensus import agree, askable, told
+from attnmesh.comm.consensus import agree, askable, describe_call
 from attnmesh.core.checks import (
     autocast,
     autocasts,
@@ -31,7 +31,7 @@ from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import InputError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.attend import attend_op
 from attnmesh.kernels.select import check_kernel
-from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh, remembered
+from attnmesh.mesh.axes import Mesh, NotGiven, cached_per_world, given_mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
@@ -221,7 +221,7 @@ def _asked(here: Mesh, call: str, heads: Pair, lengths: Pair, options: _Options)
     return _fitting(here, options, heads, (tokens, keys), table)
 
 
-_asked_once = remembered(1024)(_asked)
+_asked_once = cached_per_world(1024)(_asked)
 """The same, asked at the first call of each kind; what came of it holds for the others."""
 
 
@@ -250,7 +250,9 @@ def _described(options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     named = {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
     shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
     learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
-    return told("attention", device=q.device.type, dtype=q.dtype, **shapes, **options._asdict(), gradients=learned)
+    return describe_call(
+        "attention", device=q.device.type, dtype=q.dtype, **shapes, **options._asdict(), gradients=learned
+    )
 
 
 def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:

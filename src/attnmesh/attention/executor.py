@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.counters import Tensors
-from attnmesh.comm.p2p import gather, give_back
+from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.partial import Partial, join, wide
-from attnmesh.kernels.driver import Answer, Gradients, Kernel, identity
+from attnmesh.kernels.driver import Gradients, Kernel, SavedForward, identity
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh
@@ -47,7 +47,7 @@ class Arrivals:
 def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
     """The partial of this rank's queries over the keys of all ranks, in float32 or wider."""
     own = identity(q, v, wide(q.dtype))
-    returns = Returns(_merge_in)
+    returns = PendingReturns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
         mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in own)
         returns.add(_attended(arrivals, task), task.schedule.row, task.mesh.keys, mine)
@@ -69,11 +69,11 @@ def _attended(arrivals: "Arrivals", task: Task) -> Partial:
     return total
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gradients:
+def backward(q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, task: Task) -> Gradients:
     """The gradients of this rank's q, k and v, from what it saved alone, in float32 or wider."""
     delta = (answer.out.to(wide(q.dtype)) * answer.dout).sum(-1)
     own = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
-    returns = Returns(_add_in)
+    returns = PendingReturns(_add_in)
     for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
         mine = own.q[:, _shared(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
         dq = _differentiated(arrivals, task, returns, mine[1:])
@@ -82,13 +82,13 @@ def backward(q: Tensor, k: Tensor, v: Tensor, answer: Answer, task: Task) -> Gra
     return own
 
 
-def _differentiated(arrivals: "Arrivals", task: Task, returns: "Returns", mine: Tensors) -> Tensor:
+def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
     """The row's dq from the column's keys, for one group of heads; dk and dv go to their owners, into `mine`.
 
     Those of keys that travel on go with them, and grow on their way.
     """
     rows, dout, lse, delta = arrivals.rows()
-    answer = Answer(_stand_in(dout, delta), lse, dout)
+    answer = SavedForward(_stand_in(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # what the ranks before made for the keys of this step
     for band, step, onward in zip(task.schedule.bands, task.schedule.steps, task.schedule.travelling, strict=True):
@@ -107,7 +107,7 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "Returns", mine: 
     return dq
 
 
-class Returns:
+class PendingReturns:
     """Results on their way back to their owners, at most one of them under way while the next is computed."""
 
     def __init__(self, put: Callable[[Back, Tensors], None]) -> None:
@@ -117,7 +117,7 @@ class Returns:
     def add(self, made: Tensors, step: Step, axis: Axis, mine: Tensors) -> None:
         """Send back what was made; what others made for this rank's tokens is to be put into `mine`."""
         self.finish()
-        self.under_way = give_back(made, step, axis), mine
+        self.under_way = return_to_owners(made, step, axis), mine
 
     def finish(self) -> None:
         """Wait for what is under way."""

@@ -14,9 +14,9 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import wide, with_sinks
 from attnmesh.kernels.attend import empty_placed, placed, sink_gradient
-from attnmesh.kernels.driver import Answer
+from attnmesh.kernels.driver import SavedForward
 from attnmesh.kernels.select import choose
-from attnmesh.mesh.axes import Mesh, remembered
+from attnmesh.mesh.axes import Mesh, cached_per_world
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
@@ -62,7 +62,7 @@ def mesh_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward on the queries x keys mesh: (dq, dk, dv) of this rank's tokens."""
     task = _task(q, k, v, groups, code, exchange, kernel, scale)
-    dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, Answer(out, lse, dout), task))
+    dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, SavedForward(out, lse, dout), task))
     return dq, dk, dv
 
 
@@ -100,7 +100,7 @@ def _task(
     return Task(here, plan, head_groups, choose(kernel, q, k, v), scale)
 
 
-@remembered(1024)
+@cached_per_world(1024)
 def _automatic(
     here: Mesh, device: torch.device, dtype: torch.dtype, alike: tuple[int, ...], problem: Problem
 ) -> Exchange:

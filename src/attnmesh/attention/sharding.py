@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree, told, tried
+from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import blank, swap
 from attnmesh.core.checks import check_tensor
 from attnmesh.core.layout import Layout, check_layout
@@ -44,9 +44,9 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
 
     def call(dim: int) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim]
-        return told("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
+        return describe_call("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
 
-    dim, said = tried(look, call)
+    dim, said = attempt(look, call)
     counts = [row[0] for row in agree(here, said, [0 if dim is None else x.shape[dim]])]
     positions = _positions(layout, sum(counts) if length is None else length, counts)
     whole = _gathered(x.movedim(dim, 0), here, counts)

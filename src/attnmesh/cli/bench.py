@@ -98,7 +98,7 @@ those of q, k, v, out and their gradients that the busiest rank received: counte
 schedule, or by the formula for the full mask. On hosts, bytes alone are those of each exchange, one after the other,
 over the busiest link in its busier direction: nothing can be faster. Memory is the most by which a rank's resident
 size grew in a call, in ranks of their own that give freed memory back at once; the formula is that of
-attnmesh.planner.memory.held, for the backward pass alone."""
+attnmesh.planner.memory.peak_activations, for the backward pass alone."""
 
 
 def _prefill_table(rows: list[prefill_bench.Row]) -> Table:

@@ -17,8 +17,8 @@ import attnmesh as am
 from attnmesh.cli.bench_row import Row
 from attnmesh.cli.timing import Call, Timing, race
 from attnmesh.core.layout import Layout
-from attnmesh.kernels.cache_view import Question
-from attnmesh.kernels.driver import SlotKernel
+from attnmesh.kernels.cache_view import DecodeQuery
+from attnmesh.kernels.driver import CacheKernel
 from attnmesh.kernels.select import choose_held
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -109,8 +109,8 @@ def _overhead(device: torch.device, sizes: Sizes) -> Row:
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
     kernel = choose_held("auto", q, cache.keys, cache.values)
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
-    if isinstance(kernel, SlotKernel):
-        calls["kernel"] = lambda: kernel.attend_slots(Question(q, am.Causal(), WIDTH**-0.5, 257), cache.held)
+    if isinstance(kernel, CacheKernel):
+        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), WIDTH**-0.5, 257), cache.held)
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)

@@ -26,11 +26,11 @@ from attnmesh.core.mask import Mask
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
-from attnmesh.planner.memory import held
+from attnmesh.planner.memory import peak_activations
 from attnmesh.planner.traffic import placed, tiles
 from attnmesh.planner.workload import Workload
 
@@ -188,7 +188,7 @@ def _memories(length: int) -> list[Memory]:
             peak = peak_memory(_ours(case, _whole(case), one), torch.device("cpu"))
             figure = torch.tensor([peak or 0], dtype=torch.float64)
             dist.all_reduce(figure, dist.ReduceOp.MAX)
-            foretold = 4 * case.width * length / ranks * held(shape, *heads, EXCHANGES[exchange])
+            foretold = 4 * case.width * length / ranks * peak_activations(shape, *heads, EXCHANGES[exchange])
             megabytes = (round(x / 1e6, 1) for x in (float(figure), foretold))
             found.append(Memory(case.name, one.name, *megabytes))
     return found
@@ -288,7 +288,7 @@ def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
     free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
     cluster = Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
-    return round(1e3 * cost(Way(one.shape, one.tile, case.layout, one.exchange), work, cluster).seconds, 1)
+    return round(1e3 * cost(Candidate(one.shape, one.tile, case.layout, one.exchange), work, cluster).seconds, 1)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
@@ -306,9 +306,9 @@ def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
     """q and dout come, and out and dq come back; k and v come, and dk and dv come back."""
     q_heads, kv_heads = (heads // shape.heads for heads in case.heads)
     rows_in = sum(count for _, count in plan.row.receive)
-    rows_back = sum(len(tokens) for peer, tokens in plan.row.holders if peer != c)
+    rows_back = sum(len(tokens) for peer, tokens in plan.row.return_from if peer != c)
     keys_in = sum(count for step in plan.steps for _, count in step.receive)
-    keys_back = sum(len(tokens) for step in plan.steps for peer, tokens in step.holders if peer != r)
+    keys_back = sum(len(tokens) for step in plan.steps for peer, tokens in step.return_from if peer != r)
     keys_back += sum(count for step in plan.travelling if step for _, count in step.receive)
     return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))
 

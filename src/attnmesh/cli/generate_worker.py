@@ -16,11 +16,11 @@ from attnmesh import hf
 from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import init_mesh
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.hf.generate import CHUNK
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
-from attnmesh.mesh.axes import Mesh, kind_of
+from attnmesh.mesh.axes import Mesh, device_type_of
 from attnmesh.mesh.shapes import Shape
 
 
@@ -130,7 +130,7 @@ def answer(say: Callable[[Any], None], request: Request) -> Answer:
 
 def _begun(say: Callable[[Any], None], request: Request) -> _Begun:
     """Load the model, and what a checkpoint has."""
-    kind = kind_of(dist.group.WORLD)
+    kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh = init_mesh(device.type, request.shape, *request.heads) if dist.get_world_size() > 1 else None
     logging.disable_progress_bar()  # of each rank: there is one to look at
@@ -176,8 +176,8 @@ def _decoded(begun: _Begun, prefill_seconds: float, streamer: _Telling | None) -
     seconds = perf_counter() - start
     fresh = max(1, output.shape[1] - begun.reached.shape[1])
     axes = Mesh.of(cache.mesh).axes
-    table = share([cache.held, cache.held_bytes, traffic.bytes // fresh], axes)
-    merges = share([int(1e9 * merge) for merge in traffic.merges], axes)
+    table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // fresh], axes)
+    merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
     return Answer(
         tokens=output[0, ids.shape[1] :].tolist(),
         prompt_tokens=ids.shape[1],

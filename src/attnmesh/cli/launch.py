@@ -26,10 +26,10 @@ Say = Callable[[Any], None]
 Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
 """A function, its arguments, and whether it says things meanwhile."""
 
-GRACE = 2.0
+GRACE_PERIOD = 2.0
 """Seconds that the others get after one has failed: most fail with it, and what they say may tell more."""
 
-PATIENCE = timedelta(hours=1)
+TIMEOUT = timedelta(hours=1)
 """How long ranks wait for each other; one that dies is noticed at once, by whoever started it."""
 
 
@@ -116,7 +116,7 @@ def results(
                 done[rank] = value
             else:
                 failures[rank] = value
-                end = min(end or time.monotonic() + GRACE, time.monotonic() + GRACE)
+                end = min(end or time.monotonic() + GRACE_PERIOD, time.monotonic() + GRACE_PERIOD)
     if failures:
         # What a rank foresaw says more than that others lost it.
         raise min(failures.values(), key=lambda error: not isinstance(error, InputError))
@@ -157,7 +157,7 @@ def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work)
         if gpus:
             torch.cuda.set_device(rank)
         backend = "nccl" if gpus else "gloo"
-        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=PATIENCE)
+        dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
 
     perform(pipe, enter, work)
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.launch import PATIENCE, RankError, Say, perform, results, run_on_ranks
+from attnmesh.cli.launch import TIMEOUT, RankError, Say, perform, results, run_on_ranks
 from attnmesh.errors import ClusterError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -285,7 +285,7 @@ def _rank(door: str) -> None:
         line.connect(door)
         pipe = Connection(line.detach())
     pipe.send(int(os.environ["RANK"]))
-    perform(pipe, lambda: dist.init_process_group("gloo", timeout=PATIENCE), pipe.recv())
+    perform(pipe, lambda: dist.init_process_group("gloo", timeout=TIMEOUT), pipe.recv())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from attnmesh.cli.netns import as_asked, run_on, world_of
 from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.axes import kind_of
+from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NOWHERE
@@ -61,7 +61,7 @@ that do not fit a cache. A message is one of 16 kB; in merges ranks of a host ma
 def measured() -> Cluster:
     """On each rank: what all find."""
     world = dist.get_world_size()
-    kind = kind_of(dist.group.WORLD)
+    kind = device_type_of(dist.group.WORLD)
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 
 from attnmesh import errors
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import mesh_hosts
 from attnmesh.core.digest import NUMBERS
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
@@ -25,10 +25,10 @@ T = TypeVar("T")
 SEPARATOR = "\x1f"
 
 
-def told(name: str, /, **fields: object) -> str:
+def describe_call(name: str, /, **fields: object) -> str:
     """A call as ranks tell each other of it, a line for each thing that they have to agree on.
 
-    >>> told("decode", tokens=60, mask=None)
+    >>> describe_call("decode", tokens=60, mask=None)
     'decode\\ntokens: 60'
     """
     lines = [f"{field}: {'-' if value == '' else value}" for field, value in fields.items() if value is not None]
@@ -40,7 +40,7 @@ def askable(device: torch.device) -> bool:
     return not (torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
 
 
-def tried(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:
+def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:
     """What acting gives, or None, and what this rank says of it: its call, or what is wrong with that."""
     try:
         result = act()
@@ -57,9 +57,9 @@ def tried(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, st
         return None, said
 
 
-def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
+def run_agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
     """What acting gives, once all ranks have and say the same call, or the same of what came; else the error of all."""
-    result, said = tried(act, call)
+    result, said = attempt(act, call)
     agree(mesh, said)
     return cast(T, result)
 
@@ -67,14 +67,14 @@ def agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> 
 def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
     """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise.
 
-    A call is what is `told` of it.
+    A call is what is `describe_call` of it.
     """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     number = int.from_bytes(blake2b(_letters(text), digest_size=7).digest())
     mesh_hosts(mesh)  # who is lost later may take its host along
     padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
-    table = share([number, failed, *padded], mesh.axes)
+    table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
         said = texts(mesh, text)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
@@ -83,14 +83,14 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
-class Asking:
+class CallChecker:
     """When the ranks that hold something ask each other of calls on it: always, never, or at the first of each kind."""
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.kinds = set[Any]()  # of calls that ranks have found to be the same
 
-    def ask(
+    def check(
         self,
         name: str,
         check: Callable[[], Sequence[int] | None],
@@ -105,7 +105,7 @@ class Asking:
         asks = must or (name not in self.kinds if self.checked is None else self.checked)
         if not asks or self.mesh.shape.ranks == 1 or not askable(self.device):
             return [list(check() or ())]
-        numbers, said = tried(check, lambda _: told(name, **fields()))
+        numbers, said = attempt(check, lambda _: describe_call(name, **fields()))
         table = agree(self.mesh, said, numbers or ())
         self.kinds.add(name)
         return table
@@ -114,15 +114,15 @@ class Asking:
 def texts(mesh: Mesh, text: str) -> list[str]:
     """Every rank's text, by shard: first how long they are, then the letters."""
     letters = _letters(text)
-    lengths = [row[0] for row in share([len(letters)], mesh.axes)]
+    lengths = [row[0] for row in all_gather_ints([len(letters)], mesh.axes)]
     padded = [*letters, *[0] * (max(lengths) - len(letters))]
-    return [bytes(row[:n]).decode() for row, n in zip(share(padded, mesh.axes), lengths, strict=True)]
+    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh.axes), lengths, strict=True)]
 
 
 def unlike(subject: str) -> NoReturn:
     """Raise where ranks have been found to differ, though they say the same."""
     given, fix = "calls that say the same", "report it, with what each rank was given"
-    raise MeshError(subject, "the same witness on every rank", given, fix)
+    raise MeshError(subject, "the same checksum on every rank", given, fix)
 
 
 def _letters(text: str) -> bytes:

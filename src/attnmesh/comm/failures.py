@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from attnmesh.errors import MeshError, RankFailure
-from attnmesh.mesh.axes import Axis, carriers
+from attnmesh.mesh.axes import Axis, backends
 
-GRACE = 2.0
+GRACE_PERIOD = 2.0
 """Seconds that a rank which was not heard has to leave a note, as it may be waiting itself; and the store to answer."""
 
 LONGEST = 1e8
@@ -103,7 +103,7 @@ def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None
 
     On NCCL that is the device's affair, and the process group's own timeout holds: to time it here would stop the host.
     """
-    seconds = deadline() if axis.group is None or carriers(axis.group)[kind] == "gloo" else None
+    seconds = deadline() if axis.group is None or backends(axis.group)[kind] == "gloo" else None
     with Watched(axis, step, peer):
         work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
 
@@ -156,7 +156,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
     lines before it can leave its note. Who has left one but blames nobody yet is asking others: one that is silent
     itself is found out meanwhile.
     """
-    start, patience = time.monotonic(), GRACE if late else GRACE / 2
+    start, patience = time.monotonic(), GRACE_PERIOD if late else GRACE_PERIOD / 2
     while (notes := _notes(_beside(ranks))) is not None:
         blamed = sorted({other for note in notes.values() for other in note or []})
         silent = [rank for rank in ranks if notes[rank] is None]
@@ -165,7 +165,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
             return blamed
         if silent and waited > patience:
             return _with_hosts(silent, notes) if late else silent
-        if waited > 2 * GRACE:
+        if waited > 2 * GRACE_PERIOD:
             return _only(ranks)
         time.sleep(0.02)
     return _out_of_reach(ranks)
@@ -180,7 +180,7 @@ def _with_hosts(silent: Sequence[int], notes: Mapping[int, list[int] | None]) ->
 def _go_last(missing: Sequence[int]) -> None:
     """The first rank may keep the store, which goes with it: others have read it once they say whom they miss."""
     others = [rank for rank in range(1, dist.get_world_size()) if rank not in missing]
-    end = time.monotonic() + GRACE
+    end = time.monotonic() + GRACE_PERIOD
     while time.monotonic() < end and (notes := _notes(others)) is not None and not all(notes.values()):
         time.sleep(0.02)
 
@@ -240,7 +240,7 @@ def _asked(ask: Callable[[Any], Any]) -> Any:
 
     thread = Thread(target=wait, name="attnmesh asking", daemon=True)
     thread.start()
-    thread.join(GRACE)
+    thread.join(GRACE_PERIOD)
     return answers[0] if answers else None
 
 
@@ -255,9 +255,9 @@ def _hang_up() -> None:
     A line that is dead already closes no other, so each of a group is tried.
     """
     for line in list(_lines):
-        line.hang_up()
+        line.abort()
     for group in list(distributed_c10d._world.pg_map):
-        if isinstance(group, ProcessGroup) and group.size() > 1 and carriers(group).get("cpu") == "gloo":
+        if isinstance(group, ProcessGroup) and group.size() > 1 and backends(group).get("cpu") == "gloo":
             for peer in (peer for peer in range(group.size()) if peer != group.rank()):
                 with suppress(RuntimeError, ValueError):
                     group.recv([torch.empty(1)], peer, 2**30).wait(MOMENT)

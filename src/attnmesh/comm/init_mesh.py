@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnmesh.comm.consensus import agreed, told
+from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.errors import DeviceError, MeshError
-from attnmesh.mesh.axes import Axis, Mesh, device_of, kind_of
+from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements
 from attnmesh.planner.traffic import placed
 
@@ -41,9 +41,9 @@ def init_mesh(
         return found
 
     def call(found: Shape) -> str:
-        return told("init_mesh", device_type=device_type, shape=found, q_heads=q_heads, kv_heads=kv_heads)
+        return describe_call("init_mesh", device_type=device_type, shape=found, q_heads=q_heads, kv_heads=kv_heads)
 
-    found = agreed(everyone(), check, call)
+    found = run_agreed(everyone(), check, call)
     sent = elements(found, q_heads, kv_heads)._asdict()
     names = tuple(sorted(AXES, key=lambda name: sent[name]))
     sizes = tuple(getattr(found, name) for name in names)
@@ -67,7 +67,7 @@ def world_device_type() -> str:
     """The devices that the process group was made for; before there is one, those that are there."""
     if not torch.cuda.is_available():
         return "cpu"
-    return kind_of(dist.group.WORLD) if dist.is_initialized() else "cuda"
+    return device_type_of(dist.group.WORLD) if dist.is_initialized() else "cuda"
 
 
 def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
@@ -81,8 +81,8 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
             fix = f"start {ranks} ranks, or plan for as many as there are"
             raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", f"{world}", fix)
 
-    call = told("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
-    agreed(everyone(), check, call)
+    call = describe_call("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
+    run_agreed(everyone(), check, call)
     return DeviceMesh(device_type, placed(shape, tile), mesh_dim_names=AXES)
 
 

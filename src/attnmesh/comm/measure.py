@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agreed, told
-from attnmesh.comm.p2p import share
-from attnmesh.comm.topology import board_of, hosts
+from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import hosts, mailboxes_of
 from attnmesh.core.checks import DTYPES
 from attnmesh.errors import ClusterError, DtypeError
 from attnmesh.kernels.attend import attend
@@ -35,7 +35,7 @@ SHORT = 16384
 IN_A_ROW = 6
 """Short ones that are timed together, as they follow each other in a run: ranks do not begin quite at once."""
 
-PATIENCE = 0.12
+TIMEOUT = 0.12
 """Seconds that one long message may take."""
 
 
@@ -93,7 +93,7 @@ class World:
         """The longest that any rank took."""
         if self.axis.group is None:
             return seconds
-        return max(row[0] for row in share([int(seconds * 1e9)], [self.axis])) / 1e9
+        return max(row[0] for row in all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
         """Seconds of a call that all ranks begin together, until it or those of all are done; nobody's first."""
@@ -156,7 +156,7 @@ def line_figures(world: World, *, between: bool) -> Line | None:
     many = world.short(lambda: _spread(world, line, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _shift(world, line, bytes_), 2)
-    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * PATIENCE / once)))
+    bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
     together = world.median(lambda: _shift(world, line, bytes_), 3)
     alone = world.median(lambda: _shift(world, line if place == 0 or not between else [], bytes_), 3)
     host_rate = most * bytes_ / max(together - latency, 1e-9)
@@ -203,19 +203,19 @@ def _trade(world: World, to: Sequence[int], of: Sequence[int], size: int) -> Non
 
 def _merged(world: World, line: Sequence[int]) -> None:
     """A short message each way within a host, as merges send them."""
-    board = board_of(world.axis, world.device)
+    mailboxes = mailboxes_of(world.axis, world.device)
     message = torch.empty(SHORT, dtype=torch.uint8, device=world.device)
-    if board is None or len(line) < 2:
+    if mailboxes is None or len(line) < 2:
         _shift(world, line, SHORT)
         return
-    board.post(line[1], message)
-    board.take(line[-1], message.clone())
+    mailboxes.send(line[1], message)
+    mailboxes.recv(line[-1], message.clone())
 
 
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Measure the cluster that the ranks of a mesh are on. Every rank of the mesh calls it."""
     here, device = Mesh.of(mesh), device_of(mesh)
-    agreed(here, lambda: _check_dtype(dtype), told("Cluster.measure", dtype=dtype))
+    run_agreed(here, lambda: _check_dtype(dtype), describe_call("Cluster.measure", dtype=dtype))
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

@@ -5,7 +5,7 @@
         "gather"       the same by a collective
         "allreduce"    maximum, numerator and denominator, each by a collective: the paper's Algorithm 3, a baseline
 
-A *witness* rides along: two numbers whose maximum over all ranks tells each of them whether all ranks said the same.
+A *checksum* rides along: two numbers whose maximum over all ranks tells each of them whether all ranks said the same.
 """
 
 import math
@@ -20,22 +20,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree, askable, told, unlike
+from attnmesh.comm.consensus import agree, askable, describe_call, unlike
 from attnmesh.comm.counters import count_messages, merging
 from attnmesh.comm.failures import collective
-from attnmesh.comm.p2p import climb, meet
+from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
-from attnmesh.comm.symmetric_memory import peers_of
-from attnmesh.comm.topology import best_merge, board_of, rounds
+from attnmesh.comm.symmetric_memory import symmetric_memory_of
+from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import DTYPES, check_checked, check_one_device, check_tensor
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse, wide
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.kernels.merge import by_triton, compared, merged
-from attnmesh.mesh.axes import Axis, Mesh, group_named, kind_of
+from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
 
 DIGEST = (1 << 24) - 3
-"""Witnesses are numbers below this one: float32 holds them exactly."""
+"""Checksums are numbers below this one: float32 holds them exactly."""
 
 FEW = ROW
 """Numbers up to which one program tells them apart sooner than PyTorch, who uses all of the chip."""
@@ -45,8 +45,8 @@ BASES = {"e": 1.0, "2": math.log(2.0)}
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a partial and its witness lie in a message of bytes: (witness, lse, out), the witness in lse's dtype."""
+class PartialMessage:
+    """How a partial and its checksum lie in a message of bytes: (checksum, lse, out), the checksum in lse's dtype."""
 
     shape: tuple[int, ...]
     lse: torch.dtype
@@ -63,20 +63,20 @@ class Form:
         return torch.empty(self.size, dtype=torch.uint8, device=device)
 
     def places(self, message: Tensor) -> tuple[Tensor, Partial]:
-        """Where in a message the witness and the partial lie, to be written."""
-        witness, (out, lse) = self.read(message[None])
-        return witness[0], Partial(out[0], lse[0])
+        """Where in a message the checksum and the partial lie, to be written."""
+        checksum, (out, lse) = self.read(message[None])
+        return checksum[0], Partial(out[0], lse[0])
 
-    def message(self, witness: Tensor, partial: Partial) -> Tensor:
+    def message(self, checksum: Tensor, partial: Partial) -> Tensor:
         """The bytes of one rank's message."""
         out = partial.out.to(self.out).reshape(-1)
         if self.out == self.lse:
-            return torch.cat((witness, partial.lse.reshape(-1), out)).view(torch.uint8)
-        parts = (witness, partial.lse.reshape(-1)), (out,)
+            return torch.cat((checksum, partial.lse.reshape(-1), out)).view(torch.uint8)
+        parts = (checksum, partial.lse.reshape(-1)), (out,)
         return torch.cat([torch.cat(part).view(torch.uint8) for part in parts])
 
     def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
-        """The witnesses and the partials of several messages, stacked."""
+        """The checksums and the partials of several messages, stacked."""
         size, first, count = self.lse.itemsize, 2 * self.lse.itemsize, math.prod(self.shape[:-1])
         middle = first + count * size
         lse = rows[:, first:middle].view(self.lse).view(len(rows), *self.shape[:-1])
@@ -85,21 +85,21 @@ class Form:
 
     def join(self, rows: Tensor) -> Tensor:
         """Several messages as one."""
-        witnesses, partials = self.read(rows)
+        checksums, partials = self.read(rows)
         if not by_triton(partials.lse):
-            return self.message(witnesses.amax(0), collapse(partials))
+            return self.message(checksums.amax(0), collapse(partials))
         message = self.blank(rows.device)
-        witness, place = self.places(message)
-        merged(partials, place, witnesses=witnesses, witness=witness)
+        checksum, place = self.places(message)
+        merged(partials, place, checksums=checksums, checksum=checksum)
         return message
 
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """What several messages come to."""
-        witnesses, partials = self.read(rows)
+        checksums, partials = self.read(rows)
         if not by_triton(partials.lse):
-            return witnesses.amax(0), collapse(partials)
-        witness = witnesses.new_empty(2)
-        return witness, merged(partials, witnesses=witnesses, witness=witness)
+            return checksums.amax(0), collapse(partials)
+        checksum = checksums.new_empty(2)
+        return checksum, merged(partials, checksums=checksums, checksum=checksum)
 
 
 def merge_across(
@@ -135,7 +135,7 @@ def merge_across(
     except InputError as error:
         if not torch.compiler.is_compiling():
             if how not in COLLECTIVE:
-                absent(axis, how, output)  # or the others would wait for this rank
+                send_poison(axis, how, output)  # or the others would wait for this rank
             if axis.size > 1 and _asks(partial, axis, how, checked):
                 agree(_line(axis), error)
         raise
@@ -160,7 +160,7 @@ def merge_op(
 
 @merge_op.register_fake
 def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, output: str, _: str) -> Partial:
-    heads = Axis(place[0], place[1]).own(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
+    heads = Axis(place[0], place[1]).share_of(out.shape[1]) if output == "heads" else slice(0, out.shape[1])
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
@@ -169,15 +169,15 @@ def _merged(
 ) -> Partial:
     """In tensors of its own, and `out` in the dtype in which it came."""
     shape, dtype = list(partial.out.shape), partial.out.dtype
-    call = told("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
+    call = describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
     asks = axis.size > 1 and askable(partial.lse.device) and _asks(partial, axis, how, checked)
     if asks and how in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
         agree(_line(axis), call)
-    witness = witness_of(crc32(call.encode()), partial.lse)
-    (out, lse), witness = merged_across(partial, witness, axis, how, output, wire)
+    checksum = checksum_of(crc32(call.encode()), partial.lse)
+    (out, lse), checksum = merged_across(partial, checksum, axis, how, output, wire)
     if not asks:  # ranks that disagree have NaN
-        out = torch.where(witness.sum() == 0, out, torch.nan)
-    elif float(witness.sum()) != 0:
+        out = torch.where(checksum.sum() == 0, out, torch.nan)
+    elif float(checksum.sum()) != 0:
         agree(_line(axis), call)
         unlike("merge_across")
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
@@ -187,7 +187,7 @@ def _asks(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
     """Whether the host looks at what the ranks said: where that holds up no device, unless it is told when."""
     if checked is None and how != "allreduce":
         lse = partial[-1] if isinstance(partial, tuple) and partial else None
-        held_up = by_triton(lse) if isinstance(lse, Tensor) else kind_of(axis.group) == "cuda"
+        held_up = by_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
         return not held_up
     return checked is not False
 
@@ -199,7 +199,7 @@ def _line(axis: Axis) -> Mesh:
 
 def merged_across(
     partial: Partial,
-    witness: Tensor,
+    checksum: Tensor,
     axis: Axis,
     how: str,
     output: str,
@@ -208,101 +208,103 @@ def merged_across(
     canonical: bool = False,
     message: Tensor | None = None,
 ) -> tuple[Partial, Tensor]:
-    """The merge and the witnesses' maximum. `canonical` is the tree whose halves are the ranks' residues.
+    """The merge and the checksums' maximum. `canonical` is the tree whose halves are the ranks' residues.
 
-    `message`, if there is one, holds witness and partial already, as `Form` places them.
+    `message`, if there is one, holds checksum and partial already, as `PartialMessage` places them.
     """
     if axis.size == 1:
-        return partial, witness
+        return partial, checksum
     dtype = wide(partial.out.dtype)
-    form = Form(tuple(partial.out.shape), dtype, wire or dtype)
-    best = best_merge(axis, witness.device)  # the first time all ranks ask at once, also one that was told otherwise
+    form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
+    best = best_merge(axis, checksum.device)  # the first time all ranks ask at once, also one that was told otherwise
     if how == "auto":
         how = "direct" if output == "heads" else best
     # Too long to be heard by a rank that expects another. The same length on all ranks, with a board or without.
-    if how not in COLLECTIVE and form.size > SLOT and witness.device.type == "cpu":
-        told = absent(axis, how, output, witness, canonical=canonical)
+    if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
+        told = send_poison(axis, how, output, checksum, canonical=canonical)
         if float(told.sum()) != 0:
             return partial, told
     with merging():
-        peers = peers_of(axis, witness.device) if how == "direct" and form.lse == torch.float32 else None
+        peers = symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
         if peers is not None and (whole_form := replace(form, out=form.lse)).size <= peers.longest:
             form = whole_form
-            message = form.message(witness, partial) if message is None else message
-            witness, whole = peers.merge(message, form.shape)
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = peers.merge(message, form.shape)
         elif how == "direct" and output == "heads":
-            return _to_each_its_heads(partial, witness, form, axis)
+            return _to_each_its_heads(partial, checksum, form, axis)
         elif how == "allreduce":
-            witness, whole = _allreduce(partial, witness, form, axis)
+            checksum, whole = _allreduce(partial, checksum, form, axis)
         else:
-            message = form.message(witness, partial) if message is None else message
-            witness, whole = MERGES[how](message, form, axis, canonical)
-    heads = axis.own(form.shape[1]) if output == "heads" else slice(None)
-    return Partial(*(x[:, heads] for x in whole)), witness
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = MERGES[how](message, form, axis, canonical)
+    heads = axis.share_of(form.shape[1]) if output == "heads" else slice(None)
+    return Partial(*(x[:, heads] for x in whole)), checksum
 
 
-def absent(axis: Axis, how: str, output: str, witness: Tensor | None = None, *, canonical: bool = False) -> Tensor:
-    """Take part in the exchanges with a witness alone: one that nobody shares, of a rank that cannot go on.
+def send_poison(
+    axis: Axis, how: str, output: str, checksum: Tensor | None = None, *, canonical: bool = False
+) -> Tensor:
+    """Take part in the exchanges with a checksum alone: one that nobody shares, of a rank that cannot go on.
 
     Also what goes before messages that are too long for a box that expects others.
     """
-    if witness is None:
-        witness = torch.full((2,), torch.inf, device=kind_of(axis.group))
-    nothing = Partial(witness.new_zeros(1, 0, 0, 1), witness.new_zeros(1, 0, 0))
+    if checksum is None:
+        checksum = torch.full((2,), torch.inf, device=device_type_of(axis.group))
+    nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
     how, output = (given if given in known else "auto" for given, known in ((how, HOW), (output, OUTPUTS)))
-    return merged_across(nothing, witness, axis, how, output, canonical=canonical)[1]
+    return merged_across(nothing, checksum, axis, how, output, canonical=canonical)[1]
 
 
-def witness_of_all(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
+def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Of a call on a cache, whose length is on the device, and of the bits of some tensors."""
     if by_triton(like) and sum(x.numel() for x in tensors) <= FEW:
         return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
-    witness = witness_of(sum(map(digest, tensors), start=call + state[0]), like)
-    return witness if into is None else into.copy_(witness)
+    checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
+    return checksum if into is None else into.copy_(checksum)
 
 
-def witness_of(number: int | Tensor, like: Tensor) -> Tensor:
+def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:
     """The number, and less the number: their maxima over all ranks cancel if all say the same."""
     if isinstance(number, int):  # without a copy from the host, which a CUDA graph cannot have
-        witness = like.new_full((2,), number % DIGEST)
-        witness[1].neg_()
-        return witness
+        checksum = like.new_full((2,), number % DIGEST)
+        checksum[1].neg_()
+        return checksum
     number = number.remainder(DIGEST).to(like.dtype)
     return torch.stack((number, -number))
 
 
-def _tree(message: Tensor, form: Form, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
+def _tree(message: Tensor, form: PartialMessage, axis: Axis, canonical: bool) -> tuple[Tensor, Partial]:
     """Of two messages the bits of the merge do not depend on which is the first."""
     steps = rounds(axis, canonical)[axis.index]
-    whole = climb(message, steps, axis, form.join, board_of(axis, message.device))
-    witnesses, merged = form.read(whole[None])
-    return witnesses[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
+    whole = tree_exchange(message, steps, axis, form.join, mailboxes_of(axis, message.device))
+    checksums, merged = form.read(whole[None])
+    return checksums[0], Partial(merged.out[0].to(form.lse), merged.lse[0])
 
 
-def _direct(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
-    return form.joined(meet([message] * axis.size, axis, board_of(axis, message.device)))
+def _direct(message: Tensor, form: PartialMessage, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+    return form.joined(all_to_all_bytes([message] * axis.size, axis, mailboxes_of(axis, message.device)))
 
 
-def _to_each_its_heads(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Partial, Tensor]:
+def _to_each_its_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
     """All to all: each rank hears of its own heads alone, from all."""
-    shares = [Axis(axis.size, rank).own(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(witness, Partial(*(x[:, heads] for x in partial))) for heads in shares]
+    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
+    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    witness, merged = form.joined(meet(messages, axis, board_of(axis, witness.device)))
-    return merged, witness
+    checksum, merged = form.joined(all_to_all_bytes(messages, axis, mailboxes_of(axis, checksum.device)))
+    return merged, checksum
 
 
-def _gather(message: Tensor, form: Form, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
+def _gather(message: Tensor, form: PartialMessage, axis: Axis, _: bool) -> tuple[Tensor, Partial]:
     rows = list(message.new_empty(axis.size, len(message)))
     collective(axis, "merging", dist.all_gather, rows, message)
     count_messages(axis.size - 1, len(message))
     return form.joined(torch.stack(rows))
 
 
-def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tuple[Tensor, Partial]:
+def _allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Tensor, Partial]:
     """Algorithm 3 of Tree Attention as it stands: softmax is not left to `merge`, and it takes three collectives."""
-    peaks = torch.cat([witness, partial.lse.flatten()])
+    peaks = torch.cat([checksum, partial.lse.flatten()])
     collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
     peak = peaks[2:].view(partial.lse.shape)
     weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
@@ -317,7 +319,7 @@ def _allreduce(partial: Partial, witness: Tensor, form: Form, axis: Axis) -> tup
     return peaks[:2], Partial(out, peak + denominator.log())
 
 
-MERGES: dict[str, Callable[[Tensor, Form, Axis, bool], tuple[Tensor, Partial]]] = {
+MERGES: dict[str, Callable[[Tensor, PartialMessage, Axis, bool], tuple[Tensor, Partial]]] = {
     "tree": _tree,
     "direct": _direct,
     "gather": _gather,

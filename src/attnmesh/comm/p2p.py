@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attnmesh.comm.counters import Tensors, bytes_of, count_messages, count_received
 from attnmesh.comm.failures import Watched, awaited, collective
-from attnmesh.comm.shared_memory import SLOT, Board
-from attnmesh.mesh.axes import Axis, carriers
+from attnmesh.comm.shared_memory import SLOT, Mailboxes
+from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
 
@@ -24,7 +24,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """The tokens that a step brings, beside those that it keeps, in order of position: (batch, heads, tokens, ...)."""
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
     wanted = {peer: tuple(blank(x, count) for x in tensors) for peer, count in step.receive}
-    finish = trade(
+    finish = exchange_messages(
         {peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device, "gathering"
     )
     staying = [tensors] if len(step.keep) or not wanted else []  # or what was sent would live until others have come
@@ -39,18 +39,18 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     return finished
 
 
-def give_back(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tuple[Tensor, Tensors]]]:
+def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """What was made for the tokens held goes to their owners: for this rank, which of its tokens, and what for them."""
-    shares = {peer: tuple(take(x, tokens) for x in tensors) for peer, tokens in step.owners}
+    shares = {peer: tuple(take(x, tokens) for x in tensors) for peer, tokens in step.return_to}
     mine = shares.pop(axis.index, None)
     if mine is not None and shares:  # a copy: a view would keep all that was made for others
         mine = tuple(x.clone() for x in mine)
-    wanted = {peer: tuple(blank(x, len(t)) for x in tensors) for peer, t in step.holders if peer != axis.index}
-    finish = trade(shares, wanted, axis, tensors[0].device, "giving back")
+    wanted = {peer: tuple(blank(x, len(t)) for x in tensors) for peer, t in step.return_from if peer != axis.index}
+    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "giving back")
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish() | ({} if mine is None else {axis.index: mine})
-        return [(tokens, arrived[peer]) for peer, tokens in step.holders]
+        return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
 
     return finished
 
@@ -59,14 +59,14 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
     """All to all: `parts[p]` goes to rank p, and what comes from p is shaped like `wanted[p]`."""
     others = [peer for peer in range(axis.size) if peer != axis.index]
     device = parts[axis.index][0].device
-    finish = trade({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device, "swapping")
+    finish = exchange_messages({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device, "swapping")
     arrived = {axis.index: parts[axis.index]} | finish()
     return [arrived[peer] for peer in range(axis.size)]
 
 
-def share(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
+def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
     """Every rank's numbers, by number of shard: `axes` from the outermost to the innermost."""
-    by_host = all("cpu" in carriers(axis.group) for axis in axes if axis.group is not None)
+    by_host = all("cpu" in backends(axis.group) for axis in axes if axis.group is not None)
     table = torch.tensor([numbers], dtype=torch.int64, device="cpu" if by_host else "cuda")
     for axis in reversed(axes):
         if axis.group is not None:
@@ -84,7 +84,7 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
     return x.index_select(2, tokens.to(x.device))
 
 
-def trade(
+def exchange_messages(
     sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, what: str
 ) -> Callable[[], dict[int, Tensors]]:
     """Post all messages at once, one a peer; finishing waits for them. `wanted` are shaped like what will come.
@@ -108,12 +108,12 @@ def trade(
     return traded
 
 
-def climb(
+def tree_exchange(
     message: Tensor,
     rounds: Sequence[Round],
     axis: Axis,
     join: Callable[[Tensor], Tensor],
-    board: Board | None = None,
+    mailboxes: Mailboxes | None = None,
 ) -> Tensor:
     """Round by round `join` what is held and what is heard, two rows of bytes, to what is held next.
 
@@ -125,7 +125,7 @@ def climb(
     size, early = len(message), message.device.type == "cpu"
 
     def near(peer: int) -> bool:
-        return board is not None and board.serves(peer, size)
+        return mailboxes is not None and mailboxes.serves(peer, size)
 
     boxes = [message.new_empty(2, size if near(step.hear) or not early else max(size, SLOT)) for step in rounds]
     receipts = [
@@ -139,13 +139,13 @@ def climb(
             [(dist.isend, p, message) for p in step.send if not near(p)] + ([] if early else receipt), axis, "merging"
         )
         going += [(message, work) for work in posted]  # messages have to live until they are sent
-        if board is not None:
+        if mailboxes is not None:
             for peer in filter(near, step.send):
                 with Watched(axis, "merging", peer):
-                    board.post(peer, message)
+                    mailboxes.send(peer, message)
             if near(step.hear):
                 with Watched(axis, "merging", step.hear):
-                    board.take(step.hear, box[1])
+                    mailboxes.recv(step.hear, box[1])
         for work in works if early else posted:
             work.wait()
         message = join(box[:, :size])
@@ -155,24 +155,24 @@ def climb(
     return message
 
 
-def meet(messages: Sequence[Tensor], axis: Axis, board: Board | None = None) -> Tensor:
-    """All to all: `messages[p]` goes to rank p, row p is what came of it, as long as the own; else as `climb`."""
+def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxes | None = None) -> Tensor:
+    """All to all: `messages[p]` goes to rank p, and row p is what came from it, as long as this rank's own."""
     mine = messages[axis.index]
     others = [peer for peer in range(axis.size) if peer != axis.index]
-    near = [p for p in others if board is not None and board.serves(p, max(len(mine), len(messages[p])))]
+    near = [p for p in others if mailboxes is not None and mailboxes.serves(p, max(len(mine), len(messages[p])))]
     far = [p for p in others if p not in near]
     rows = mine.new_empty(axis.size, max(len(mine), SLOT if far and mine.device.type == "cpu" else 0))
     posts = [(dist.irecv, p, rows[p]) for p in far] + [(dist.isend, p, messages[p]) for p in far]
     works = _posted(posts, axis, "merging")
     count_messages(len(others), len(mine))
     rows[axis.index, : len(mine)] = mine
-    if board is not None:
+    if mailboxes is not None:
         for peer in near:
             with Watched(axis, "merging", peer):
-                board.post(peer, messages[peer])
+                mailboxes.send(peer, messages[peer])
         for peer in near:
             with Watched(axis, "merging", peer):
-                board.take(peer, rows[peer, : len(mine)])
+                mailboxes.recv(peer, rows[peer, : len(mine)])
     for work in works:
         work.wait()
     return rows[:, : len(mine)]

@@ -18,12 +18,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from attnmesh.comm.failures import LONGEST, part
 from attnmesh.errors import ArgumentError, RankFailure
-from attnmesh.mesh.axes import forget
+from attnmesh.mesh.axes import clear_caches
 
-PATIENCE = timedelta(minutes=30)
+TIMEOUT = timedelta(minutes=30)
 """What a rank waits for others, unless it is told otherwise."""
 
-LOOK = 0.02
+POLL_INTERVAL = 0.02
 """Seconds from one look into the store to the next."""
 
 
@@ -34,7 +34,7 @@ def enter(
     ranks: int | None = None,
     *,
     seconds: float = 300.0,
-    timeout: timedelta = PATIENCE,
+    timeout: timedelta = TIMEOUT,
 ) -> None:
     """Make the default process group, once all ranks have come, for which they have so many seconds.
 
@@ -55,7 +55,7 @@ def enter(
 
 def leave() -> None:
     """Let go of all meshes and process groups, also of those that a lost rank has broken."""
-    forget()
+    clear_caches()
     part()
     if dist.is_initialized():
         with suppress(RuntimeError):
@@ -81,7 +81,7 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
             missing = [other for other in range(ranks) if not _read(store, _key("word", other))]
             missing = missing or (_deaf(store, ranks, name) if mine in words else [0])
             raise RankFailure(missing, "entering", "world", f"not all {ranks} ranks came within {seconds:.0f} s")
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)
 
 
 def _tell(store: Store, ranks: int) -> None:

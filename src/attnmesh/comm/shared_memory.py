@@ -50,7 +50,7 @@ _yield = CDLL(None).sched_yield if os.name == "posix" else int
 """Let others go first: also other threads of this process, which would not if Python's own way were taken."""
 
 
-class Board:
+class Mailboxes:
     """This rank's boxes; `members` are the ranks that share the memory, by their numbers along an axis.
 
     A rank waits for as many seconds as `patience` for another, and no longer than that one's process lives, where its
@@ -79,7 +79,7 @@ class Board:
         """Whether messages of that size go to and from a rank by this board."""
         return size <= SLOT and peer in self.members
 
-    def post(self, peer: int, message: Tensor) -> None:
+    def send(self, peer: int, message: Tensor) -> None:
         """Put a message, bytes in a row, into the box to a peer, once the last is out of it."""
         box = self._box(self.mine, self.members[peer])
         self._wait(box // 8 + 8, self.put[peer], peer)
@@ -87,7 +87,7 @@ class Board:
         self.put[peer] += 1
         self.words[box // 8] = self.put[peer]  # after the message itself: see above
 
-    def take(self, peer: int, into: Tensor) -> None:
+    def recv(self, peer: int, into: Tensor) -> None:
         """The beginning of what a peer put into the box to this rank, once it is there."""
         box = self._box(self.members[peer], self.mine)
         self.taken[peer] += 1
@@ -126,7 +126,7 @@ class Board:
         if monotonic() - since > patience:
             raise RuntimeError(f"timed out: it has sent nothing for {patience:.0f} seconds")
 
-    def hang_up(self) -> None:
+    def abort(self) -> None:
         """Tell all who wait for this rank that nothing will come: in its box to itself, which is of no other use."""
         self.words[self._box(self.mine, self.mine) // 8] = 1
 

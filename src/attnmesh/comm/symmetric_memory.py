@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.counters import count_messages
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.merge import serves
 from attnmesh.kernels.triton_runtime import launch, parts
-from attnmesh.mesh.axes import Axis, remembered
+from attnmesh.mesh.axes import Axis, cached_per_world
 
 ROOM = 1 << 18
 """Numbers of the longest message: 1 MiB."""
@@ -25,12 +25,12 @@ ROWS = 8
 FLAGS = ROOM // ROWS
 """Programs of the longest message there can be."""
 
-PATIENCE = 1 << 26
+TIMEOUT = 1 << 26
 """Looks at a flag until a rank is given up: half a minute, if a look takes half a microsecond."""
 
 
 @dataclass(frozen=True)
-class Peers:
+class SymmetricMemory:
     """The memories of all ranks of an axis, by their addresses; `kept` is what has to live as long."""
 
     addresses: Tensor
@@ -44,12 +44,12 @@ class Peers:
     def merge(
         self, message: Tensor, shape: tuple[int, ...], *, put: bool = True, take: bool = True
     ) -> tuple[Tensor, Partial]:
-        """The messages of all ranks as one partial of that shape, and the maximum of their witnesses.
+        """The messages of all ranks as one partial of that shape, and the maximum of their checksums.
 
         A message of no rows is that of a rank that cannot go on: it is put for all programs that others may have.
         """
         numbers, ranks, rows = message.view(torch.float32), len(self.addresses), math.prod(shape[:-1])
-        witness, out, lse = (numbers.new_empty(size) for size in ((2,), shape, shape[:-1]))
+        checksum, out, lse = (numbers.new_empty(size) for size in ((2,), shape, shape[:-1]))
         first, second = parts(shape[-1])
         if put:
             self.steps.add_(1)
@@ -63,14 +63,14 @@ class Peers:
             counter=self.steps,
             out=out,
             lse=lse,
-            witness=witness,
+            checksum=checksum,
             rank=self.rank,
             ranks=ranks,
             flags=FLAGS,
             room=ROOM,
             rows=rows,
             values=shape[-1],
-            patience=PATIENCE,
+            patience=TIMEOUT,
             ROWS=ROWS,
             V_0=first,
             V_1=second,
@@ -79,7 +79,7 @@ class Peers:
             enable_fp_fusion=False,
         )
         count_messages(ranks - 1, len(message))
-        return witness, Partial(out, lse)
+        return checksum, Partial(out, lse)
 
 
 def numbers_of(ranks: int) -> int:
@@ -87,8 +87,8 @@ def numbers_of(ranks: int) -> int:
     return ranks * FLAGS + 2 * ranks * ROOM
 
 
-@remembered()
-def peers_of(axis: Axis, device: torch.device) -> Peers | None:
+@cached_per_world()
+def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | None:
     """The memories of an axis whose ranks share a host; all ask at the same time, and if one cannot, none does."""
     if device.type != "cuda" or axis.size == 1:
         return None
@@ -105,7 +105,7 @@ def peers_of(axis: Axis, device: torch.device) -> Peers | None:
     memory.zero_()
     handle.barrier()  # nobody writes before all have cleared theirs
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
-    return Peers(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
+    return SymmetricMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
 
 
 SYMMETRIC = "torch.distributed._symmetric_memory"
@@ -123,4 +123,4 @@ def _made(numbers: int, device: torch.device) -> Tensor | None:
 
 
 def _all(said: bool, axis: Axis, device: torch.device) -> bool:
-    return all(row[0] for row in share([said], [axis]))
+    return all(row[0] for row in all_gather_ints([said], [axis]))

@@ -61,7 +61,7 @@ def _weights() -> Tensor:
         return _made_weights(ROW, torch.device("cpu"))
 
 
-def stamp(before: int, said: Tensor | None) -> int:
+def history_checksum(before: int, said: Tensor | None) -> int:
     """A number for all that ranks were told so far: the same if they were told the same in turn."""
     return before if said is None else (31 * before + int(digest(said)) + said.numel()) % 2**56
 

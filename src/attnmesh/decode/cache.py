@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import Asking, agreed, told
+from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.p2p import blank, swap
-from attnmesh.comm.topology import board_of, rounds
+from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
-from attnmesh.core.digest import fingerprints, stamp
+from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import Room, Spread, check_cover, cover
-from attnmesh.decode.checkpoint import Known, Layers
-from attnmesh.decode.checkpoint_reader import Found, fill, looked_into
+from attnmesh.decode.cache_shard import CacheShard, TokenCounts, check_cover, cover
+from attnmesh.decode.checkpoint import Layers, SavedPieces
+from attnmesh.decode.checkpoint_reader import Found, fill, inspect
 from attnmesh.decode.checkpoint_writer import Saving, begin
 from attnmesh.decode.replicas import Copies, check_copies
 from attnmesh.errors import ShapeError
-from attnmesh.kernels.cache_view import Padding, Slots
+from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
@@ -71,24 +71,26 @@ class KVCache:
         widths = head_dim, head_dim if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
-        call = told("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
-        agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
+        call = describe_call("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
+        run_agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
         self.tokens = flat_axis(mesh, ("queries", "keys"))  # a group may be made of it, by all ranks at once
-        self.asking = Asking(self.mesh, self.device, checked)
-        self.stamp = 0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
+        self.checker = CallChecker(self.mesh, self.device, checked)
+        self.history_checksum = (
+            0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
+        )
         self._saving: Saving | None = None
-        self._known = Known()
+        self._known = SavedPieces()
         self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
         self._most = 0  # the length, as far as the host knows: what a replayed graph appends it does not
         if self.tokens.size > 1:
             rounds(self.tokens, False)  # the ranks tell each other now on which hosts they are
         for axis in (self.tokens, self.mesh.heads):
-            board_of(axis, self.device)
-        room = partial(Room, sizes, self.mesh.heads, self.tokens.size, self.device)
+            mailboxes_of(axis, self.device)
+        room = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
         self.copies = Copies(self.tokens, copies)
-        made = agreed(self.mesh, lambda: [room(index) for index in (self.tokens.index, *self.copies.of)], "KVCache")
-        self.room, self.copies.rooms = made[0], dict(zip(self.copies.of, made[1:], strict=True))
-        self._spread = Spread(self.room.deal, 0, (0,) * self.tokens.size)
+        made = run_agreed(self.mesh, lambda: [room(index) for index in (self.tokens.index, *self.copies.of)], "KVCache")
+        self.shard, self.copies.rooms = made[0], dict(zip(self.copies.of, made[1:], strict=True))
+        self._spread = TokenCounts(self.shard.block_cyclic, 0, (0,) * self.tokens.size)
 
     def _check(self, sizes: Sizes, device: object, checked: object, copies: object) -> None:
         check_checked("KVCache", checked)
@@ -98,55 +100,55 @@ class KVCache:
 
     def __repr__(self) -> str:
         """What it is made for, and what it holds."""
-        held = f"{self.length} tokens, {self.used} of them here, {'' if self.dealt else 'not '}all dealt"
+        held = f"{self.length} tokens, {self.used} of them here, {'' if self.is_block_cyclic else 'not '}all dealt"
         return f"KVCache({self.sizes}, {held})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
         """The same tokens in tensors of its own, on the same mesh."""
         twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": Known()}
-        twin.room, twin.copies = self.room.twin(), self.copies.twin()
+        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": SavedPieces()}
+        twin.shard, twin.copies = self.shard.twin(), self.copies.twin()
         return twin
 
     @property
     def sizes(self) -> Sizes:
         """What it is made for."""
-        return self.room.sizes
+        return self.shard.sizes
 
     @property
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[CacheShard]:
         """That of this rank's own tokens, and those of its copies of others'."""
-        return [self.room, *self.copies.rooms.values()]
+        return [self.shard, *self.copies.rooms.values()]
 
     @property
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first are `used`."""
-        return self.room.keys
+        return self.shard.keys
 
     @property
     def values(self) -> Tensor:
         """This rank's values, as its keys."""
-        return self.room.values
+        return self.shard.values
 
     @property
     def padding(self) -> Padding | None:
         """Which tokens are real, if any is not."""
-        return self.room.padding
+        return self.shard.padding
 
     @property
     def length(self) -> int:
         """Tokens so far, of all ranks; in a padded batch padding counts."""
-        return self.room.length
+        return self.shard.length
 
     @property
     def used(self) -> int:
         """Tokens that this rank holds."""
-        return self.room.used
+        return self.shard.used
 
     @property
-    def held(self) -> Slots:
+    def held(self) -> CacheView:
         """What this rank holds, as tensors of its device."""
-        return self.room.held
+        return self.shard.held
 
     def holds(self, tokens: int) -> bool:
         """Whether there are so many, and none beyond the capacity: a GPU is asked if the host does not know it."""
@@ -158,18 +160,18 @@ class KVCache:
     @property
     def lengths(self) -> Tensor:
         """Real tokens of each sequence, (batch,)."""
-        state = self.room.state
+        state = self.shard.state
         return (state[0].expand(self.sizes.batch) if self.padding is None else self.padding.lengths).clone()
 
     @property
-    def dealt(self) -> bool:
+    def is_block_cyclic(self) -> bool:
         """Whether every token lies where dealing puts it, as after `append` alone."""
         return self._spread.start == 0
 
     def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
         new = {"k": k, "v": v, "real": real}
-        self.asking.ask("append", lambda: self._check_append(k, v, real), lambda: fingerprints(new))
+        self.checker.check("append", lambda: self._check_append(k, v, real), lambda: fingerprints(new))
         self._note(real, k.shape[2])
         with torch.no_grad():
             for room in self.rooms:
@@ -188,14 +190,14 @@ class KVCache:
         tokens of all ranks), is False for padding and the same on every rank.
         """
         start = self.length
-        table = self.asking.ask(
+        table = self.checker.check(
             "append_shard",
             lambda: self._check_append_shard(k, v, positions, real),
             lambda: {
                 "tokens": start,
                 "capacity": self.sizes.capacity,
                 "padding": None if real is None else list(real.shape),
-                "stamp": stamp(0, real),
+                "stamp": history_checksum(0, real),
             },
             must=True,
         )
@@ -205,14 +207,14 @@ class KVCache:
         counts = self._spread.counts(start)
         for count, owner, *_ in table:
             counts[owner] += count
-        by_dealing = self.dealt and all(in_turn for *_, in_turn in table)
-        spread = self._spread if by_dealing else Spread(self.room.deal, start + more, tuple(counts))
+        by_dealing = self.is_block_cyclic and all(in_turn for *_, in_turn in table)
+        spread = self._spread if by_dealing else TokenCounts(self.shard.block_cyclic, start + more, tuple(counts))
         self._check_room("append_shard", more, spread)
         self._spread = spread
         self._note(real, more)
         with torch.no_grad():
             k, v, tokens = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
-            self.room.place(k, v, tokens, more, real)
+            self.shard.place(k, v, tokens, more, real)
             self.copies.send(k, v, tokens, more, real)
 
     @torch.no_grad()
@@ -225,13 +227,13 @@ class KVCache:
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
                 given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that is no more than it holds"
                 raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
-            return self.tokens.index, self.room.before(length)
+            return self.tokens.index, self.shard.before(length)
 
-        dealt = self.dealt  # if not, only the others know how many of their tokens are left
-        table = self.asking.ask("truncate", before_it, lambda: {"to": length, "tokens": before}, must=not dealt)
+        dealt = self.is_block_cyclic  # if not, only the others know how many of their tokens are left
+        table = self.checker.check("truncate", before_it, lambda: {"to": length, "tokens": before}, must=not dealt)
         if not dealt and length < self._spread.start:
             held = sorted(set(map(tuple, table)))  # of ranks with the same tokens of other heads once
-            self._spread = Spread(self.room.deal, length, tuple(count for _, count in held))
+            self._spread = TokenCounts(self.shard.block_cyclic, length, tuple(count for _, count in held))
         for room in self.rooms:
             room.cut(length)
         self._known.forget(self.used)
@@ -246,26 +248,26 @@ class KVCache:
             if fault := sizes.fault(self.mesh.heads.size):
                 raise fault
 
-        asked = self.asking.checked is not False
-        self.asking.ask("reserve", check, lambda: {"capacity": capacity}, must=asked)
+        asked = self.checker.checked is not False
+        self.checker.check("reserve", check, lambda: {"capacity": capacity}, must=asked)
 
         def grow() -> None:
             for room in self.rooms[::-1]:  # its own at last, by which it is known how many tokens fit
                 if capacity > room.sizes.capacity:
                     room.grow(sizes)
 
-        self.asking.ask("reserve", grow, dict, must=asked)
+        self.checker.check("reserve", grow, dict, must=asked)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
         """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
-        self.asking.ask("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
+        self.checker.check("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
         self._finish_saving()
         index = batch_index.to(self.device)
         for room in self.rooms:
             room.reorder(index)
         self._known.forget()
-        self.stamp, self.changes = stamp(self.stamp, index), self.changes + 1
+        self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens; every rank calls it.
@@ -299,9 +301,9 @@ class KVCache:
 
     def filled(self, length: int, real: Tensor | None) -> None:
         """All tokens have been written where dealing puts them; now they count, and copies are sent out."""
-        held = self.room.filled(length, real)
+        held = self.shard.filled(length, real)
         k, v = (x[:, :, :held] for x in (self.keys, self.values))
-        self.copies.send(k, v, self.room.columns[:held], length, real)
+        self.copies.send(k, v, self.shard.token_index[:held], length, real)
         self._most = length
 
     def _note(self, real: Tensor | None, more: int) -> None:
@@ -310,7 +312,9 @@ class KVCache:
             return
         self._most += more
         if real is not None or self.padding is not None:
-            self.stamp = stamp(self.stamp, torch.ones(self.sizes.batch, more) > 0 if real is None else real)
+            self.history_checksum = history_checksum(
+                self.history_checksum, torch.ones(self.sizes.batch, more) > 0 if real is None else real
+            )
 
     def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Along the heads axis: this rank's heads of the tokens of all in line."""
@@ -325,7 +329,7 @@ class KVCache:
         k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
         return k, v, positions
 
-    def _check_room(self, subject: str, more: int, spread: Spread) -> None:
+    def _check_room(self, subject: str, more: int, spread: TokenCounts) -> None:
         """Raise, on all ranks alike and before anything is written, unless the tokens fit, if they lie like this."""
         capacity = self.sizes.capacity
         if self.device.type != "cuda" or self._most + more > capacity:
@@ -337,8 +341,8 @@ class KVCache:
         if not spread.start:  # dealing fills no rank beyond its room
             return
         fullest = max(spread.counts(self._most + more))
-        if fullest > self.room.slots:
-            given = f"{fullest} tokens on one rank, which has room for {self.room.slots}"
+        if fullest > self.shard.slots:
+            given = f"{fullest} tokens on one rank, which has room for {self.shard.slots}"
             fix = "prefill in shards of even size, or reserve a larger capacity"
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
 
@@ -348,7 +352,7 @@ class KVCache:
         self.sizes.check_new("append_shard", k, v, self.device)
         self.sizes.check_positions(positions, k.shape[2])
         self.sizes.check_real("append_shard", real, None)
-        in_turn = bool((self.room.deal.owner(positions) == self.tokens.index).all())
+        in_turn = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
         return len(positions), self.tokens.index, cover(positions), in_turn
 
 
@@ -365,11 +369,11 @@ def save_layers(
     for cache in caches:
         if cache._saving is not None and not cache._saving.concluded:
             cache._saving.wait()  # or two would write to one place
-    real = None if first.padding is None else first.padding.real[:, : first.length]
+    real = None if first.padding is None else first.padding.token_mask[:, : first.length]
     known = first._known
     if known.of != tuple(map(id, caches)) or any(cache._known is not known for cache in caches):
-        known = Known(caches)
-    rooms, lengths = tuple(cache.room for cache in caches), tuple(cache.length for cache in caches)
+        known = SavedPieces(caches)
+    rooms, lengths = tuple(cache.shard for cache in caches), tuple(cache.length for cache in caches)
     saving = begin(path, Layers(first.mesh, rooms, lengths, first.used, real, known), more or {}, note)
     for cache in caches:
         cache._saving, cache._known = saving, known
@@ -395,12 +399,12 @@ def load_layers(
         if fault := device_fault("load", place, device):
             raise fault
         check_copies(copies, here.queries.size * here.keys.size)
-        return looked_into(path, here, place, layers, capacity, copies)
+        return inspect(path, here, place, layers, capacity, copies)
 
-    found = agreed(here, look, lambda came: told("load", of=came.header, capacity=capacity))
+    found = run_agreed(here, look, lambda came: describe_call("load", of=came.header, capacity=capacity))
     caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in found.sizes]
     with torch.no_grad():
-        agreed(here, lambda: fill([cache.room for cache in caches], found.path, found.header), "load")
+        run_agreed(here, lambda: fill([cache.shard for cache in caches], found.path, found.header), "load")
         for cache in caches:
             cache.filled(found.header.length, found.real)
     return caches, found.more, found.header.note

@@ -11,12 +11,12 @@ from torch import Tensor
 from attnmesh.core.digest import mixed
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.errors import LayoutError
-from attnmesh.kernels.cache_view import Padding, Slots
+from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis
 
 
 @dataclass(frozen=True)
-class Deal:
+class BlockCyclic:
     """Blocks of so many tokens, to so many ranks."""
 
     block: int
@@ -26,7 +26,7 @@ class Deal:
         """To which rank each token goes.
 
         >>> import torch
-        >>> Deal(block=2, ranks=2).owner(torch.arange(7))
+        >>> BlockCyclic(block=2, ranks=2).owner(torch.arange(7))
         tensor([0, 0, 1, 1, 0, 0, 1])
         """
         return tokens // self.block % self.ranks
@@ -38,7 +38,7 @@ class Deal:
     def count(self, rank: int, length: int) -> int:
         """How many of the first `length` tokens a rank has been dealt.
 
-        >>> [Deal(block=2, ranks=2).count(rank, 7) for rank in range(2)]
+        >>> [BlockCyclic(block=2, ranks=2).count(rank, 7) for rank in range(2)]
         [4, 3]
         """
         rounds, rest = divmod(length, self.block * self.ranks)
@@ -51,20 +51,23 @@ class Deal:
 
 
 @dataclass(frozen=True)
-class Spread:
+class TokenCounts:
     """How many tokens each rank holds: as they came up to `start`, from there on as they are dealt."""
 
-    deal: Deal
+    block_cyclic: BlockCyclic
     start: int
     came: tuple[int, ...]
 
     def counts(self, length: int) -> list[int]:
         """Of the first `length` tokens, by rank.
 
-        >>> Spread(Deal(block=2, ranks=2), start=3, came=(3, 0)).counts(7)
+        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, came=(3, 0)).counts(7)
         [5, 2]
         """
-        dealt = [self.deal.count(rank, length) - self.deal.count(rank, self.start) for rank in range(self.deal.ranks)]
+        dealt = [
+            self.block_cyclic.count(rank, length) - self.block_cyclic.count(rank, self.start)
+            for rank in range(self.block_cyclic.ranks)
+        ]
         return [before + more for before, more in zip(self.came, dealt, strict=True)]
 
 
@@ -85,7 +88,7 @@ SLACK = 2
 """Tokens by which a shard of a prefill may be larger than an even share: a zigzag's two chunks are rounded each."""
 
 
-class Room:
+class CacheShard:
     """Keys and values of the tokens that are dealt to a rank, by its number along the tokens' axis, of its heads."""
 
     keys: Tensor
@@ -93,14 +96,14 @@ class Room:
 
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
-        self.deal = Deal(sizes.block, ranks)
+        self.block_cyclic = BlockCyclic(sizes.block, ranks)
         self.slots = self._slots(sizes.capacity)
         # One slot more than is used: what is another rank's is written there, so that nobody need ask whose it is.
         room = sizes.batch, sizes.kv_heads // heads.size, self.slots + 1
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.keys = torch.empty(*room, sizes.head_dim, dtype=sizes.dtype, device=device)
             self.values = torch.empty(*room, sizes.value_dim, dtype=sizes.dtype, device=device)
-            self.columns = torch.zeros(self.slots + 1, dtype=torch.int64, device=device)  # the token in each slot
+            self.token_index = torch.zeros(self.slots + 1, dtype=torch.int64, device=device)  # the token in each slot
             self.state = torch.zeros(2, dtype=torch.int64, device=device)  # tokens of all ranks, and held here
         self.padding: Padding | None = None
 
@@ -115,9 +118,9 @@ class Room:
         return int(self.state.tolist()[1])
 
     @property
-    def held(self) -> Slots:
+    def held(self) -> CacheView:
         """What is here, as tensors of its device."""
-        return Slots(self.keys, self.values, self.columns, self.state, self.padding)
+        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding)
 
     def add(self, k: Tensor, v: Tensor, real: Tensor | None) -> None:
         """Add those of the new tokens that are dealt to this rank; `k` and `v` have all heads."""
@@ -127,7 +130,7 @@ class Room:
             return
         length, used = self.state.unbind()
         tokens = length + torch.arange(more, device=self.device)
-        mine = (self.deal.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
+        mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         own_k, own_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
         self._write(own_k, own_v, tokens, slots)
@@ -144,7 +147,7 @@ class Room:
 
     def before(self, length: int) -> int:
         """How many of the first `length` tokens are here."""
-        return int(torch.searchsorted(self.columns[: self.used], length))
+        return int(torch.searchsorted(self.token_index[: self.used], length))
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on."""
@@ -156,7 +159,7 @@ class Room:
         """Room for more; one tensor is copied at a time."""
         used, slots = self.used, self._slots(sizes.capacity)
         with torch.inference_mode(False):
-            columns = torch.nn.functional.pad(self.columns, (0, slots + 1 - len(self.columns)))
+            columns = torch.nn.functional.pad(self.token_index, (0, slots + 1 - len(self.token_index)))
             padding = None if self.padding is None else self.padding.grown(sizes.capacity, slots + 1)
             for name in ("keys", "values"):
                 old = getattr(self, name)
@@ -164,7 +167,7 @@ class Room:
                 new[:, :, :used] = old[:, :, :used]
                 setattr(self, name, new)
         # Only now: where there is no memory for it all, what there was serves on.
-        self.sizes, self.slots, self.columns, self.padding = sizes, slots, columns, padding
+        self.sizes, self.slots, self.token_index, self.padding = sizes, slots, columns, padding
 
     def reorder(self, index: Tensor) -> None:
         """Sequence b becomes what sequence `index[b]` was; there may be more or fewer."""
@@ -182,20 +185,22 @@ class Room:
 
     def filled(self, length: int, real: Tensor | None) -> int:
         """Tokens have been written where dealing puts them; now they count. How many are here."""
-        held = self.deal.count(self.index, length)
+        held = self.block_cyclic.count(self.index, length)
         self.state.copy_(torch.tensor([length, held]))
         if real is not None:
             none = torch.zeros_like(self.state[0])
-            self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.columns, none)
-            self.padding.add(none, real.to(self.device), self.columns[:held], torch.arange(held, device=self.device))
+            self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, none)
+            self.padding.add(
+                none, real.to(self.device), self.token_index[:held], torch.arange(held, device=self.device)
+            )
         return held
 
-    def twin(self) -> "Room":
+    def twin(self) -> "CacheShard":
         """The same tokens in tensors of its own."""
         twin = object.__new__(type(self))
         twin.__dict__ = dict(self.__dict__)
         with torch.inference_mode(False):
-            for name in ("keys", "values", "columns", "state"):
+            for name in ("keys", "values", "token_index", "state"):
                 setattr(twin, name, getattr(self, name).clone())
             if self.padding is not None:
                 twin.padding = Padding(*(x.clone() for x in self.padding))
@@ -203,7 +208,7 @@ class Room:
 
     def _slots(self, capacity: int) -> int:
         """Tokens for which a rank has room."""
-        return min(capacity, -(-capacity // self.deal.ranks) + self.sizes.block + SLACK)
+        return min(capacity, -(-capacity // self.block_cyclic.ranks) + self.sizes.block + SLACK)
 
     def _all_elsewhere(self, more: int, real: Tensor | None) -> bool:
         """Whether all new tokens are dealt to one other rank, as most are; where it is free to know."""
@@ -212,19 +217,19 @@ class Room:
         if self.padding is not None or real is not None:  # all ranks note what is real
             return False
         length = self.length
-        return self.deal.to_one(length, length + more) not in (None, self.index)
+        return self.block_cyclic.to_one(length, length + more) not in (None, self.index)
 
     def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
         """Put this rank's heads of its tokens into slots."""
         self.keys.index_copy_(2, slots, k)
         self.values.index_copy_(2, slots, v)
-        self.columns.index_copy_(0, slots, tokens)
+        self.token_index.index_copy_(0, slots, tokens)
 
     def _pad(self, tokens: Tensor, slots: Tensor, more: int, real: Tensor | None) -> None:
         """Note which of `more` new tokens of all ranks are real, if any ever was not, before the length counts them."""
         if real is None and self.padding is None:
             return
         length, sizes = self.state[0], self.sizes
-        self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.columns, length)
+        self.padding = self.padding or Padding.none(sizes.batch, sizes.capacity, self.token_index, length)
         all_real = torch.ones(sizes.batch, more, dtype=torch.bool, device=self.device)  # not brought there
         self.padding.add(length, all_real if real is None else real.to(self.device), tokens - length, slots)

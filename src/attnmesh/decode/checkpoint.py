@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import Room
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.tensor_file import FIX, whole
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
@@ -43,7 +43,7 @@ PIECE, LEAST = 4096, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
-class Known(dict[tuple[int, int], Mapping[str, int]]):
+class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
     """The sums of files that were saved, by the slots that they hold, as long as what is in these stays the same."""
 
     def __init__(self, caches: Sequence[object] = ()) -> None:
@@ -61,11 +61,11 @@ class Layers:
     """The layers of a model, all of the same tokens, as this rank has them."""
 
     mesh: Mesh
-    rooms: tuple[Room, ...]
+    rooms: tuple[CacheShard, ...]
     lengths: tuple[int, ...]  # of all layers, which are to be the same
     used: int
     real: Tensor | None
-    known: Known
+    known: SavedPieces
 
     @property
     def place(self) -> str:
@@ -73,7 +73,7 @@ class Layers:
         return f"{self.rooms[0].heads.index}.{self.rooms[0].index}."
 
     @property
-    def speaks(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this rank speaks for the whole."""
         return self.mesh.shard == 0
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import Room
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import MORE, Header, files_of, folder_of, opened
 from attnmesh.decode.tensor_file import FIX, Stored, memory
 from attnmesh.errors import ShapeError, StoreError
@@ -26,7 +26,7 @@ class Found(NamedTuple):
     more: dict[str, Tensor]
 
 
-def looked_into(
+def inspect(
     path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None, copies: int
 ) -> Found:
     """What is there to be loaded; an error if it cannot be."""
@@ -71,16 +71,16 @@ def more_of(path: Path, header: Header) -> tuple[Tensor | None, dict[str, Tensor
     return real, {name.removeprefix("more "): stored.read(name) for name in names}
 
 
-def fill(rooms: Sequence[Room], path: Path, header: Header) -> None:
+def fill(rooms: Sequence[CacheShard], path: Path, header: Header) -> None:
     """Read this rank's tokens, wherever they were."""
     first = rooms[0]
-    held = first.deal.count(first.index, header.length)
+    held = first.block_cyclic.count(first.index, header.length)
     found = torch.zeros(header.heads, held, dtype=torch.bool)  # of those who wrote, by their place along the heads
     for file in files_of(path, header):
         stored = Stored(file.path)
         columns = stored.read("columns", torch.int64, (file.stop - file.start,))
-        mine = (first.deal.owner(columns) == first.index).nonzero().flatten()
-        slots = first.deal.slot(columns[mine])
+        mine = (first.block_cyclic.owner(columns) == first.index).nonzero().flatten()
+        slots = first.block_cyclic.slot(columns[mine])
         if len(columns) and (int(columns.min()) < 0 or int(columns.max()) >= header.length):
             raise StoreError("load", "every token once", f"tokens beyond the last in {file.path}", FIX)
         if bool(found[file.heads, slots].any()) or len(slots.unique()) < len(slots):
@@ -88,28 +88,28 @@ def fill(rooms: Sequence[Room], path: Path, header: Header) -> None:
         found[file.heads, slots] = True
         for layer, room in enumerate(rooms) if len(mine) else ():
             _copy(room, stored, layer, Axis(header.heads, file.heads), mine, slots, len(columns))
-        first.columns[slots.to(first.device)] = columns[mine].to(first.device)
+        first.token_index[slots.to(first.device)] = columns[mine].to(first.device)
     for room in rooms:
         needed = [_shared(room, Axis(header.heads, h)) is not None for h in range(header.heads)]
         if not bool(found[needed].all()):
             given = f"{int(found[needed].all(0).sum())} of this rank's {held} tokens in {path}"
             raise StoreError("load", "every token once", given, FIX)
-        room.columns[:held] = first.columns[:held]
+        room.token_index[:held] = first.token_index[:held]
 
 
-def _copy(room: Room, stored: Stored, layer: int, wrote: Axis, mine: Tensor, slots: Tensor, tokens: int) -> None:
+def _copy(room: CacheShard, stored: Stored, layer: int, wrote: Axis, mine: Tensor, slots: Tensor, tokens: int) -> None:
     """Of a file that was written at that place along the heads, this rank's heads and tokens."""
     shared = _shared(room, wrote)
     if shared is None:
         return
     into, of = shared
-    sizes, heads = room.sizes, wrote.own(room.sizes.kv_heads)
+    sizes, heads = room.sizes, wrote.share_of(room.sizes.kv_heads)
     for name, x, width in (("keys", room.keys, sizes.head_dim), ("values", room.values, sizes.value_dim)):
         read = stored.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
         x[:, into].index_copy_(2, slots.to(room.device), read[:, of, mine].to(room.device))
 
 
-def _shared(room: Room, wrote: Axis) -> tuple[slice, slice] | None:
+def _shared(room: CacheShard, wrote: Axis) -> tuple[slice, slice] | None:
     """The heads that a rank and one that wrote have in common: which of the one's, and of the other's."""
-    into, of = overlap(room.heads.own(room.sizes.kv_heads), wrote.own(room.sizes.kv_heads))
+    into, of = overlap(room.heads.share_of(room.sizes.kv_heads), wrote.share_of(room.sizes.kv_heads))
     return (into, of) if into.start < into.stop else None

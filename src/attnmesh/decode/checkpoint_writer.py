@@ -17,9 +17,9 @@ from threading import Thread
 
 from torch import Tensor
 
-from attnmesh.comm.consensus import agree, told, tried
+from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.failures import deadline
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.decode.checkpoint import (
     MANIFEST,
     MORE,
@@ -32,20 +32,20 @@ from attnmesh.decode.checkpoint import (
     pieces,
     savings,
 )
-from attnmesh.decode.tensor_file import check_more, keep, settle, whole
+from attnmesh.decode.tensor_file import check_more, link_or_write, settle, whole
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 """Seconds for another job to be done with the folder."""
 
-LOOK = 1.0
+POLL_INTERVAL = 1.0
 """Seconds from one look whether all ranks have written to the next, or less if there is a deadline."""
 
 
 def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
     """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
-    mesh, first, speaks = layers.mesh, layers.rooms[0], layers.speaks
+    mesh, first, speaks = layers.mesh, layers.rooms[0], layers.is_coordinator
     sizes = tuple(room.sizes for room in layers.rooms)
 
     def look() -> tuple[Path, Header, dict[str, Tensor]]:
@@ -55,13 +55,13 @@ def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: 
             given, fix = f"layers of {sorted(set(layers.lengths))} tokens", "truncate them to the same length"
             raise StoreError("save", "layers of the same tokens", given, fix)
         padded, length = layers.real is not None, layers.lengths[0]
-        place = first.heads.size, first.deal.ranks, _next(path)
+        place = first.heads.size, first.block_cyclic.ranks, _next(path)
         header = Header(sizes, padded, padded or bool(more), length, *place, note, f"{0:016x}")
         header.text()  # or an error
         whole = {f"more {name}": x.clone() for name, x in more.items()} if speaks else {}
         return path, header, whole | ({"real": layers.real.clone()} if speaks and layers.real is not None else {})
 
-    came, said = tried(look, lambda found: told("save", saving=found[1].saving, note=note))
+    came, said = attempt(look, lambda found: describe_call("save", saving=found[1].saving, note=note))
     names = agree(mesh, said, [randbits(62)])
     path, header = came[0], came[1]._replace(name=f"{names[0][0]:016x}")
     write, publish = partial(_save, path, header, layers, came[2]), partial(_publish, path, header)
@@ -103,16 +103,16 @@ def _save(path: Path, header: Header, layers: Layers, more: Mapping[str, Tensor]
         found = [other for other in savings(path) if other != folder]
         others = [*found[:2], *found[2:][-1:]]  # where the disk is full for long, many are cut short
         for start, stop in pieces(layers.used):
-            tensors = {"columns": layers.rooms[0].columns[start:stop]}
+            tensors = {"columns": layers.rooms[0].token_index[start:stop]}
             for number, room in enumerate(layers.rooms):
                 tensors[f"keys {number}"] = room.keys[:, :, start:stop]
                 tensors[f"values {number}"] = room.values[:, :, start:stop]
             name = f"{layers.place}{start}-{stop}.safetensors"
             own = known.folder / name if known.folder is not None and (start, stop) in known else None
             there = [other / name for other in others]
-            known[start, stop] = keep(folder / name, tensors, there, own, known.get((start, stop)))
+            known[start, stop] = link_or_write(folder / name, tensors, there, own, known.get((start, stop)))
         if more:
-            keep(folder / MORE, more)
+            link_or_write(folder / MORE, more)
         known.folder = folder
         settle(folder, path, path.parent)
 
@@ -141,7 +141,7 @@ def _publish(path: Path, header: Header) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """While no other process does the same, on a disk that has locks."""
-    handle, end = os.open(path, os.O_RDONLY), time.monotonic() + PATIENCE
+    handle, end = os.open(path, os.O_RDONLY), time.monotonic() + TIMEOUT
     try:
         with suppress(OSError):
             while not _locked(handle):
@@ -219,8 +219,8 @@ class Saving:
         Every rank calls it. They ask each other again and again: a slow disk is no lost rank.
         """
         while not self._all_done:
-            self._thread.join(min(LOOK, (deadline() or LOOK) / 4))
-            self._all_done = all(done for (done,) in share([not self._thread.is_alive()], self._mesh.axes))
+            self._thread.join(min(POLL_INTERVAL, (deadline() or POLL_INTERVAL) / 4))
+            self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:
         """Until all ranks have written and what they wrote is what is loaded."""

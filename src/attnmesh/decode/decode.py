@@ -12,8 +12,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import agree, askable, told, unlike
-from attnmesh.comm.merge import COLLECTIVE, absent, check_merge
+from attnmesh.comm.consensus import agree, askable, describe_call, unlike
+from attnmesh.comm.merge import COLLECTIVE, check_merge, send_poison
 from attnmesh.core.checks import (
     check_checked,
     check_no_more,
@@ -28,7 +28,7 @@ from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import wide
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.local import on_device
-from attnmesh.decode.operator import Step, decode_op, highest_witness, or_nan, output_shape, run_step
+from attnmesh.decode.operator import Step, decode_op, highest_checksum, or_nan, output_shape, run_step
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.kernels.select import NAMES, check_kernel
 
@@ -66,7 +66,7 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
-    checked = cache.asking.checked if checked is None else checked
+    checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
         options = options._replace(scale=_check(q, cache, sinks, options))
@@ -86,23 +86,23 @@ def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options"
     """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
     held, step = cache.held, _step(cache, options)
     silent = _silent(cache, options)
-    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.stamp)
+    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.history_checksum)
     asks = _asks(cache, call, silent, checked)
     if asks and options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
         agree(cache.mesh, call.text(q, sinks, cache.length))
-    out, witness = run_step(q, held, sinks, step, _number(call))
-    if witness is None:
+    out, checksum = run_step(q, held, sinks, step, _number(call))
+    if checksum is None:
         return out
     if not asks:
-        return or_nan(out, witness, output_shape(q, cache.values, step), merged=silent and step.heads.size == 1)
-    if float(witness.sum()) != 0:
-        if silent and not checked and float(witness.sum()) == torch.inf:  # by the message of one that asks nobody
+        return or_nan(out, checksum, output_shape(q, cache.values, step), merged=silent and step.heads.size == 1)
+    if float(checksum.sum()) != 0:
+        if silent and not checked and float(checksum.sum()) == torch.inf:  # by the message of one that asks nobody
             given, fix = "an error on another that raised it alone", "see what it raised"
             raise MeshError("decode", "the same call on every rank", given, fix)
         agree(cache.mesh, call.text(q, sinks, cache.length))
         unlike("decode")
     if silent:
-        cache.asking.kinds.add(call.kind)
+        cache.checker.kinds.add(call.kind)
     return out
 
 
@@ -110,7 +110,7 @@ def _asks(cache: KVCache, call: "_Call", silent: bool, checked: bool | None) -> 
     """Whether the host looks at what the ranks said: always where that is free, else as it is told to."""
     if not askable(cache.device):
         return False
-    return (not silent or call.kind not in cache.asking.kinds) if checked is None else checked
+    return (not silent or call.kind not in cache.checker.kinds) if checked is None else checked
 
 
 def _silent(cache: KVCache, options: "_Options") -> bool:
@@ -126,7 +126,7 @@ class _Call(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     sinks: torch.dtype | None
-    stamp: int
+    history_checksum: int
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -135,8 +135,8 @@ class _Call(NamedTuple):
 
     def text(self, q: Tensor, sinks: Tensor | None, length: int) -> str:
         """The call, as ranks tell each other of it."""
-        held = {"tokens in the cache": length, "padding and order": self.stamp}
-        return told("decode", **self.options._asdict(), **fingerprints({"q": q, "sinks": sinks}), **held)
+        held = {"tokens in the cache": length, "padding and order": self.history_checksum}
+        return describe_call("decode", **self.options._asdict(), **fingerprints({"q": q, "sinks": sinks}), **held)
 
 
 @lru_cache(maxsize=64)
@@ -173,11 +173,11 @@ def _absent(cache: KVCache, options: "_Options") -> None:
     ranks = cache.tokens.size
     reproducible = options.reproducible is True  # what is neither True nor False, the others do not go by
     canonical = reproducible and not ranks & (ranks - 1)
-    witness = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
+    checksum = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
     merge = "tree" if reproducible else options.merge
-    absent(cache.tokens, merge, options.output, witness, canonical=canonical)
+    send_poison(cache.tokens, merge, options.output, checksum, canonical=canonical)
     if cache.mesh.heads.size > 1:
-        highest_witness(witness, cache.mesh.heads)
+        highest_checksum(checksum, cache.mesh.heads)
 
 
 def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Tensor:
@@ -186,8 +186,8 @@ def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Te
     places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
     numbers = [*places, step.block, step.capacity, int(step.reproducible), *step.mask.encode()]
     padded = (None, None, None) if cache.padding is None else cache.padding
-    room = cache.room
-    held = (room.keys, room.values, room.columns, room.state, *padded)
+    room = cache.shard
+    held = (room.keys, room.values, room.token_index, room.state, *padded)
     return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]
 
 
@@ -251,7 +251,7 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
 
 
 def _check_dealt(cache: KVCache) -> None:
-    if not cache.dealt or cache.padding is not None:
+    if not cache.is_block_cyclic or cache.padding is not None:
         given = "a padded batch" if cache.padding is not None else "one that keeps what a sharded prefill made"
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
         raise LayoutError("decode reproducible", "a cache whose tokens were dealt", given, fix)

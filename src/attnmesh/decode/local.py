@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide, with_sinks
-from attnmesh.kernels.cache_view import Padding, Question, Slots
-from attnmesh.kernels.driver import Kernel, SlotKernel, forward, identity
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
 from attnmesh.kernels.merge import placed, up_the_tree
 from attnmesh.kernels.select import choose_held
 from attnmesh.kernels.triton_runtime import interpreted
@@ -18,22 +18,22 @@ Run = Callable[..., Partial]
 """A kernel at a scale: (q, keys, values, band) -> the partial."""
 
 
-def attend_held(question: Question, slots: Slots, chosen: Kernel) -> Partial:
+def attend_held(question: DecodeQuery, slots: CacheView, chosen: Kernel) -> Partial:
     """In float32 or wider, or as the place is to which it is to be written."""
     q, mask, scale, _, sinks, block, into = question
-    if isinstance(chosen, SlotKernel):
-        return chosen.attend_slots(question, slots)
+    if isinstance(chosen, CacheKernel):
+        return chosen.attend_cache(question, slots)
     return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
 
 
-def on_device(q: Tensor, slots: Slots, kernel: str) -> bool:
+def on_device(q: Tensor, slots: CacheView, kernel: str) -> bool:
     """Whether a step asks nothing of the host: its kernel reads on the device how many tokens there are."""
     if q.device.type == "cpu" and not interpreted():  # as mostly: this is asked at every step
         return False
-    return isinstance(choose_held(kernel, q, slots.keys, slots.values), SlotKernel)
+    return isinstance(choose_held(kernel, q, slots.keys, slots.values), CacheKernel)
 
 
-def _by_lengths(run: Run, q: Tensor, slots: Slots, mask: Mask, block: int | None) -> Partial:
+def _by_lengths(run: Run, q: Tensor, slots: CacheView, mask: Mask, block: int | None) -> Partial:
     """By a kernel that has to be told how many tokens there are."""
     length, used = slots.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (slots.keys, slots.values))
@@ -42,7 +42,7 @@ def _by_lengths(run: Run, q: Tensor, slots: Slots, mask: Mask, block: int | None
         return _padded(run, q, keys, values, slots.padding, length, mask)
     if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
         return _widened(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
-    columns: int | Tensor = used if used == length else slots.columns[:used].cpu()
+    columns: int | Tensor = used if used == length else slots.token_index[:used].cpu()
     band = Band.of(mask, positions, columns)
     if block is not None:
         return _by_blocks(run, q, keys, values, band, block)

@@ -8,14 +8,14 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merge import Form, merged_across, witness_of_all
-from attnmesh.comm.p2p import meet, swap
-from attnmesh.comm.topology import board_of
+from attnmesh.comm.merge import PartialMessage, call_checksum, merged_across
+from attnmesh.comm.p2p import all_to_all_bytes, swap
+from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, wide, with_sinks
 from attnmesh.decode.local import attend_held
-from attnmesh.kernels.cache_view import Padding, Question, Slots
-from attnmesh.kernels.driver import SlotKernel
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import CacheKernel
 from attnmesh.kernels.select import choose_held
 from attnmesh.mesh.axes import Axis, group_named
 
@@ -36,60 +36,60 @@ class Step:
     kernel: str
 
 
-def or_nan(out: Tensor, witness: Tensor, shape: tuple[int, ...], *, merged: bool = False) -> Tensor:
+def or_nan(out: Tensor, checksum: Tensor, shape: tuple[int, ...], *, merged: bool = False) -> Tensor:
     """The output; NaN if the ranks were not asked the same, which the merge may have seen to."""
     if out.shape != shape:  # ranks found out before they had all heads
         return out.new_full(shape, torch.nan)
-    return out if merged else torch.where(witness.sum() == 0, out, torch.nan)
+    return out if merged else torch.where(checksum.sum() == 0, out, torch.nan)
 
 
-def run_step(q: Tensor, held: Slots, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor | None]:
-    """This rank's output, and if there are others a witness of what all ranks were asked."""
-    heads = step.heads.own(q.shape[1])
+def run_step(q: Tensor, held: CacheView, sinks: Tensor | None, step: Step, call: int) -> tuple[Tensor, Tensor | None]:
+    """This rank's output, and if there are others a checksum of what all ranks were asked."""
+    heads = step.heads.share_of(q.shape[1])
     own = q[:, heads]
     kernel, alone = choose_held(step.kernel, q, held.keys, held.values), step.tokens.size == 1
-    silent = isinstance(kernel, SlotKernel)
-    form = Form((*own.shape[:-1], held.values.shape[-1]), wide(q.dtype), wide(q.dtype))
-    message, witness, place = None, None, None
+    silent = isinstance(kernel, CacheKernel)
+    form = PartialMessage((*own.shape[:-1], held.values.shape[-1]), wide(q.dtype), wide(q.dtype))
+    message, checksum, place = None, None, None
     if silent and not alone:  # what is made is made where it is sent from
         message = form.blank(q.device)
-        witness, place = form.places(message)
+        checksum, place = form.places(message)
     elif silent and not step.reproducible:
         place = Partial(q.new_empty(form.shape), q.new_empty(form.shape[:-1], dtype=form.lse))
     # A sink is the first rank's to add; to have the same bits on any number of ranks, it comes last of all.
     first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, how = (step.block, "tree") if step.reproducible else (None, step.merge)
-    question = Question(own, step.mask, step.scale, step.capacity, first, block, place)
+    question = DecodeQuery(own, step.mask, step.scale, step.capacity, first, block, place)
     mine = attend_held(question, held, kernel)
     if not alone or step.heads.size > 1:
-        witness = witness_of_all([x for x in (q, sinks) if x is not None], call, held.state, mine.lse, witness)
-        mine, witness = merged_across(
-            mine, witness, step.tokens, how, step.output, canonical=step.reproducible, message=message
+        checksum = call_checksum([x for x in (q, sinks) if x is not None], call, held.state, mine.lse, checksum)
+        mine, checksum = merged_across(
+            mine, checksum, step.tokens, how, step.output, canonical=step.reproducible, message=message
         )
     if sinks is not None and step.reproducible:
         sinks = sinks[heads]
-        mine = with_sinks(mine, sinks[step.tokens.own(len(sinks))] if step.output == "heads" else sinks)
+        mine = with_sinks(mine, sinks[step.tokens.share_of(len(sinks))] if step.output == "heads" else sinks)
     out = mine.out + 0.0 if step.reproducible else mine.out  # merges with nothing, of which 8 ranks have more
     out = out.to(q.dtype).contiguous()  # than one, may turn a -0.0 into 0.0
-    return (out, None) if witness is None else _all_heads(out, witness, step)
+    return (out, None) if checksum is None else _all_heads(out, checksum, step)
 
 
-def _all_heads(out: Tensor, witness: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+def _all_heads(out: Tensor, checksum: Tensor, step: Step) -> tuple[Tensor, Tensor]:
     """Along the heads axis, the outputs of all ranks in line, if all are to have them and have been asked the same."""
     axis = step.heads
     if axis.size == 1:
-        return out, witness
-    witness = highest_witness(witness, axis)
-    if step.output == "heads" or (out.device.type == "cpu" and float(witness.sum()) != 0):
-        return out, witness
+        return out, checksum
+    checksum = highest_checksum(checksum, axis)
+    if step.output == "heads" or (out.device.type == "cpu" and float(checksum.sum()) != 0):
+        return out, checksum
     everyone = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
-    return torch.cat([theirs for (theirs,) in everyone], 1), witness
+    return torch.cat([theirs for (theirs,) in everyone], 1), checksum
 
 
-def highest_witness(witness: Tensor, axis: Axis) -> Tensor:
-    """The maximum of the witnesses of all ranks in line."""
-    rows = meet([witness.view(torch.uint8)] * axis.size, axis, board_of(axis, witness.device))
-    return rows.view(witness.dtype).amax(0)
+def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
+    """The maximum of the checksums of all ranks in line."""
+    rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis, mailboxes_of(axis, checksum.device))
+    return rows.view(checksum.dtype).amax(0)
 
 
 @torch.library.custom_op("attnmesh::decode", mutates_args=())
@@ -111,8 +111,8 @@ def decode_op(
     step = _named(numbers, names, scale)
     padding = None if real is None or places is None or lengths is None else Padding(real, places, lengths)
     call = crc32(f"{numbers[4:]} {names.split(',')[2:]} {scale}".encode())
-    out, witness = run_step(q, Slots(keys, values, columns, state, padding), sinks, step, call)
-    out = out if witness is None else or_nan(out, witness, output_shape(q, values, step))
+    out, checksum = run_step(q, CacheView(keys, values, columns, state, padding), sinks, step, call)
+    out = out if checksum is None else or_nan(out, checksum, output_shape(q, values, step))
     return torch.where(state[0] <= step.capacity, out, torch.nan)
 
 
@@ -125,7 +125,7 @@ def output_shape(q: Tensor, values: Tensor, step: Step) -> tuple[int, ...]:
     """That of a step's output on this rank."""
     heads = q.shape[1]
     for axis in (step.heads, step.tokens) if step.output == "heads" else ():
-        part = axis.own(heads)
+        part = axis.share_of(heads)
         heads = part.stop - part.start
     return q.shape[0], heads, q.shape[2], values.shape[-1]
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agreed, texts, told
-from attnmesh.comm.p2p import blank, share, swap
+from attnmesh.comm.consensus import describe_call, run_agreed, texts
+from attnmesh.comm.p2p import all_gather_ints, blank, swap
 from attnmesh.core.checks import check_no_more
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import Room, cover
+from attnmesh.decode.cache_shard import CacheShard, cover
 from attnmesh.errors import DtypeError, InputError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
@@ -47,7 +47,7 @@ def recover(
         _check(caches, more)
         return json.dumps(_told_of(caches))
 
-    mine = agreed(here, look, told("recover", capacity=capacity, checked=checked, copies=copies))
+    mine = run_agreed(here, look, describe_call("recover", capacity=capacity, checked=checked, copies=copies))
     said = [json.loads(text) for text in texts(here, mine)]
     known = [each for each in said if each]
     length = min((each["length"] for each in known), default=0)
@@ -72,7 +72,7 @@ class _Moves:
         self.mesh, tokens = new[0].mesh, new[0].tokens
         self.axis = flat_axis(new[0].device_mesh, AXES)
         here = [self.axis.index, self.mesh.heads.index, tokens.index]
-        self.ranks = share(here, self.mesh.axes)  # by shard: where it is in line, and in the new mesh
+        self.ranks = all_gather_ints(here, self.mesh.axes)  # by shard: where it is in line, and in the new mesh
         held = [json.loads(text) for text in texts(self.mesh, json.dumps([*map(self._counts, range(len(new)))]))]
         self.counts: list[list[dict[str, list[int]]]] = held  # by shard, layer and place in the old mesh
         whole = len({heads for heads, _ in sources}) * cover(torch.arange(length))
@@ -90,7 +90,7 @@ class _Moves:
         found = {}
         for place in self._sent_by(self.mesh.shard):
             tokens = self._tokens(layer, place)
-            owners = self.new[layer].room.deal.owner(tokens)
+            owners = self.new[layer].shard.block_cyclic.owner(tokens)
             counts = torch.bincount(owners, minlength=self.new[layer].tokens.size)
             found[str(place)] = [*counts.tolist(), cover(tokens)]
         return found
@@ -98,7 +98,7 @@ class _Moves:
     def _tokens(self, layer: int, place: Place) -> Tensor:
         """Those of an old shard that all ranks have come to."""
         room = _room(self.old[layer], place)
-        return room.columns[: room.before(self.length)]
+        return room.token_index[: room.before(self.length)]
 
     def _sent_by(self, shard: int) -> list[Place]:
         return [place for place, source in self.sources.items() if source == shard]
@@ -106,7 +106,7 @@ class _Moves:
     def _shared(self, sizes: Sizes, place: Place, heads: int) -> tuple[slice, slice]:
         """The key heads that an old shard and a new one have in common: which of the old's, and which of the new's."""
         old, new = Axis(1 + max(h for h, _ in self.sources), place[0]), Axis(self.mesh.heads.size, heads)
-        return overlap(old.own(sizes.kv_heads), new.own(sizes.kv_heads))
+        return overlap(old.share_of(sizes.kv_heads), new.share_of(sizes.kv_heads))
 
     def fill(self, layer: int, real: Tensor | None) -> None:
         """Send what others are to have of an old layer, and write what comes."""
@@ -116,8 +116,8 @@ class _Moves:
         came = swap(self._parts(layer, none), wanted, self.axis)
         for line, first, heads in places:
             tokens, k, v = came[line][first : first + 3]
-            slots = cache.room.deal.slot(tokens)
-            cache.room.columns.index_copy_(0, slots, tokens)
+            slots = cache.shard.block_cyclic.slot(tokens)
+            cache.shard.token_index.index_copy_(0, slots, tokens)
             cache.keys[:, heads].index_copy_(2, slots, k)
             cache.values[:, heads].index_copy_(2, slots, v)
         cache.filled(self.length, real)
@@ -128,7 +128,7 @@ class _Moves:
         parts: list[tuple[Tensor, ...]] = [(none,)] * len(self.ranks)
         for place in self._sent_by(self.mesh.shard):
             theirs, tokens = _room(self.old[layer], place), self._tokens(layer, place)
-            owners = cache.room.deal.owner(tokens)
+            owners = cache.shard.block_cyclic.owner(tokens)
             for line, heads, index in self.ranks:
                 of, _ = self._shared(cache.sizes, place, heads)
                 mine = (owners == index).nonzero().flatten()
@@ -149,7 +149,7 @@ class _Moves:
                 if heads.start < heads.stop:
                     places.append((line, len(wanted[line]), heads))
                     k, v = (blank(x[:, heads], count) for x in (cache.keys, cache.values))
-                    wanted[line] += blank(cache.room.columns, count, 0), k, v
+                    wanted[line] += blank(cache.shard.token_index, count, 0), k, v
         return wanted, places
 
     def real(self) -> Tensor:
@@ -158,7 +158,7 @@ class _Moves:
         line, shape = self.ranks[first][0], (self.new[0].sizes.batch, self.length)
         own = none = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard == first and (padding := self.old[0].padding) is not None:
-            own = padding.real[:, : self.length]
+            own = padding.token_mask[:, : self.length]
         wanted = [(none,)] * len(self.ranks)
         wanted[line] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
         return swap([(own,)] * len(self.ranks), wanted, self.axis)[line][0]
@@ -186,7 +186,7 @@ def _first_padding(cache: KVCache) -> int:
     """How many tokens come before the first that is padding in some sequence: all, if none is."""
     if cache.padding is None:
         return cache.length
-    padded = (~cache.padding.real[:, : cache.length]).any(0).nonzero()
+    padded = (~cache.padding.token_mask[:, : cache.length]).any(0).nonzero()
     return int(padded[0]) if len(padded) else cache.length
 
 
@@ -239,6 +239,6 @@ def _sources(said: list[dict[str, Any] | None]) -> dict[Place, int]:
     return sources
 
 
-def _room(cache: KVCache, place: Place) -> Room:
+def _room(cache: KVCache, place: Place) -> CacheShard:
     """That of an old shard, of its own or a copy."""
     return next(room for room in cache.rooms if room.index == place[1])

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from attnmesh.comm.p2p import blank, share, trade
+from attnmesh.comm.p2p import all_gather_ints, blank, exchange_messages
 from attnmesh.comm.topology import hosts
-from attnmesh.decode.cache_shard import Room
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Axis
 
@@ -19,7 +19,7 @@ class Copies:
         keepers = kept_by(hosts(axis), copies) if copies > 1 else {}
         self.axis, self.keepers = axis, keepers.get(axis.index, [])
         self.of = [index for index in keepers if axis.index in keepers[index]]
-        self.rooms: dict[int, Room] = {}
+        self.rooms: dict[int, CacheShard] = {}
 
     def twin(self) -> "Copies":
         """The same in tensors of their own."""
@@ -31,13 +31,13 @@ class Copies:
         """Send these tokens of its own, of `more` of all ranks, to who keeps copies, and take those that it keeps."""
         if not self.keepers and not self.rooms:
             return
-        counts = [row[0] for row in share([len(tokens)], [self.axis])]
+        counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (k, v, tokens))
         wanted = {
             index: (blank(k, counts[index]), blank(v, counts[index]), blank(tokens, counts[index], 0))
             for index in self.rooms
         }
-        came = trade(sends, wanted, self.axis, k.device, "copying")()
+        came = exchange_messages(sends, wanted, self.axis, k.device, "copying")()
         for index, room in self.rooms.items():
             keys, values, places = came[index]
             room.place(keys, values, places, more, real)

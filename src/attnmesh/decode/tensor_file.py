@@ -53,7 +53,7 @@ class Entry(NamedTuple):
     sum: int
 
 
-def keep(
+def link_or_write(
     path: Path,
     tensors: Mapping[str, Tensor],
     others: Iterable[Path] = (),

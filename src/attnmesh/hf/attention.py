@@ -244,6 +244,6 @@ def _check_padding(kv: KVCache, real: Tensor | None, more: int) -> None:
         raise ShapeError(f"{SUBJECT}: attention_mask", expected, given, fix)
     if kv.padding is None and (real is None or bool(real[:, :-more].all())):
         return
-    known = None if kv.padding is None else kv.padding.real[:, : kv.length]
+    known = None if kv.padding is None else kv.padding.token_mask[:, : kv.length]
     if real is None or known is None or not bool((real[:, :-more] == known).all()):
         raise MaskError(f"{SUBJECT}: attention_mask", "the padding that the cache has", "another", fix)

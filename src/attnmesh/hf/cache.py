@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from attnmesh.comm.consensus import agree, agreed, told
+from attnmesh.comm.consensus import agree, describe_call, run_agreed
 from attnmesh.comm.merge import check_merge
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import check_checked
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache, load_layers, save_layers
@@ -106,7 +106,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if kv is None or asked or (self.cache.checked is not False and self._grows(kv, more)):
             agree(Mesh.of(self.cache.mesh), error)
         elif asked is None:
-            kv.asking.ask("append", check, dict)
+            kv.checker.check("append", check, dict)
         raise error
 
     def get_seq_length(self) -> int:
@@ -136,7 +136,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.kv is None:
             check()
             return
-        self.kv.asking.ask("crop", check, lambda: {"by": tokens_to_remove})
+        self.kv.checker.check("crop", check, lambda: {"by": tokens_to_remove})
         if tokens_to_remove < 0:
             self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
 
@@ -176,7 +176,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         here = Mesh.of(mesh)
         options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        agreed(here, lambda: _check(config, here.shape, options), told("ShardedCache", **options))
+        run_agreed(here, lambda: _check(config, here.shape, options), describe_call("ShardedCache", **options))
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, here.shape.ranks
         self.capacity, self.block = capacity, block
@@ -262,7 +262,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
             if more is not None and "held" in more:
                 raise StoreError("save more", "names but held", "held", "name it otherwise")
 
-        agreed(Mesh.of(self.mesh), look, "save")
+        run_agreed(Mesh.of(self.mesh), look, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
 
@@ -305,7 +305,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         Its `tokens` are those to go on with: `generate(model, cache.tokens, cache=cache)`. `options` are a cache's.
         """
         whole = cls(config, mesh, **options)
-        agreed(Mesh.of(mesh), lambda: _check_left(cache, len(whole.layers)), "ShardedCache.recover")
+        run_agreed(Mesh.of(mesh), lambda: _check_left(cache, len(whole.layers)), "ShardedCache.recover")
         kvs = [] if cache is None else [layer.kv for layer in cache.layers]
         left = kvs if None not in kvs else []  # where a prompt's first tokens were broken off, some have none
         whole._fill(recover(left or None, mesh, device=device, **whole._options))
@@ -335,12 +335,12 @@ def _check_left(cache: object, layers: int) -> None:
 def _tokens_left(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
     """The tokens that all ranks know which know any, if they are all that a cache holds: some may be one ahead."""
     known = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
-    lengths = [row[0] for row in share([known.shape[1]], kv.mesh.axes)]
+    lengths = [row[0] for row in all_gather_ints([known.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
     if not length or length < kv.length:
         return None
     known = known[:, :length] if len(known) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
-    rows = share(known.flatten().tolist(), kv.mesh.axes)
+    rows = all_gather_ints(known.flatten().tolist(), kv.mesh.axes)
     said = next(row for row, n in zip(rows, lengths, strict=True) if n)
     return torch.tensor(said).view(kv.sizes.batch, length).to(kv.device)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from attnmesh.comm.consensus import agreed, told
+from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.digest import digest
 from attnmesh.decode.checkpoint import MANIFEST, folder_of, opened
 from attnmesh.decode.checkpoint_writer import Saving, check_writable
@@ -86,12 +86,14 @@ class Checkpoint:
             self.note = _note(model, ids, settings)
             return self._held() if os.path.lexists(self.folder / MANIFEST) else 0
 
-        held = agreed(here, look, lambda held: told("generate checkpoint", held=held, **json.loads(self.note)))
+        held = run_agreed(
+            here, look, lambda held: describe_call("generate checkpoint", held=held, **json.loads(self.note))
+        )
         self._saving, self.reached = None, ids
         if held:
             capacity = None if cache.capacity is None else max(cache.capacity, held)
             more, _ = cache.restore(self.folder, device=ids.device, capacity=capacity)
-            self.reached = agreed(here, lambda: self._reached(ids, more, held), "generate checkpoint")
+            self.reached = run_agreed(here, lambda: self._reached(ids, more, held), "generate checkpoint")
             cache.tokens = more["tokens"][:, :held].to(ids.device)
         return self.reached
 
@@ -155,7 +157,7 @@ class Checkpoint:
             self._saving = None
 
 
-class Each(StoppingCriteria):  # type: ignore[misc]
+class TokenCallback(StoppingCriteria):  # type: ignore[misc]
     """Asked after each token whether to stop, it never wants to: it hands the tokens on."""
 
     def __init__(self, hand_on: Callable[[Tensor], None]) -> None:

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from attnmesh.comm.p2p import share
+from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.layout import Striped
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.checkpoint import Checkpoint, Each
+from attnmesh.hf.checkpoint import Checkpoint, TokenCallback
 from attnmesh.hf.models import rope_growth, rope_regime, unwrapped
 from attnmesh.hf.opaque import FAMILIES
-from attnmesh.hf.options import ASSISTED, Kept, Settings, agree_on, check_left
+from attnmesh.hf.options import ASSISTED, CheckpointSpec, Settings, agree_on, check_left
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
@@ -54,7 +54,7 @@ def generate(
         mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
     here, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrapped(model)
     settings = Settings(model, options)
-    kept = Kept(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
+    kept = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     own = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": kept}
     agree_on(here, model, input_ids, attention_mask, cache, {**own, **options})
     cache = ShardedCache(model.config, mesh) if cache is None else cache
@@ -76,7 +76,7 @@ def generate(
         options["prefill_chunk_size"] = None
     _draw_alike(here, input_ids.device)
     if not assisted and beams == 1:
-        follow = Each(partial(_follow, cache, attention_mask))
+        follow = TokenCallback(partial(_follow, cache, attention_mask))
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), follow]
         if (settings["num_return_sequences"] or 1) == 1:
             cache.tokens = _all_marked(input_ids, attention_mask)  # as it is at the first of them
@@ -123,7 +123,7 @@ def _with_checkpoint(
         name: given for name, given in options.items() if name not in ("max_length", "stopping_criteria")
     } | fewer
     _prefill(model, ids, cache, None, chunk, lambda stop: checkpoint.save(cache, ids[:, :stop]))
-    keep = Each(partial(checkpoint.keep, cache, prompt=prompt.shape[1], ends=settings["eos_token_id"]))
+    keep = TokenCallback(partial(checkpoint.keep, cache, prompt=prompt.shape[1], ends=settings["eos_token_id"]))
     more = {**options, "attention_mask": torch.ones_like(ids), "use_cache": True, "prefill_chunk_size": None}
     output = model.generate(ids, past_key_values=cache, stopping_criteria=[keep], **more)
     checkpoint.wait()
@@ -301,8 +301,8 @@ def _draw_alike(here: Mesh, device: torch.device) -> None:
     """Every rank's generators as those of the first shard: all are to sample the same tokens."""
     if here.shape.ranks == 1:
         return
-    state = share(torch.get_rng_state().tolist(), here.axes)[0]
+    state = all_gather_ints(torch.get_rng_state().tolist(), here.axes)[0]
     torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
     if device.type == "cuda":
-        state = share(torch.cuda.get_rng_state(device).tolist(), here.axes)[0]
+        state = all_gather_ints(torch.cuda.get_rng_state(device).tolist(), here.axes)[0]
         torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.consensus import agreed, told
+from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import ShardedCache
@@ -37,7 +37,7 @@ TAKEN = {
 }
 
 
-class Kept(NamedTuple):
+class CheckpointSpec(NamedTuple):
     """Where a call keeps what it has, and every how many tokens: what ranks agree on of a checkpoint."""
 
     folder: Path
@@ -86,9 +86,9 @@ def agree_on(
         held = 0 if cache is None else cache.get_seq_length()
         asked = {name: value_of(given) for name, given in sorted(options.items()) if name != "streamer"}
         own = value_of(model.generation_config)
-        return told("generate", **{**prompt, "held": held, **asked, "model's generation_config": own})
+        return describe_call("generate", **{**prompt, "held": held, **asked, "model's generation_config": own})
 
-    agreed(here, look, call)
+    run_agreed(here, look, call)
 
 
 def value_of(given: object) -> str:
@@ -116,7 +116,7 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         if given not in (None, harmless.get(name, False)):
             expected, given = "options that can be served over a mesh", f"{name}={value_of(given)}"
             raise ArgumentError("generate", expected, given, REFUSED[name])
-    if not isinstance(options.get("checkpoint"), (NoneType, Kept)):
+    if not isinstance(options.get("checkpoint"), (NoneType, CheckpointSpec)):
         given, fix = type(options["checkpoint"]).__name__, "pass hf.Checkpoint(path)"
         raise ArgumentError("generate checkpoint", "an hf.Checkpoint", given, fix)
     for name in options:

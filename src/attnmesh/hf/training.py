@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.sharding import shard
-from attnmesh.comm.consensus import agreed, told
+from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
@@ -66,8 +66,8 @@ def shard_batch(
         _check_packing(whole, documents)
         return whole, positions, documents
 
-    batch, positions, documents = agreed(
-        here, look, lambda found: told("shard_batch", **{"layout": layout, **_described(found[0])})
+    batch, positions, documents = run_agreed(
+        here, look, lambda found: describe_call("shard_batch", **{"layout": layout, **_described(found[0])})
     )
     length, labels = batch["input_ids"].shape[1], _shifted(batch)
     parts = [layout.positions(length, here.shape.ranks, shard) for shard in range(here.shape.ranks)]

@@ -22,7 +22,7 @@ from attnmesh.core.checks import (
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, wide, with_sinks
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.kernels.driver import Answer, backward, forward
+from attnmesh.kernels.driver import SavedForward, backward, forward
 from attnmesh.kernels.select import check_kernel, choose
 
 
@@ -114,7 +114,7 @@ def attend_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward, from the out and lse over all keys: (dq, dk, dv)."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
-    answer = Answer(*(_take(x, q_order) for x in (out, lse, dout)))
+    answer = SavedForward(*(_take(x, q_order) for x in (out, lse, dout)))
     rows = _take(q, q_order), _take(k, k_order), _take(v, k_order)
     gradients = backward(choose(kernel, q, k, v), *rows, answer, band, scale)
     orders = (q_order, k_order, k_order)

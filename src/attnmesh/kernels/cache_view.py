@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial
 class Padding(NamedTuple):
     """Tensors that are written to as the cache grows."""
 
-    real: Tensor  # (batch, capacity), of all tokens, on every rank
+    token_mask: Tensor  # (batch, capacity), of all tokens, on every rank
     places: Tensor  # (batch, slots), each slot's place in its own sequence, -1 for padding
     lengths: Tensor  # (batch,), real tokens of each sequence
 
@@ -30,21 +30,21 @@ class Padding(NamedTuple):
     def add(self, start: Tensor, real: Tensor, new: Tensor, slots: Tensor) -> None:
         """The tokens from `start` on that are real; of these tokens `new` are in `slots`."""
         where = start + torch.arange(real.shape[1], device=real.device)
-        self.real.index_copy_(1, where, real)
+        self.token_mask.index_copy_(1, where, real)
         places = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
         self.places.index_copy_(1, slots, places.index_select(1, new))
         self.lengths.add_(real.sum(1))
 
     def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which of these last tokens are real, and each one's place in its own sequence."""
-        real = self.real.index_select(1, tokens)
+        real = self.token_mask.index_select(1, tokens)
         after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
         return real, (self.lengths[:, None] - after).clamp(min=0)
 
     def cut(self, length: int, before: int) -> None:
         """Forget the tokens from `length` on, of those `before`."""
-        self.lengths.sub_(self.real[:, length:before].sum(1))
-        self.real[:, length:] = True
+        self.lengths.sub_(self.token_mask[:, length:before].sum(1))
+        self.token_mask[:, length:] = True
 
     def reordered(self, index: Tensor) -> "Padding":
         """Sequence b becomes what sequence `index[b]` was."""
@@ -53,11 +53,11 @@ class Padding(NamedTuple):
 
     def grown(self, capacity: int, slots: int) -> "Padding":
         """With room for so many tokens, and slots."""
-        real = pad(self.real, (0, capacity - self.real.shape[1]), value=True)
+        real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
         return Padding(real, pad(self.places, (0, slots - self.places.shape[1]), value=-1), self.lengths)
 
 
-class Question(NamedTuple):
+class DecodeQuery(NamedTuple):
     """What a step asks of the slots: the last queries, and how they are to be attended."""
 
     q: Tensor
@@ -69,7 +69,7 @@ class Question(NamedTuple):
     into: Partial | None = None  # where the partial is to be written
 
 
-class Slots(NamedTuple):
+class CacheView(NamedTuple):
     """Room for tokens, the first of it used: keys and values, (batch, heads, slots, dim), and which token is in each.
 
     Tokens are in order: of two slots the later one has the later token.
@@ -77,13 +77,13 @@ class Slots(NamedTuple):
 
     keys: Tensor
     values: Tensor
-    columns: Tensor  # (slots,), the token in each
+    token_index: Tensor  # (slots,), the token in each
     state: Tensor  # (2,), tokens of all ranks, and of them those that are here
     padding: Padding | None
 
     def places(self) -> Tensor:
         """Each slot's position in its sequence, (1 or batch, slots), -1 for padding."""
-        return self.columns[None] if self.padding is None else self.padding.places
+        return self.token_index[None] if self.padding is None else self.padding.places
 
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """The first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, Block, cut
-from attnmesh.kernels.driver import Answer, Gradients
+from attnmesh.kernels.driver import Gradients, SavedForward
 from attnmesh.kernels.reference import Reference
 
 FEW_ROWS = 32
@@ -32,7 +32,7 @@ class FlashCPU:
 
     name: str = "cpu"
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """It serves every dtype of ours on the CPU."""
         if q.device.type != "cpu":
             return f"it runs on the CPU, the tensors are on {q.device.type}"
@@ -57,7 +57,7 @@ class FlashCPU:
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
         return _settled(partial, q, k, v, block, scale)
 
-    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
         dout, *qkv, out = _fitted((answer.dout, q, k, v, answer.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

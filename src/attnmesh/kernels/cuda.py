@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import Block, cut
-from attnmesh.kernels.driver import Answer, Gradients
+from attnmesh.kernels.driver import Gradients, SavedForward
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
 
@@ -46,7 +46,7 @@ class Operator(Protocol):
         """The block's partial."""
         ...
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's gradients."""
         ...
 
@@ -74,7 +74,7 @@ class Cudnn:
         out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's gradients, by flash."""
         return Flash().backward(q, k, v, answer, block, scale)
 
@@ -93,7 +93,7 @@ class Flash:
         out, lse = flash(q, k, v, 0.0, block.causal, False, scale=scale)[:2]
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's gradients; without dropout the random state is never read."""
         unread = torch.zeros(2, dtype=torch.uint64, device=q.device)
         where = (None, None, q.shape[2], k.shape[2], 0.0, block.causal, unread, unread)
@@ -123,7 +123,7 @@ class Efficient:
         out, lse, *_ = efficient(q, k, v, _bias(q, block), True, 0.0, block.causal, scale=scale)
         return Partial(out, lse[..., : q.shape[2]])
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's gradients; without dropout the random state is never read."""
         unread = torch.zeros((), dtype=torch.int64, device=q.device)
         lse = pad(answer.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
@@ -139,15 +139,15 @@ class ByTriton:
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Where Triton serves."""
-        return block.band is not None and Triton().refuses(q, k, v) is None
+        return block.band is not None and Triton().unsupported_reason(q, k, v) is None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
         return Triton().attend(q, k, v, block, scale)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's gradients."""
-        return Triton().differentiate(q, k, v, answer, block, scale)
+        return Triton().backward(q, k, v, answer, block, scale)
 
 
 OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), ByTriton(), Efficient())
@@ -159,7 +159,7 @@ class CUDA:
 
     name: str = "cuda"
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """It serves CUDA tensors that the efficient operator takes, since that one does every kind of block."""
         if q.device.type != "cuda":
             return f"it runs on CUDA, the tensors are on {q.device.type}"
@@ -171,7 +171,7 @@ class CUDA:
         """The fewest blocks: all operators have a causal form."""
         blocks = cut(band)
         plain = len(blocks) <= FEW and all(block.band is None for block in blocks)
-        return blocks if plain or Triton().refuses(q, k, v) is not None else Triton().cut(band, q, k, v)
+        return blocks if plain or Triton().unsupported_reason(q, k, v) is not None else Triton().cut(band, q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """The block's partial."""
@@ -179,11 +179,11 @@ class CUDA:
         out, lse = operator_of(rows, keys, values, block).forward(rows, keys, values, block, scale)
         return Partial(out[..., : v.shape[-1]], lse)
 
-    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients."""
         rows, keys, values, out, dout = _widened((q, k, v, answer.out, answer.dout), _width(q, v))
         operator = operator_of(rows, keys, values, block)
-        gradients = operator.backward(rows, keys, values, Answer(out, answer.lse, dout), block, scale)
+        gradients = operator.backward(rows, keys, values, SavedForward(out, answer.lse, dout), block, scale)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 

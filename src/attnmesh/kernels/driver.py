@@ -17,7 +17,7 @@ from torch import Tensor
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, join, wide
 from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.cache_view import Question, Slots
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 
 
 class Gradients(NamedTuple):
@@ -29,16 +29,16 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class SavedForward:
     """What the whole attention came to, as the backward pass needs it: its out and lse over *all* keys, and `dout`."""
 
     out: Tensor
     lse: Tensor
     dout: Tensor
 
-    def rows(self, queries: slice) -> "Answer":
+    def rows(self, queries: slice) -> "SavedForward":
         """The same for some of the queries."""
-        return Answer(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
+        return SavedForward(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
 
 
 class Kernel(Protocol):
@@ -49,7 +49,7 @@ class Kernel(Protocol):
         """What `kernel=` calls it."""
         ...
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why it cannot serve tensors like these, or None when it can."""
         ...
 
@@ -61,16 +61,16 @@ class Kernel(Protocol):
         """The block's partial."""
         ...
 
-    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, given the answer over all keys: `p = e^(logit - lse)`."""
         ...
 
 
-class SlotKernel(ABC):
+class CacheKernel(ABC):
     """A kernel that also attends to a cache where it lies, whose lengths are on the device: the host asks nothing."""
 
     @abstractmethod
-    def attend_slots(self, question: Question, slots: Slots) -> Partial:
+    def attend_cache(self, question: DecodeQuery, slots: CacheView) -> Partial:
         """The partial of the last queries; NaN if the cache holds more than its capacity, or fewer than the queries."""
 
 
@@ -89,14 +89,16 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, 
         return _merged(kernel, q, k, v, blocks, scale)
 
 
-def backward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, band: Band, scale: float) -> Gradients:
+def backward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, band: Band, scale: float
+) -> Gradients:
     """The gradients over the band, in the inputs' dtype or wider."""
     blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
     sign, scale = _positive(scale)
     q = q if sign == 1 else q * sign
     with _as_given(q):
         if _whole(blocks, q, k):
-            dq, dk, dv = kernel.differentiate(q, k, v, _seen(answer), blocks[0], scale)
+            dq, dk, dv = kernel.backward(q, k, v, _seen(answer), blocks[0], scale)
         else:
             dq, dk, dv = _summed(kernel, q, k, v, _seen(answer), blocks, scale)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
@@ -108,11 +110,11 @@ def _as_given(q: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(q.device.type, enabled=False) if on else nullcontext()
 
 
-def _seen(answer: Answer) -> Answer:
+def _seen(answer: SavedForward) -> SavedForward:
     """A row that saw nothing has lse -inf: measured from +inf all its weights are e^-inf = 0, and nothing is asked."""
     blind = answer.lse == -torch.inf
     lse, dout = answer.lse.masked_fill(blind, torch.inf), answer.dout.masked_fill(blind.unsqueeze(-1), 0.0)
-    return Answer(answer.out, lse, dout)
+    return SavedForward(answer.out, lse, dout)
 
 
 def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
@@ -130,11 +132,11 @@ def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block]
 
 
 def _summed(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: Answer, blocks: list[Block], scale: float
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, blocks: list[Block], scale: float
 ) -> Gradients:
     total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
     for block in blocks:
-        part = kernel.differentiate(*_part(q, k, v, block), answer.rows(block.queries), block, scale)
+        part = kernel.backward(*_part(q, k, v, block), answer.rows(block.queries), block, scale)
         for grown, share in zip(_part(*total, block), part, strict=True):
             grown.add_(share)
     return total

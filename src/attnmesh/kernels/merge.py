@@ -23,12 +23,12 @@ def merged(
     into: Partial | None = None,
     *,
     sinks: Tensor | None = None,
-    witnesses: Tensor | None = None,
-    witness: Tensor | None = None,
+    checksums: Tensor | None = None,
+    checksum: Tensor | None = None,
 ) -> Partial:
     """Partials stacked along a first dim as one, written to where `into` says, in its dtype.
 
-    Where it is `by_triton`, the maximum of the `witnesses` goes to `witness`, and if they do not cancel all is NaN.
+    Where it is `by_triton`, the maximum of the `checksums` goes to `checksum`, and if they do not cancel all is NaN.
     """
     if not by_triton(stacked.lse):
         return placed(with_sinks(collapse(stacked), sinks), into)
@@ -36,30 +36,30 @@ def merged(
         shape = stacked.out.shape[1:]
         out = stacked.out.new_empty(shape, dtype=wide(stacked.out.dtype))
         into = Partial(out, stacked.lse.new_empty(shape[:-1]))
-    _launch(stacked, into, sinks, witnesses, witness)
+    _launch(stacked, into, sinks, checksums, checksum)
     return into
 
 
-def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int, witness: Tensor) -> Tensor:
+def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
     """A number for what a rank was told, and less that number: of one or two tensors, and the tokens in a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
     launch(
         "decode",
-        "witness",
+        "checksum",
         (1,),
-        witness.device,
+        checksum.device,
         bits=patterns[0],
         count=counts[0],
         more=patterns[-1],
         more_count=sum(counts[1:]),
         state=state,
         number=number % modulus,
-        witness=witness,
+        checksum=checksum,
         MODULUS=modulus,
         WIDE=1024,
     )
-    return witness
+    return checksum
 
 
 def up_the_tree(blocks: Partial) -> Partial:
@@ -119,7 +119,7 @@ def by_triton(lse: Tensor) -> bool:
 
 
 def _launch(
-    stacked: Partial, into: Partial, sinks: Tensor | None, witnesses: Tensor | None, witness: Tensor | None
+    stacked: Partial, into: Partial, sinks: Tensor | None, checksums: Tensor | None, checksum: Tensor | None
 ) -> None:
     """What is absent is stood for by something that is there, and is not read."""
     outs, lses = (x if x[0].is_contiguous() else x.contiguous() for x in stacked)
@@ -132,15 +132,15 @@ def _launch(
         outs.device,
         outs=outs,
         lses=lses,
-        witnesses=lses if witnesses is None else witnesses,
+        checksums=lses if checksums is None else checksums,
         sinks=lses if sinks is None else sinks.contiguous(),
         out=into.out,
         lse=into.lse,
-        witness=into.lse if witness is None else witness,
+        checksum=into.lse if checksum is None else checksum,
         splits=splits,
         outs_split=outs.stride(0),
         lses_split=lses.stride(0),
-        witnesses_split=0 if witnesses is None else witnesses.stride(0),
+        checksums_split=0 if checksums is None else checksums.stride(0),
         rows=rows,
         queries=shape[-1],
         heads=shape[-2] if len(shape) > 1 else 1,
@@ -149,6 +149,6 @@ def _launch(
         V_0=first,
         V_1=second,
         SUNK=sinks is not None,
-        WITNESSED=witnesses is not None and witness is not None,
+        WITNESSED=checksums is not None and checksum is not None,
         enable_fp_fusion=False,  # or the bits would depend on which partial is the first
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, wide
 from attnmesh.kernels.blocks import Block, tiles
-from attnmesh.kernels.driver import Answer, Gradients
+from attnmesh.kernels.driver import Gradients, SavedForward
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Reference:
 
     name: str = "reference"
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """It serves everything."""
         return None
 
@@ -37,7 +37,7 @@ class Reference:
         lse = (peak + total.log()).squeeze(-1)
         return Partial(_unpacked(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
 
-    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """With weights w and `delta = sum(out * dout)`: `dv = w'dout`, `dlogit = w (dout v' - delta)`."""
         out, dout, rows = (_packed(x, k) for x in (answer.out, answer.dout, q))
         weights = torch.exp(_logits(q, k, block, scale) - answer.lse.reshape(*rows.shape[:-1], 1))

@@ -5,7 +5,7 @@ from torch import Tensor
 from attnmesh.errors import KernelError
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
-from attnmesh.kernels.driver import Kernel, SlotKernel
+from attnmesh.kernels.driver import CacheKernel, Kernel
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
 
@@ -25,9 +25,9 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """
     check_kernel(name)
     if name == "auto":
-        return next(kernel for kernel in KERNELS if kernel.refuses(q, k, v) is None)
+        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v) is None)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    if (reason := kernel.refuses(q, k, v)) is not None:
+    if (reason := kernel.unsupported_reason(q, k, v)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it serves", f"others: {reason}", 'leave it at "auto"')
     return kernel
 
@@ -36,7 +36,7 @@ def choose_held(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """The kernel of a decode step: on a GPU "auto" prefers one that reads lengths there, if it serves."""
     if name == "auto" and q.device.type != "cpu":
         for kernel in KERNELS:
-            if isinstance(kernel, SlotKernel) and kernel.refuses(q, k, v) is None:
+            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v) is None:
                 return kernel
     return choose(name, q, k, v)
 

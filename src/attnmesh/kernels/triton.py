@@ -12,8 +12,8 @@ from torch import Tensor
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.cache_view import Question, Slots
-from attnmesh.kernels.driver import Answer, Gradients, SlotKernel
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.kernels.driver import CacheKernel, Gradients, SavedForward
 from attnmesh.kernels.merge import merged, placed, said_once, unable, up_the_tree
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
 
@@ -39,12 +39,12 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Triton(SlotKernel):
+class Triton(CacheKernel):
     """The programs of `programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
     name: str = "triton"
 
-    def refuses(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """It serves single and half precision on GPUs with tensor cores for both halves."""
         if (reason := unable(q.device)) is not None:
             return reason
@@ -67,7 +67,7 @@ class Triton(SlotKernel):
         """The block's partial, in float32."""
         return _fitted("attend", q, v, q.shape[2] * q.shape[1] // k.shape[1], partial(_attended, q, k, v, block, scale))
 
-    def attend_slots(self, question: Question, slots: Slots) -> Partial:
+    def attend_cache(self, question: DecodeQuery, slots: CacheView) -> Partial:
         """The partial of the last queries, over so many parts of the slots as fill the chip, or a part a block."""
         q, sinks, into = question.q, question.sinks, question.into
         rows = q.shape[2] * q.shape[1] // slots.keys.shape[1]
@@ -76,7 +76,7 @@ class Triton(SlotKernel):
             return placed(with_sinks(up_the_tree(made), sinks), into)
         return merged(made, into, sinks=sinks)
 
-    def differentiate(self, q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
         """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
         return _fitted("differentiate", q, v, BACKWARD, partial(_differentiated, q, k, v, answer, block, scale))
 
@@ -92,7 +92,7 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile:
     return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
 
 
-def _held(question: Question, slots: Slots, tile: Tile) -> Partial:
+def _held(question: DecodeQuery, slots: CacheView, tile: Tile) -> Partial:
     """A partial of each part of the slots."""
     q, mask, block = question.q, question.mask, question.block
     lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
@@ -109,7 +109,7 @@ def _held(question: Question, slots: Slots, tile: Tile) -> Partial:
         q.device,
         **_tensors(q, slots.keys, slots.values, tile),
         places=places,
-        columns=slots.columns,
+        columns=slots.token_index,
         state=slots.state,
         firsts=first,
         lasts=last,
@@ -129,7 +129,7 @@ def _held(question: Question, slots: Slots, tile: Tile) -> Partial:
 
 
 def _differentiated(
-    q: Tensor, k: Tensor, v: Tensor, answer: Answer, block: Block, scale: float, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float, tile: Tile
 ) -> Gradients:
     dout = answer.dout.to(q.dtype).contiguous()
     delta = (answer.out.float() * answer.dout.float()).sum(-1)

@@ -32,10 +32,10 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
-def remembered(
+def cached_per_world(
     most: int | None = None,
 ) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """A cache of what was found out about meshes and axes, until it is to `forget`."""
+    """A cache of what was found out about meshes and axes, until it is to `clear_caches`."""
 
     def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
         cached = lru_cache(most)(find)
@@ -48,7 +48,7 @@ def remembered(
 _REMEMBERED: list[Callable[[], None]] = []
 
 
-def forget() -> None:
+def clear_caches() -> None:
     """Let go of all meshes and their groups."""
     for clear in _REMEMBERED:
         clear()
@@ -59,19 +59,19 @@ def forget() -> None:
 def end() -> None:
     """What has to be done before Python ends: to destroy a group ends its threads, which needs them to be at rest."""
     come_to_rest()
-    forget()
+    clear_caches()
 
 
-@remembered()
-def carriers(group: ProcessGroup) -> dict[str, str]:
+@cached_per_world()
+def backends(group: ProcessGroup) -> dict[str, str]:
     """What carries a group's tensors, by the type of their device: a group may have a backend for each."""
     return dict(pair.split(":") for pair in get_backend_config(group).split(","))
 
 
-def kind_of(group: ProcessGroup | None) -> str:
+def device_type_of(group: ProcessGroup | None) -> str:
     """The type of devices that a group was made for: gloo carries a GPU's tensors too, but not on purpose."""
-    backends = {} if group is None else carriers(group)
-    return "cuda" if backends.get("cuda", "gloo") != "gloo" else "cpu"
+    found = {} if group is None else backends(group)
+    return "cuda" if found.get("cuda", "gloo") != "gloo" else "cpu"
 
 
 def device_of(mesh: DeviceMesh | None) -> torch.device:
@@ -111,7 +111,7 @@ class Axis:
     group: ProcessGroup | None = None
     name: str = field(default="only", compare=False)
 
-    def own(self, count: int) -> slice:
+    def share_of(self, count: int) -> slice:
         """Of so many heads this rank's: shares differ by one where they do not divide, the larger ones first."""
         size, more = divmod(count, self.size)
         start = self.index * size + min(self.index, more)
@@ -140,7 +140,7 @@ class Mesh:
     @property
     def kind(self) -> str:
         """The type of devices that its groups were made for."""
-        return next((kind_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
+        return next((device_type_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":

@@ -57,8 +57,8 @@ class Step:
     keep: Tensor  # of the tokens held before, those that stay
     order: Tensor | None  # puts what stays and what arrives, in that order, in order of position; None if it is
     positions: Tensor  # of the tokens now held
-    owners: Picks  # of the tokens now held, whose they are, this rank's own among them; not of those passed on
-    holders: Picks  # of this rank's own chunk, what each peer now holds so, this rank itself among them
+    return_to: Picks  # of the tokens now held, whose they are, this rank's own among them; not of those passed on
+    return_from: Picks  # of this rank's own chunk, what each peer now holds so, this rank itself among them
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def _at_once(chunks: list[Tensor], me: int, mine: list[Tensor], theirs: list[Ten
         keep=theirs[me],
         order=None if bool((order.diff() == 1).all()) else order,
         positions=positions[order],
-        owners=_picks(owners),
-        holders=_picks((peer, mine[peer]) for peer in sources),
+        return_to=_picks(owners),
+        return_from=_picks((peer, mine[peer]) for peer in sources),
     )
 
 
@@ -184,8 +184,8 @@ def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
             keep=nothing if t else held,
             order=None,
             positions=chunks[source][held],
-            owners=_picks([(source, _among(ending[source][t], held))]),
-            holders=_picks([(holder, ending[r][t])]),
+            return_to=_picks([(source, _among(ending[source][t], held))]),
+            return_from=_picks([(holder, ending[r][t])]),
         )
 
 

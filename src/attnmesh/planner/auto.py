@@ -10,7 +10,7 @@ import torch
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Way
+from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
@@ -37,7 +37,7 @@ SHORT = Payload(128.0, 128)
 
 def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:
     """The fastest exchange of those that hold little; the leanest if all hold much."""
-    costs = {name: cost(Way(shape, tile, layout, name), workload, cluster) for name in EXCHANGES}
+    costs = {name: cost(Candidate(shape, tile, layout, name), workload, cluster) for name in EXCHANGES}
     fitting = [name for name in costs if costs[name].memory <= ROOM * cluster.device.memory]
     by_memory = min(costs, key=lambda name: costs[name].memory)
     return EXCHANGES[min(fitting, key=lambda name: costs[name].seconds) if fitting else by_memory]

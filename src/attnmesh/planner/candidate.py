@@ -7,7 +7,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """How to run attention: the mesh, what of it a host holds, how tokens lie and how they travel.
 
     `exchange` is "bulk", "pipelined" or "ring", and in decoding "tree", "direct", "gather" or "allreduce".

@@ -12,12 +12,12 @@ from typing import NamedTuple
 from attnmesh.core.layout import Zigzag
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Cost, Way
+from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import agree_cost, decode_cost
 from attnmesh.planner.hardware import Link
-from attnmesh.planner.memory import held
-from attnmesh.planner.traffic import Flow, Load, Pairs, Travel, travel
+from attnmesh.planner.memory import peak_activations
+from attnmesh.planner.traffic import Flow, Load, Pairs, PlannedTraffic, traffic
 from attnmesh.planner.workload import Workload
 
 PASSES, JOINS = 4.0, 3.0
@@ -52,13 +52,13 @@ class Sent(NamedTuple):
     times: int = 1
 
 
-def cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
+def cost(way: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     """What a workload costs so."""
     one = decode_cost(way, workload, cluster) if workload.phase == "decode" else _attention(way, workload, cluster)
     return one.times(workload.layers)
 
 
-def _attention(way: Way, workload: Workload, cluster: Cluster) -> Cost:
+def _attention(way: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     exchange = EXCHANGES[way.exchange]
     job = _Job(way, workload, cluster, exchange, _travel(way, workload))
     spent = Cost(memory=_memory(way, workload, exchange))
@@ -71,11 +71,11 @@ def _attention(way: Way, workload: Workload, cluster: Cluster) -> Cost:
 
 @dataclass(frozen=True)
 class _Job:
-    way: Way
+    way: Candidate
     workload: Workload
     cluster: Cluster
     exchange: Exchange
-    moves: Travel
+    moves: PlannedTraffic
 
     @property
     def groups(self) -> int:
@@ -238,20 +238,20 @@ def _swapped(job: _Job, numbers: float, spent: Cost) -> float:
     return job.exchanged([Sent(flow, numbers * workload.item)], spent).seconds
 
 
-def _travel(way: Way, workload: Workload) -> Travel:
+def _travel(way: Candidate, workload: Workload) -> PlannedTraffic:
     problem = Problem(workload.mask, way.shape, way.layout, way.layout, workload.length, workload.length)
-    return travel(problem, way.tile)
+    return traffic(problem, way.tile)
 
 
-def leanest(workload: Workload) -> float:
+def min_memory(workload: Workload) -> float:
     """Bytes of all ranks together where they are many: of a ring, in which no rank holds more than a few shards."""
     if workload.phase == "decode":
         return workload.kept_bytes
     ring = Shape(1, 4, 1)
-    return ring.ranks * _memory(Way(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload, EXCHANGES["ring"])
+    return ring.ranks * _memory(Candidate(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload, EXCHANGES["ring"])
 
 
-def _memory(way: Way, workload: Workload, exchange: Exchange) -> float:
+def _memory(way: Candidate, workload: Workload, exchange: Exchange) -> float:
     """Bytes a rank: what all layers keep of its tokens, and what one exchange holds beside that, no less than forward.
 
     A prefill keeps the keys and values of all layers, training all that its backward pass needs.
@@ -260,5 +260,5 @@ def _memory(way: Way, workload: Workload, exchange: Exchange) -> float:
     q, k, width = workload.q_heads, workload.kv_heads, workload.head_dim + workload.values
     queries, keys = q * (width * workload.item + workload.wide), k * width * workload.item
     kept = workload.layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
-    most = held(way.shape, q, k, exchange) * workload.wide * width / 2
+    most = peak_activations(way.shape, q, k, exchange) * workload.wide * width / 2
     return tokens * (kept + most)

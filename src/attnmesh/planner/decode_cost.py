@@ -10,7 +10,7 @@ import torch
 from attnmesh.core.digest import SAID
 from attnmesh.core.layout import Striped
 from attnmesh.mesh.reduction_tree import Round, tree
-from attnmesh.planner.candidate import Cost, Way
+from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.workload import Workload
 
@@ -29,7 +29,7 @@ class Line(NamedTuple):
     lines_a_host: int = 1
 
 
-def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
+def decode_cost(way: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     """What one layer's step costs; keys and values are those of all layers."""
     shape, tile, device = way.shape, way.tile, cluster.device
     line = Line(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
@@ -49,14 +49,14 @@ def decode_cost(way: Way, workload: Workload, cluster: Cluster) -> Cost:
     return spent
 
 
-def _busiest(way: Way, workload: Workload, queries: int, ranks: int) -> int:
+def _busiest(way: Candidate, workload: Workload, queries: int, ranks: int) -> int:
     """Tokens that the last queries see of the rank that holds most of those: blocks are dealt in turn."""
     first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - queries)]))
     seen, block = workload.length - int(first), way.layout.block if isinstance(way.layout, Striped) else 1
     return min(seen, ceil(ceil(seen / block) / ranks) * block)
 
 
-def _join_heads(way: Way, size: float, cluster: Cluster, spent: Cost) -> None:
+def _join_heads(way: Candidate, size: float, cluster: Cluster, spent: Cost) -> None:
     """Everyone's heads to everyone in line, after a word on whether all said the same."""
     heads, near = way.shape.heads, way.tile.heads
     link, ranks = (cluster.between if near < heads else cluster.inside), way.shape.ranks
@@ -66,7 +66,7 @@ def _join_heads(way: Way, size: float, cluster: Cluster, spent: Cost) -> None:
     spent.send(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
 
 
-def agree_cost(way: Way, cluster: Cluster, spent: Cost) -> None:
+def agree_cost(way: Candidate, cluster: Cluster, spent: Cost) -> None:
     """What each rank says of its call to all, along one axis after the other."""
     size = 8.0 * SAID
     for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
@@ -76,7 +76,7 @@ def agree_cost(way: Way, cluster: Cluster, spent: Cost) -> None:
             size *= ranks
 
 
-WITNESS = 8.0
+CHECKSUM_BYTES = 8.0
 """Bytes that ride along in each message, and tell ranks that all do the same."""
 
 SEGMENTS, NUMBER = 2, 4
@@ -91,8 +91,8 @@ class Payload(NamedTuple):
 
     @property
     def size(self) -> float:
-        """`out`, `lse` and the witness."""
-        return self.row * (self.columns + 1) + WITNESS
+        """`out`, `lse` and the checksum."""
+        return self.row * (self.columns + 1) + CHECKSUM_BYTES
 
 
 def merge_cost(how: str, line: Line, payload: Payload, cluster: Cluster, spent: Cost) -> None:
@@ -106,7 +106,7 @@ def merge_cost(how: str, line: Line, payload: Payload, cluster: Cluster, spent: 
     elif how == "gather":
         spent.spend("merge", _collective(line, payload.size, 1, cluster, spent) + here)
     else:  # maximum, numerator and denominator, each there and back
-        for part in (payload.row + WITNESS, payload.row * payload.columns, payload.row):
+        for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
             spent.spend("merge", _collective(line, part / line.ranks, 2, cluster, spent) + here)
 
 

@@ -4,7 +4,7 @@ from attnmesh.mesh.schedule import Exchange
 from attnmesh.mesh.shapes import Shape
 
 
-def held(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
+def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
     """The most that the backward pass holds beyond its inputs, under a full mask with values as wide as keys.
 
     In elements of float32 for each token of a rank's shard and each column of a head. With f the share of the heads

@@ -11,14 +11,14 @@ from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Bytes, Cost, Way
+from attnmesh.planner.candidate import Bytes, Candidate, Cost
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.cost import cost, leanest
+from attnmesh.planner.cost import cost, min_memory
 from attnmesh.planner.decode_cost import MERGES
 from attnmesh.planner.traffic import tiles
 from attnmesh.planner.workload import Workload
 
-MOST = 2048
+MAX_RANKS = 2048
 """Ranks that can be planned for: to price every way takes half a minute there."""
 
 BLOCK = 16
@@ -44,7 +44,7 @@ class Plan:
     parts: tuple[tuple[str, float], ...]
     workload: Workload
     cluster: Cluster
-    beside: "Plan | None" = field(default=None, repr=False, compare=False)
+    runner_up: "Plan | None" = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -67,8 +67,8 @@ class Plan:
     def explain(self) -> str:
         """What takes its time, and why it is faster or slower than the best other one, in plain words."""
         lines = [self._told()]
-        if self.beside is not None:
-            lines += [self._compared(self.beside), self.beside._told()]
+        if self.runner_up is not None:
+            lines += [self._compared(self.runner_up), self.runner_up._told()]
         return "\n".join(lines)
 
     def _told(self) -> str:
@@ -153,9 +153,9 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
         given = f"{type(workload).__name__} and {type(cluster).__name__}"
         raise ClusterError("plan", "a Workload and a Cluster", given, "as in plan(Workload(...), Cluster.preset(...))")
-    if cluster.world > MOST:
+    if cluster.world > MAX_RANKS:
         raise ClusterError(
-            "plan", f"a cluster of at most {MOST:,} ranks", f"{cluster.world:,}", "plan for a part of it"
+            "plan", f"a cluster of at most {MAX_RANKS:,} ranks", f"{cluster.world:,}", "plan for a part of it"
         )
     found = list(ways(workload, cluster))
     priced = []
@@ -167,17 +167,17 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     fitting = [(way, spent) for way, spent in priced if spent.memory <= cluster.device.memory]
     fitting.sort(key=lambda pair: (pair[1].seconds, pair[1].between, pair[1].memory))
     plans = [_plan(way, spent, workload, cluster) for way, spent in fitting]
-    best = replace(plans[0], beside=plans[1]) if len(plans) > 1 else plans[0]
-    return [best, *(replace(other, beside=plans[0]) for other in plans[1:])]
+    best = replace(plans[0], runner_up=plans[1]) if len(plans) > 1 else plans[0]
+    return [best, *(replace(other, runner_up=plans[0]) for other in plans[1:])]
 
 
-def _plan(way: Way, spent: Cost, workload: Workload, cluster: Cluster) -> Plan:
+def _plan(way: Candidate, spent: Cost, workload: Workload, cluster: Cluster) -> Plan:
     sent, parts = Bytes(spent.inside, spent.between), tuple(spent.parts.items())
     figures = spent.seconds, sent, spent.messages, spent.memory, parts
     return Plan(way.shape, way.exchange, way.layout, way.tile, *figures, workload, cluster)
 
 
-def ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
+def ways(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
     """All that can be run: heads divide, each host holds a tile, exchanges that are the same are there once."""
     world = cluster.world
     for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.kv_heads % n == 0):
@@ -188,7 +188,7 @@ def ways(workload: Workload, cluster: Cluster) -> Iterator[Way]:
             for tile in tiles(shape, cluster.ranks):
                 for layout in _layouts(workload):
                     for exchange in _exchanges(workload, shape):
-                        yield Way(shape, tile, layout, exchange)
+                        yield Candidate(shape, tile, layout, exchange)
 
 
 def _layouts(workload: Workload) -> list[Layout]:
@@ -209,14 +209,18 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     return found + ["ring"] * (shape.queries > 1)
 
 
-def _check_memory(priced: list[tuple[Way, Cost]], workload: Workload, cluster: Cluster) -> None:
+def _check_memory(priced: list[tuple[Candidate, Cost]], workload: Workload, cluster: Cluster) -> None:
     least = min(spent.memory for _, spent in priced)
     if least > cluster.device.memory:
         expected = f"at most {cluster.device.memory / 1e9:,.1f} GB a rank"
         lacks = (least - cluster.device.memory) / 1e9
         given = f"{least / 1e9:,.1f} GB in the leanest way, {lacks:,.1f} GB too many, on {cluster.world} ranks"
-        hosts = ceil(leanest(workload) / cluster.device.memory / cluster.ranks)
-        fix = f"take about {hosts:,} hosts, or fewer tokens" if hosts * cluster.ranks <= MOST else "take fewer tokens"
+        hosts = ceil(min_memory(workload) / cluster.device.memory / cluster.ranks)
+        fix = (
+            f"take about {hosts:,} hosts, or fewer tokens"
+            if hosts * cluster.ranks <= MAX_RANKS
+            else "take fewer tokens"
+        )
         raise ClusterError(f"plan for {workload.phase}", expected, given, fix)
 
 

@@ -59,7 +59,7 @@ class Pairs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Travel:
+class PlannedTraffic:
     """What a pass over a queries x keys mesh moves, in tokens, and what it attends."""
 
     rows: Flow
@@ -95,7 +95,7 @@ def placed(shape: Shape, tile: Shape) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def travel(problem: Problem, tile: Shape) -> Travel:
+def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """What moves in a problem on hosts of such tiles."""
     near, further = cut(problem)
     short, scale = shortened(near)
@@ -103,7 +103,9 @@ def travel(problem: Problem, tile: Shape) -> Travel:
     flows = {name: _scaled(getattr(moved, name), scale) for name in FLOWS}
     longer = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
     pairs = further * scale * longer
-    return Travel(**flows, pairs=moved.pairs.times(pairs), steps=tuple(step.times(pairs) for step in moved.steps))
+    return PlannedTraffic(
+        **flows, pairs=moved.pairs.times(pairs), steps=tuple(step.times(pairs) for step in moved.steps)
+    )
 
 
 FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
@@ -117,7 +119,7 @@ def _scaled(flow: Flow, scale: float) -> Flow:
 
 
 @lru_cache(maxsize=4096)
-def _moved(problem: Problem, tile: Shape) -> Travel:
+def _moved(problem: Problem, tile: Shape) -> PlannedTraffic:
     rows, columns, passed, pairs = _counted(problem)
     _, across, down = tile
     size = problem.shape.queries
@@ -131,7 +133,7 @@ def _moved(problem: Problem, tile: Shape) -> Travel:
         for t, on in zip(range(1, size), further, strict=True)
     ]
     whole, steps = pairs.sum(1), [pairs[source, (source - t) % size] for t in range(size)]
-    return Travel(
+    return PlannedTraffic(
         rows=_flow([_lines(rows, down)], tile),
         both_ways=_flow([_lines(rows + rows.mT, down)], tile),
         columns=_flow([_lines(columns, across, columns=True)], tile),

@@ -103,8 +103,8 @@ def held_program(
 
 @program()
 def merge_program(
-    outs, lses, witnesses, sinks, out, lse, witness,
-    splits, outs_split, lses_split, witnesses_split, rows, queries, heads, values,
+    outs, lses, checksums, sinks, out, lse, checksum,
+    splits, outs_split, lses_split, checksums_split, rows, queries, heads, values,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     SUNK: tl.constexpr, WITNESSED: tl.constexpr,
 ):  # fmt: skip
@@ -122,10 +122,10 @@ def merge_program(
         outs, lses, splits, outs_split, lses_split, row, there, values, sink, ROWS, V_0, V_1
     )
     if WITNESSED:
-        highest = highest_of(witnesses, splits, witnesses_split)
+        highest = highest_of(checksums, splits, checksums_split)
         total = tl.where(tl.sum(highest) == 0.0, total, float("nan"))
         if tl.program_id(0) == 0:
-            tl.store(witness + tl.arange(0, 2), highest)
+            tl.store(checksum + tl.arange(0, 2), highest)
     settled(total, origin, sum_0, sum_1, out, lse, row, there, values, V_0, V_1)
 
 
@@ -148,8 +148,8 @@ def _digest(bits, count, WIDE: tl.constexpr):
 
 
 @program()
-def witness_program(bits, count, more, more_count, state, number, witness, MODULUS: tl.constexpr, WIDE: tl.constexpr):
+def checksum_program(bits, count, more, more_count, state, number, checksum, MODULUS: tl.constexpr, WIDE: tl.constexpr):
     """A call's number, the cache's length and the bits of two tensors as one number, and less that number."""
     rest = (_digest(bits, count, WIDE) + _digest(more, more_count, WIDE) + number + tl.load(state)) % MODULUS
     rest = tl.where(rest < 0, rest + MODULUS, rest).to(tl.float32)
-    tl.store(witness + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, rest, -rest))
+    tl.store(checksum + tl.arange(0, 2), tl.where(tl.arange(0, 2) == 0, rest, -rest))

@@ -24,14 +24,14 @@ def _box(memory, flags, parity, ranks, room, rank):
 
 @program()
 def one_shot_program(
-    message, memories, counter, out, lse, witness,
+    message, memories, counter, out, lse, checksum,
     rank, ranks, flags, room, rows, values, patience,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     PUT: tl.constexpr, TAKE: tl.constexpr,
 ):  # fmt: skip
-    """Messages are (witness, lse, out) in float32; all ranks' tiles are alike.
+    """Messages are (checksum, lse, out) in float32; all ranks' tiles are alike.
 
-    A rank that hears nothing for so many looks as `patience` answers with NaN, as it does where witnesses disagree.
+    A rank that hears nothing for so many looks as `patience` answers with NaN, as it does where checksums disagree.
     Only where ranks take turns, in tests, is what a rank PUTs and what it TAKEs not one launch.
     """
     tile = tl.program_id(0)
@@ -41,12 +41,12 @@ def one_shot_program(
     own_flags = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
     step = tl.load(counter)
     if PUT:
-        its_witness = tl.load(message + number)
+        its_checksum = tl.load(message + number)
         its_lse = tl.load(message + 2 + row, mask=there, other=0.0)
         out_0, out_1 = read(message + 2 + rows, row * values, there, values, V_0, V_1)
         for peer in range(ranks):
             box = _box(tl.load(memories + peer).to(tl.pointer_type(tl.float32)), flags, step & 1, ranks, room, rank)
-            tl.store(box + number, its_witness)
+            tl.store(box + number, its_checksum)
             tl.store(box + 2 + row, its_lse, mask=there)
             write(box + 2 + rows, row * values, there, values, out_0, out_1, V_0, V_1)
         tl.debug_barrier()  # all of the tile is written before anyone is told so
@@ -68,5 +68,5 @@ def one_shot_program(
         highest = highest_of(boxes, ranks, room)
         total = tl.where((tl.sum(highest) == 0.0) & (left > 0), total, float("nan"))
         if tile == 0:
-            tl.store(witness + number, highest)
+            tl.store(checksum + number, highest)
         settled(total, origin, sum_0, sum_1, out, lse, row, there, values, V_0, V_1)

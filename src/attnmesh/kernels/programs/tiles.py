@@ -145,12 +145,12 @@ def joined(
 
 
 @triton.jit
-def highest_of(witnesses, splits, split_by):
+def highest_of(checksums, splits, split_by):
     """The maximum of what ranks said; of those that said the same it cancels."""
     number = tl.arange(0, 2)
-    highest = tl.load(witnesses + number)
+    highest = tl.load(checksums + number)
     for split in range(1, splits):
-        highest = tl.maximum(highest, tl.load(witnesses + split * split_by + number))
+        highest = tl.maximum(highest, tl.load(checksums + split * split_by + number))
     return highest
 
 
