@@ -37,6 +37,7 @@ check: $(VENV)/ready           ## format, lint, types
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
+	$(RUN)/python -m tests.tools.limits
 
 format: $(VENV)/ready
 	$(RUN)/ruff format .
