@@ -52,10 +52,9 @@ def long_functions(name: str, file: Path) -> list[str]:
     found = []
     for node in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, FUNCTION)):
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
-        given = node.args
-        parameters = [
-            a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs) if a.arg not in ("self", "cls")
-        ]
+        named = [a.arg for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")]
+        options = len(node.args.defaults) + sum(default is not None for default in node.args.kw_defaults)
+        parameters = len(named) + len(node.args.kwonlyargs) - options
         if lines > MAX_FUNCTION:
             found.append(f"{name}.{node.name} has {lines} lines of {MAX_FUNCTION}")
         if parameters > MAX_PARAMETERS:
