@@ -18,7 +18,7 @@ import attnmesh as am
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
-from attnmesh.mesh.axes import clear_caches
+from attnmesh.mesh.world import WORLD
 
 
 def own_rank() -> int:
@@ -111,7 +111,7 @@ def groups_end() -> list[bool]:
     del group, mesh
     gc.collect()
     held = seen() is not None
-    clear_caches()
+    WORLD.clear_caches()
     return [held, seen() is None]
 
 

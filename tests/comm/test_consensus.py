@@ -132,7 +132,7 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     asked, share = [], p2p.all_gather_ints
     with (
-        mock.patch("attnmesh.attention.attention.asked_each_time", return_value=on_cpu),
+        mock.patch("attnmesh.comm.consensus.cheap_to_compare", return_value=on_cpu),
         mock.patch("attnmesh.comm.consensus.share", lambda *told: (asked.append(1), share(*told))[1]),
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]

@@ -19,7 +19,7 @@ import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.netns import World, run_on
 from attnmesh.cli.timing import Timing, peak_memory, race
-from attnmesh.comm.merge import HOW
+from attnmesh.comm.merge_ranks import HOW
 from attnmesh.core.partial import Partial, join
 
 Call = Callable[[], Any]

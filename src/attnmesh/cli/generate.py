@@ -19,10 +19,10 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Verbose, console, machine, print_json, printable, progress, telling, titled
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.merge import HOW
+from attnmesh.comm.merge_ranks import HOW
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
-from attnmesh.decode.decode import check_reproducible
+from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import ArgumentError, InputError, MeshError, ModelError, RankFailure
 from attnmesh.mesh.shapes import Shape, elements, mesh_shapes
 

@@ -14,7 +14,8 @@ from attnmesh.comm.topology import hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.merge import serves
 from attnmesh.kernels.triton_runtime import launch, parts
-from attnmesh.mesh.axes import Axis, cached_per_world
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.world import cached_per_world
 
 ROOM = 1 << 18
 """Numbers of the longest message: 1 MiB."""

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.attention.attention import asks, attention
+from attnmesh.attention.attention import attention
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.comm.consensus import agree
+from attnmesh.comm.consensus import agree, compares_always
 from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
@@ -90,9 +90,9 @@ def _refuse(error: InputError, query: Tensor, pending: PendingKV | None, shards:
     """Raise the error on all ranks, if they compare their calls at this point."""
     if pending is not None:
         checked = pending.layer.cache.checked
-        by_all = None if shards is None else shards.has_prefix or asks(checked, query.device)
+        by_all = None if shards is None else shards.has_prefix or compares_always(checked, query.device)
         pending.layer.refuse(error, pending, query.shape[2] if shards is None else shards.length, asked=by_all)
-    elif shards is not None and asks(None, query.device):
+    elif shards is not None and compares_always(None, query.device):
         agree(Mesh.of(shards.mesh), error)
     raise error
 

@@ -13,15 +13,16 @@ from transformers import Cache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.comm.consensus import agree, describe_call, run_agreed
-from attnmesh.comm.merge import check_merge
+from attnmesh.comm.merge_ranks import check_merge
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import check_checked
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache, load_layers, save_layers
 from attnmesh.decode.checkpoint_writer import Saving
-from attnmesh.decode.decode import check_reproducible, decode
+from attnmesh.decode.decode import decode
 from attnmesh.decode.recover import recover
 from attnmesh.decode.replicas import check_copies
+from attnmesh.decode.step import check_reproducible
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import InputError, KernelError, ShapeError, StoreError
 from attnmesh.hf.models import NAME, check_keys, check_layers
