@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.mesh.world import cached_per_world, decode_cached
 
 Code = tuple[str, list[int]]
 """A run as the schema of an operator carries it: names and numbers."""
@@ -29,7 +29,7 @@ class Run(NamedTuple):
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "Run":
         """Return the run that `encode` wrote."""
-        return _decoded(names, tuple(numbers))
+        return decode_cached(_decoded, names, numbers)
 
 
 @cached_per_world(1024)

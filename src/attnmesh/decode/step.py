@@ -14,7 +14,7 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.select import check_kernel
 from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.mesh.world import cached_per_world, decode_cached
 
 
 class DecodeStep(NamedTuple):
@@ -45,7 +45,7 @@ class DecodeStep(NamedTuple):
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
         """Return the step that `encode` wrote."""
-        return _decoded(names, tuple(numbers))
+        return decode_cached(_decoded, names, numbers)
 
     def output_shape(self, q: Tensor, values: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""

@@ -2,7 +2,7 @@
 
 import atexit
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from secrets import randbits
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
@@ -60,6 +60,12 @@ class World:
 WORLD = World()
 
 cached_per_world = WORLD.cached
+
+
+def decode_cached(decode: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
+    """Return what a cached `decode` makes of the code of an operator; uncached where a compiler traces sizes."""
+    traced = any(type(number) is not int for number in numbers)  # SymInts, which have no hash
+    return getattr(decode, "__wrapped__", decode)(names, tuple(numbers)) if traced else decode(names, tuple(numbers))
 
 
 @atexit.register
