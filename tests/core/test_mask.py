@@ -35,20 +35,6 @@ def _filled(sizes: list[int]) -> list[int]:
     return [*kept, TOTAL - sum(kept)]
 
 
-ranges = st.builds(range, st.integers(0, TOTAL), st.integers(0, TOTAL), st.integers(1, 7))
-
-
-@given(masks(), ranges, ranges)
-def test_verdicts_agree_with_the_points(mask: Mask, queries: range, keys: range) -> None:
-    verdict = mask.verdict(queries, keys)
-    seen = mask.visible(torch.tensor([*queries], dtype=torch.long), torch.tensor([*keys], dtype=torch.long))
-    truth = "empty" if not seen.any() else "full" if seen.all() else "mixed"
-    if queries.step == keys.step == 1:
-        assert verdict == truth
-    else:  # with a step "mixed" may be said of a block that is empty, and nothing else may differ
-        assert verdict == truth or (verdict, truth) == ("mixed", "empty")
-
-
 @given(masks(), masks())
 def test_and_is_both_at_once(one: Mask, other: Mask) -> None:
     tokens = torch.arange(TOTAL)

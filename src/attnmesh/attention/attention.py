@@ -16,15 +16,15 @@ from attnmesh.attention.ulysses import swap_op
 from attnmesh.comm.consensus import agree, askable, describe_call
 from attnmesh.core.checks import (
     autocast,
-    autocasts,
+    autocast_enabled,
     check_checked,
-    check_no_more,
     check_qkv,
     check_scale,
     check_sinks,
-    dims,
-    hinted,
+    check_unknown_options,
+    heads_and_length,
     warn_if_swapped,
+    with_swap_hint,
 )
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
@@ -121,7 +121,7 @@ def _of_shards(
     options: _Options,
     checked: bool | None,
 ) -> Tensor:
-    if autocasts(q, k, v):
+    if autocast_enabled(q, k, v):
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return _of_shards(q, k, v, sinks, mesh, options, checked)
@@ -241,7 +241,7 @@ def _fitting(here: Mesh, options: _Options, heads: Pair, tokens: Pair, table: Se
         check_mask("attention mask", options.applied, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
-        raise hinted(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
+        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
     return problem
 
 
@@ -261,11 +261,11 @@ def _check(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks
         if mesh.shape.ranks == 1:
             _check_whole(options, q, k)
     except (MaskError, ShapeError) as error:
-        raise hinted(error, dims(q), dims(k)) from None
+        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
 
 def _check_call(mesh: Mesh, options: _Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    check_no_more("attention", options.more or {})
+    check_unknown_options("attention", options.more or {})
     check_qkv("attention", q, k, v)
     check_mask("attention mask", options.applied)
     _check_layouts(options, mesh.shape.ranks)

@@ -16,10 +16,10 @@ from attnmesh.comm.consensus import agree, askable, describe_call, unlike
 from attnmesh.comm.merge import COLLECTIVE, check_merge, send_poison
 from attnmesh.core.checks import (
     check_checked,
-    check_no_more,
     check_same_kind,
     check_scale,
     check_sinks,
+    check_unknown_options,
     swap_hint,
     warn_if_swapped,
 )
@@ -196,7 +196,7 @@ def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
         fix = "decode under torch.no_grad(), or train with attention"
         raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
-    check_no_more("decode", options.more or {})
+    check_unknown_options("decode", options.more or {})
     check_same_kind("decode", {"q": q})
     shape = (cache.sizes.batch, "heads", "length", cache.sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.sizes.batch, cache.sizes.head_dim) or not q.shape[2]:
