@@ -86,9 +86,9 @@ def test_an_operator_that_is_wrong_is_left_out_and_said_so() -> None:
             return Reference().attend(q, k, v, block, scale)
 
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
-    with pytest.warns(UserWarning, match="does without PyTorch's wrong operator for torch.bfloat16"):
-        assert not cuda._proved(Wrong(), *where)
-    assert cuda._proved(Right(), *where)
+    with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
+        assert not cuda._is_correct(Wrong(), *where)
+    assert cuda._is_correct(Right(), *where)
 
 
 @pytest.mark.parametrize("mask", [am.Window(20), am.Causal() & am.Documents([70] * 20)])
@@ -98,7 +98,7 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
     assert len(cuda.CUDA().cut(band, x, x, x)) > 1  # without Triton: as many calls as there are blocks
     with interpreting("triton"):
         (block,) = cuda.CUDA().cut(band, x, x, x)
-        assert cuda.name_of(x, x, x, block) == "triton"
+        assert cuda.operator_name(x, x, x, block) == "triton"
         short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, 0.25)
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)

@@ -78,8 +78,8 @@ def test_the_same_bits_on_any_power_of_two(pool: Pool, dtype: torch.dtype, mask:
             assert torch.equal(out, alone)
 
 
-class Asked(TorchDispatchMode):
-    """Fails where the host asks the device for a number, which a CUDA graph cannot do."""
+class NoHostReads(TorchDispatchMode):
+    """Fails if the host reads a value from the device, which a CUDA graph cannot do."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         assert function is not torch.ops.aten._local_scalar_dense.default
@@ -100,7 +100,7 @@ def test_a_step_asks_the_device_nothing(mask: Mask, padded: bool, reproducible: 
     expected = am.decode(q, cache, **options)
     held, where = cache.held, (Axis(), Axis(), 16, 150)
     step = decode_room.Step(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
-    with Asked():
+    with NoHostReads():
         given, _ = decode_room.run_step(q, held, sinks, step, 0)
     assert torch.equal(given, expected)
 
@@ -163,7 +163,7 @@ def test_random_calls_have_the_checksum_that_pytorch_finds(seed: int) -> None:
     ]
     call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
     expected = merge.checksum_of(sum(map(digest, tensors), start=call + state[0]), into)
-    assert torch.equal(merging.compared(tensors, call, state, merge.DIGEST, into), expected)
+    assert torch.equal(merging.launch_checksum(tensors, call, state, merge.DIGEST, into), expected)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -244,21 +244,21 @@ def test_a_device_on_which_programs_fail_or_are_wrong_is_left_to_pytorch(monkeyp
     device, ability = torch.device("cpu"), {"now": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: ability["now"])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an old GPU")
-    assert merging._fault.__wrapped__(device) is None
-    assert kernel._compiles.__wrapped__(device) is None
+    assert merging._gpu_fault.__wrapped__(device) is None
+    assert kernel._fault.__wrapped__(device) is None
     ability["now"] = (7, 5)
-    assert merging._fault.__wrapped__(device) == "an old GPU multiplies no bfloat16"
+    assert merging._gpu_fault.__wrapped__(device) == "an old GPU has no bfloat16 products"
     ability["now"] = (9, 0)
     monkeypatch.setattr(merging, "launch", lambda *_, **__: None)  # nothing is written
-    with pytest.warns(UserWarning, match=r"goes by PyTorch's own kernels, as Triton .*: a merge comes out wrong"):
-        assert "a merge comes out wrong" in merging._fault.__wrapped__(device)
+    with pytest.warns(UserWarning, match=r"uses PyTorch's own kernels, since Triton .*: a merge gives a wrong result"):
+        assert "a merge gives a wrong result" in merging._gpu_fault.__wrapped__(device)
 
     def breaks(*_: object, **__: object) -> None:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr(merging, "launch", breaks)
     monkeypatch.setattr(kernel, "launch", breaks)
-    for prove in (merging._fault, kernel._compiles):
+    for prove in (merging._gpu_fault, kernel._fault):
         with pytest.warns(UserWarning, match="RuntimeError: no such instruction$"):
             assert prove.__wrapped__(device).endswith("RuntimeError: no such instruction")
 
@@ -284,16 +284,16 @@ def test_programs_that_do_not_fit_a_device_are_given_smaller_tiles(monkeypatch: 
             raise OutOfResources
         return tile
 
-    monkeypatch.setattr(kernel, "_FITTING", {})
+    monkeypatch.setattr(kernel, "_FITTING_TILES", {})
     monkeypatch.setattr(kernel, "_tile", lambda q, v, rows: kernel.Tile(64, 64))
     for _ in range(2):
-        assert kernel._fitted("attend", x, x, 40, act)[:2] == (32, 16)
+        assert kernel._with_fitting_tile("attend", x, x, 40, act)[:2] == (32, 16)
     assert [tile[:2] for tile in tried] == [(64, 64), (64, 32), (64, 16), (32, 16), (32, 16)]
 
 
 def test_what_it_does_not_serve_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x, wide = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 600)
-    with pytest.raises(KernelError, match=r"kernel triton.*it knows no torch.float64"):
+    with pytest.raises(KernelError, match=r"kernel triton.*it does not support torch.float64"):
         am.attend(x.double(), x.double(), x.double(), kernel="triton")
     with pytest.raises(KernelError, match=r"heads are 600 wide, of at most 576"):
         am.attend(wide, wide, wide, kernel="triton")
@@ -312,14 +312,14 @@ from triton.compiler import ASTSource
 from attnmesh.kernels.programs import attend, decode, peers
 
 POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "bits": "*i16", "more": "*i16"}
-POINTERS |= dict.fromkeys(("places", "columns", "state", "firsts", "lasts"), "*i64")
+POINTERS |= dict.fromkeys(("places", "token_index", "state", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
 POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
 TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
 POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
-DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "PUT": True, "TAKE": True}
-FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "SUNK", "WITNESSED"))
+DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "SEND": True, "RECEIVE": True}
+FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "HAS_SINKS", "HAS_CHECKSUMS"))
 capability = int(sys.argv[1])
 
 def compiled(room, name, flag):
@@ -333,8 +333,10 @@ def compiled(room, name, flag):
 
 for name in ("attend", "queries_backward", "keys_backward"):
     compiled(attend, name, False)
-for name, flag in (("held", True), ("held", False), ("merge", True), ("merge", False), ("checksum", False)):
-    compiled(decode, name, flag)
+for name in ("attend_cache", "merge"):
+    for flag in (True, False):
+        compiled(decode, name, flag)
+compiled(decode, "checksum", False)
 compiled(peers, "one_shot", True)
 """
 
@@ -356,7 +358,7 @@ def test_the_programs_compile_for_gpus_that_are_not_here(capability: int) -> Non
 def test_each_program_is_given_what_it_takes() -> None:
     """A compiled program refuses other arguments, which the interpreter lets pass."""
     q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 7, 16), torch.randn(1, 1, 7, 16)
-    call = kernel._call(q, k, v, Block(slice(0, 5), slice(0, 7)), 0.25, kernel.Tile(16, 16))
+    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), 0.25, kernel.Tile(16, 16))
     backward = {"dout", "delta", "lse"}
     own = {
         "attend_program": {"out", "lse", "span"},

@@ -31,7 +31,7 @@ from attnmesh.core.checks import DTYPES, check_checked, check_one_device, check_
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse, wide
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
-from attnmesh.kernels.merge import by_triton, compared, merged
+from attnmesh.kernels.merge import launch_checksum, merged, use_triton
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
 
 DIGEST = (1 << 24) - 3
@@ -86,7 +86,7 @@ class PartialMessage:
     def join(self, rows: Tensor) -> Tensor:
         """Several messages as one."""
         checksums, partials = self.read(rows)
-        if not by_triton(partials.lse):
+        if not use_triton(partials.lse):
             return self.message(checksums.amax(0), collapse(partials))
         message = self.blank(rows.device)
         checksum, place = self.places(message)
@@ -96,7 +96,7 @@ class PartialMessage:
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """What several messages come to."""
         checksums, partials = self.read(rows)
-        if not by_triton(partials.lse):
+        if not use_triton(partials.lse):
             return checksums.amax(0), collapse(partials)
         checksum = checksums.new_empty(2)
         return checksum, merged(partials, checksums=checksums, checksum=checksum)
@@ -187,7 +187,7 @@ def _asks(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
     """Whether the host looks at what the ranks said: where that holds up no device, unless it is told when."""
     if checked is None and how != "allreduce":
         lse = partial[-1] if isinstance(partial, tuple) and partial else None
-        held_up = by_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
+        held_up = use_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
         return not held_up
     return checked is not False
 
@@ -257,8 +257,8 @@ def send_poison(
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Of a call on a cache, whose length is on the device, and of the bits of some tensors."""
-    if by_triton(like) and sum(x.numel() for x in tensors) <= FEW:
-        return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
+    if use_triton(like) and sum(x.numel() for x in tensors) <= FEW:
+        return launch_checksum(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
     checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
     return checksum if into is None else into.copy_(checksum)
 

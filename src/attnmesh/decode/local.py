@@ -10,8 +10,8 @@ from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide, with_sinks
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
-from attnmesh.kernels.merge import placed, up_the_tree
-from attnmesh.kernels.select import choose_held
+from attnmesh.kernels.merge import copied, merged_along_tree
+from attnmesh.kernels.select import choose_for_cache
 from attnmesh.kernels.triton_runtime import interpreted
 
 Run = Callable[..., Partial]
@@ -23,14 +23,14 @@ def attend_held(question: DecodeQuery, slots: CacheView, chosen: Kernel) -> Part
     q, mask, scale, _, sinks, block, into = question
     if isinstance(chosen, CacheKernel):
         return chosen.attend_cache(question, slots)
-    return placed(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
+    return copied(with_sinks(_by_lengths(partial(forward, chosen, scale=scale), q, slots, mask, block), sinks), into)
 
 
 def on_device(q: Tensor, slots: CacheView, kernel: str) -> bool:
     """Whether a step asks nothing of the host: its kernel reads on the device how many tokens there are."""
     if q.device.type == "cpu" and not interpreted():  # as mostly: this is asked at every step
         return False
-    return isinstance(choose_held(kernel, q, slots.keys, slots.values), CacheKernel)
+    return isinstance(choose_for_cache(kernel, q, slots.keys, slots.values), CacheKernel)
 
 
 def _by_lengths(run: Run, q: Tensor, slots: CacheView, mask: Mask, block: int | None) -> Partial:
@@ -92,7 +92,7 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+    return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
 
 
 def _widened(partial: Partial) -> Partial:

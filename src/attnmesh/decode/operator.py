@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, wide, with_sinks
 from attnmesh.decode.local import attend_held
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import CacheKernel
-from attnmesh.kernels.select import choose_held
+from attnmesh.kernels.select import choose_for_cache
 from attnmesh.mesh.axes import Axis, group_named
 
 
@@ -47,7 +47,7 @@ def run_step(q: Tensor, held: CacheView, sinks: Tensor | None, step: Step, call:
     """This rank's output, and if there are others a checksum of what all ranks were asked."""
     heads = step.heads.share_of(q.shape[1])
     own = q[:, heads]
-    kernel, alone = choose_held(step.kernel, q, held.keys, held.values), step.tokens.size == 1
+    kernel, alone = choose_for_cache(step.kernel, q, held.keys, held.values), step.tokens.size == 1
     silent = isinstance(kernel, CacheKernel)
     form = PartialMessage((*own.shape[:-1], held.values.shape[-1]), wide(q.dtype), wide(q.dtype))
     message, checksum, place = None, None, None
