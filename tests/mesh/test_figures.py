@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
-from attnmesh.mesh.figures import _colours, computed, draw_mesh, draw_tree, heard, pairs_of_ranks
+from attnmesh.mesh.figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from attnmesh.mesh.schedule import Problem
 from tests.mesh.test_schedule import problems
 
@@ -32,7 +32,7 @@ def places(layout: Layout, shape: am.Shape, length: int) -> Tensor:
 
 
 def formula(problem: Problem) -> Tensor:
-    """The pair of a query held at (r1, c1) and a key held at (r2, c2) is computed at (r1, c2)."""
+    """The pair of a query held at (r1, c1) and a key held at (r2, c2) is computed_blocks at (r1, c2)."""
     (r, _), (_, c) = (
         places(layout, problem.shape, length)
         for layout, length in ((problem.layout, problem.length), (problem.key_layout, problem.key_length))
@@ -59,7 +59,7 @@ def test_also_with_other_keys_than_queries(problem: Problem) -> None:
 @settings(max_examples=25)  # tests/mesh/test_schedule.py tries the schedules themselves more often
 def test_every_visible_pair_has_one_owner_and_no_other_pair_has_any(problem: Problem) -> None:
     count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
-    for _, queries, keys, visible in computed(problem):
+    for _, queries, keys, visible in computed_blocks(problem):
         count[queries[:, None], keys] += visible
     tokens = torch.arange(problem.length), torch.arange(problem.key_length)
     assert torch.equal(count, problem.mask.visible(*tokens).long())
@@ -126,7 +126,7 @@ def test_refuses_what_it_cannot_draw(changes: dict[str, object], message: str) -
 def test_what_is_drawn_of_a_tree_reaches_everyone(hosts: list[list[int]]) -> None:
     ranks = sum(map(len, hosts))
     knows = [{rank} for rank in range(ranks)]
-    for pairs in heard(hosts):
+    for pairs in tree_messages(hosts):
         knows = [own.union(*(knows[a] for a, b in pairs if b == rank)) for rank, own in enumerate(knows)]
     assert knows == [set(range(ranks))] * ranks
     assert len(draw_tree(hosts).axes[0].texts) >= ranks

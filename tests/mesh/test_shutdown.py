@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnmesh.mesh import shutdown
-from attnmesh.mesh.shutdown import come_to_rest
+from attnmesh.mesh.shutdown import wait_until_idle
 
 LATE = """
 import hashlib, sys, threading, time, weakref
@@ -108,7 +108,7 @@ def test_all_sleep_at_two_looks_and_none_runs_between(
     task(tmp_path, 9, "pt_gloo_runloop", "S (sleeping)", 5)
     sleep(0.0)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert come_to_rest(0.0) == rest
+    assert wait_until_idle(0.0) == rest
 
 
 def test_without_threads_of_gloo_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,4 +118,4 @@ def test_without_threads_of_gloo_nobody_waits(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(time, "sleep", sleep)
     for folder in (tmp_path, tmp_path / "missing"):
         monkeypatch.setattr(shutdown, "TASKS", folder)
-        assert come_to_rest()
+        assert wait_until_idle()

@@ -127,9 +127,9 @@ def tree_exchange(
     def near(peer: int) -> bool:
         return mailboxes is not None and mailboxes.serves(peer, size)
 
-    boxes = [message.new_empty(2, size if near(step.hear) or not early else max(size, SLOT)) for step in rounds]
+    boxes = [message.new_empty(2, size if near(step.recv) or not early else max(size, SLOT)) for step in rounds]
     receipts = [
-        [] if near(step.hear) else [(dist.irecv, step.hear, box[1])] for step, box in zip(rounds, boxes, strict=True)
+        [] if near(step.recv) else [(dist.irecv, step.recv, box[1])] for step, box in zip(rounds, boxes, strict=True)
     ]
     coming = [_posted(receipt, axis, "merging") if early else [] for receipt in receipts]
     going = []
@@ -143,9 +143,9 @@ def tree_exchange(
             for peer in filter(near, step.send):
                 with Watched(axis, "merging", peer):
                     mailboxes.send(peer, message)
-            if near(step.hear):
-                with Watched(axis, "merging", step.hear):
-                    mailboxes.recv(step.hear, box[1])
+            if near(step.recv):
+                with Watched(axis, "merging", step.recv):
+                    mailboxes.recv(step.recv, box[1])
         for work in works if early else posted:
             work.wait()
         message = join(box[:, :size])

@@ -16,7 +16,7 @@ from attnmesh.comm.failures import Process, introduce, own_number
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.mesh.axes import Axis, Mesh, cached_per_world
-from attnmesh.mesh.reduction_tree import Round, by_residue, tree
+from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import Cluster
@@ -26,7 +26,7 @@ from attnmesh.planner.hardware import PRESETS
 @cached_per_world()  # all ranks ask at once, the first time: none may forget before the others
 def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
     """The tree of an axis; the first time its ranks tell each other where they are."""
-    return tree([by_residue(axis.size)] if canonical else hosts(axis))
+    return tree([bit_reversed(axis.size)] if canonical else hosts(axis))
 
 
 @cached_per_world()

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import warn_once
 from attnmesh.errors import MeshError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.shutdown import come_to_rest
+from attnmesh.mesh.shutdown import wait_until_idle
 
 Given = ParamSpec("Given")
 
@@ -58,7 +58,7 @@ def clear_caches() -> None:
 @atexit.register
 def end() -> None:
     """What has to be done before Python ends: to destroy a group ends its threads, which needs them to be at rest."""
-    come_to_rest()
+    wait_until_idle()
     clear_caches()
 
 
