@@ -33,7 +33,7 @@ BLOCKS = {
 
 @pytest.fixture
 def eager_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch asked about tensors that do not exist would say no: say what it says on a recent GPU."""
+    """Replace PyTorch's support checks, which refuse meta tensors, by their results on a recent GPU."""
     monkeypatch.setattr(cuda, "can_use_flash_attention", lambda params: params.query.dtype in HALF)
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda params: params.query.dtype != torch.float64)
 
@@ -69,20 +69,20 @@ def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() 
 def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
     block = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
     q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
-    out, lse = cuda.Cudnn().forward(q, k, v, block, 0.1)
+    out, lse = cuda.Cudnn().attend(q, k, v, block, 0.1)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
-    assert not cuda.Cudnn().takes(q, k, v, block)  # it is for GPUs alone, of some age, and once proved
+    assert not cuda.Cudnn().takes(q, k, v, block)  # on recent GPUs only, once checked
     gradients = cuda.Cudnn().backward(q, k, v, SavedForward(out, lse, out), block, 0.1)
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
-def test_an_operator_that_is_wrong_is_left_out_and_said_so() -> None:
+def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
     class Wrong(cuda.Cudnn):
-        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
             return Partial(q, q[..., 0].float())
 
     class Right(cuda.Cudnn):
-        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
             return Reference().attend(q, k, v, block, scale)
 
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
@@ -137,7 +137,7 @@ def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs for minutes where there is a GPU")
-def test_without_a_gpu_make_gpu_tells_what_it_would_do() -> None:
+def test_without_a_gpu_make_gpu_prints_its_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
     assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["every", "the", "decoding,", "all"]

@@ -42,7 +42,7 @@ class Operator(Protocol):
         """Return True if the operator supports the block of these tensors on their device."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """Return the block's partial."""
         ...
 
@@ -68,7 +68,7 @@ class Cudnn:
             return False
         return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """Return the block's partial."""
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=scale)[:2]
@@ -87,7 +87,7 @@ class Flash:
         grouped = q.shape[1] != k.shape[1]
         return block.band is None and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """Return the block's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         out, lse = flash(q, k, v, 0.0, block.causal, False, scale=scale)[:2]
@@ -116,7 +116,7 @@ class Efficient:
         few = q.new_zeros(1, 1, ALIGNMENT, width)
         return bool(can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """Return the block's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         k, v = (_repeated(x, q) for x in (k, v))
@@ -134,20 +134,12 @@ class Efficient:
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
-class TritonOperator:
+class TritonOperator(Triton):
     """The Triton kernel as an operator: masked blocks of any size, without a dense mask."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
         """Return True for masked blocks that the Triton kernel supports."""
-        return block.band is not None and Triton().unsupported_reason(q, k, v) is None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-        """Return the block's partial."""
-        return Triton().attend(q, k, v, block, scale)
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float) -> Gradients:
-        """Return the block's gradients."""
-        return Triton().backward(q, k, v, saved, block, scale)
+        return block.band is not None and self.unsupported_reason(q, k, v) is None
 
 
 OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), TritonOperator(), Efficient())
@@ -177,7 +169,7 @@ class CUDA:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
         """Return the block's partial."""
         rows, keys, values = _padded((q, k, v), _width(q, v))
-        out, lse = operator_of(rows, keys, values, block).forward(rows, keys, values, block, scale)
+        out, lse = operator_of(rows, keys, values, block).attend(rows, keys, values, block, scale)
         return Partial(out[..., : v.shape[-1]], lse)
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float) -> Gradients:
@@ -190,7 +182,8 @@ class CUDA:
 
 def operator_name(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
     """Return the name of the operator that computes a block of such tensors."""
-    operator = operator_of(*_padded((q, k, v), _width(q, v)), block)
+    q, k, v = _padded((q, k, v), _width(q, v))
+    operator = operator_of(q, k, v, block)
     if isinstance(operator, TritonOperator):
         return "triton"
     return f"PyTorch's {(isinstance(operator, Flash) and flash_override()) or type(operator).__name__.lower()}"
@@ -220,7 +213,7 @@ def _is_correct(
     block, name = Block(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
     out, lse = Reference().attend(q.float(), k.float(), v.float(), block, 0.125)
     try:
-        partial = operator.forward(q, k, v, block, 0.125)
+        partial = operator.attend(q, k, v, block, 0.125)
         errors = (partial.out.float() - out).abs().amax() / out.abs().amax(), (partial.lse - lse).abs().amax()
         right = float(errors[0]) < 4 * torch.finfo(dtype).eps and float(errors[1]) < 1e-3
         reason = None if right else f"off by {errors}"

@@ -119,7 +119,8 @@ def _without_empty_rows(saved: SavedForward) -> SavedForward:
 
 
 def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
-    total = identity(q, v, wide(q.dtype) if _overlap(blocks) else q.dtype)
+    overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
+    total = identity(q, v, wide(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet: blocks are in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
@@ -171,7 +172,3 @@ def _is_one_block(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
     """Return True if one block is the whole problem, so that nothing is copied, merged or summed."""
     spans = [(block.queries, block.keys) for block in blocks]
     return spans == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
-
-
-def _overlap(blocks: Sequence[Block]) -> bool:
-    return any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
