@@ -36,7 +36,7 @@ def _filled(sizes: list[int]) -> list[int]:
 
 
 @given(masks(), masks())
-def test_and_is_both_at_once(one: Mask, other: Mask) -> None:
+def test_and_is_the_intersection(one: Mask, other: Mask) -> None:
     tokens = torch.arange(TOTAL)
     assert torch.equal(
         (one & other).visible(tokens, tokens), one.visible(tokens, tokens) & other.visible(tokens, tokens)
@@ -52,14 +52,14 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 
 @given(masks())
-def test_a_mask_reads_as_the_calls_that_make_it_and_survives_its_code(mask: Mask) -> None:
+def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
     names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents")}
     tokens = torch.arange(TOTAL)
     assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
     assert Mask.decode(mask.encode()) == mask
 
 
-def test_each_mask_means_what_it_says() -> None:
+def test_each_mask_equals_its_definition() -> None:
     i, j = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)
     document = torch.tensor([0] * 7 + [1] * 0 + [2] * 33)
     expected = {
@@ -74,7 +74,7 @@ def test_each_mask_means_what_it_says() -> None:
         assert torch.equal(mask.visible(torch.arange(TOTAL), j), visible), mask
 
 
-def test_reaches_beyond_every_position_are_no_bound() -> None:
+def test_a_reach_beyond_every_position_is_no_bound() -> None:
     assert Window(2**63 - 1, 10**30) == Full()
 
 
@@ -99,11 +99,11 @@ def test_lengths_may_be_any_integers() -> None:
         ),
     ],
 )
-def test_bad_masks_are_refused(make: object, message: str) -> None:
+def test_bad_masks_raise(make: object, message: str) -> None:
     with pytest.raises(errors.MaskError, match=message):
         make()
 
 
-def test_other_things_do_not_join() -> None:
+def test_and_with_another_type_raises() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         Causal() & True

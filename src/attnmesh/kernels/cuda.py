@@ -83,7 +83,7 @@ class Flash:
     """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal blocks, grouped heads."""
 
     def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return PyTorch's saved; masked blocks are not supported."""
+        """Return True for plain blocks that PyTorch reports as supported."""
         grouped = q.shape[1] != k.shape[1]
         return block.band is None and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped))
 
@@ -112,7 +112,7 @@ class Efficient:
         return True
 
     def takes_width(self, q: Tensor, width: int) -> bool:
-        """Return PyTorch's saved for a few tokens of q's dtype and this width."""
+        """Return True if PyTorch supports q's dtype and device at this width."""
         few = q.new_zeros(1, 1, ALIGNMENT, width)
         return bool(can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)))
 
