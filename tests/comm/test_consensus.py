@@ -249,7 +249,9 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
 
 def without_memory() -> str:
     """The second rank has no room for a cache."""
-    room = mock.patch("attnmesh.decode.cache.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None)
+    room = mock.patch(
+        "attnmesh.decode.cache.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+    )
     try:
         with room:
             am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)

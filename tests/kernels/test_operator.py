@@ -1,4 +1,4 @@
-"""`attend` as an operator: what PyTorch's own machinery asks of one."""
+"""`attend` as an operator: opcheck, gradcheck, torch.compile and activation checkpointing."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_masks_may_be_made_inside_a_compiled_function() -> None:
         torch.testing.assert_close(compiled(reach), am.attention(q, k, v, mask=am.Window(reach)))
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
+def test_a_gradient_of_a_gradient_raises() -> None:
     q, k, v = inputs()
     (dq,) = torch.autograd.grad(am.attend(q, k, v).out.sum(), q, create_graph=True)
     with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
@@ -89,6 +89,6 @@ def test_activation_checkpointing(create: object) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_results_lie_in_memory_as_an_output_projection_reads_them() -> None:
+def test_out_is_contiguous_per_token() -> None:
     out = am.attend(*inputs()).out
     assert out.transpose(1, 2).is_contiguous()

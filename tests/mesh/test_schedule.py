@@ -35,7 +35,7 @@ def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedul
 
 
 @given(problems(), st.booleans())
-def test_every_visible_pair_is_met_once(problem: Problem, ring: bool) -> None:
+def test_every_visible_pair_is_computed_once(problem: Problem, ring: bool) -> None:
     count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
     for plan in all_schedules(problem, ring).values():
         for step, band in zip(plan.steps, plan.bands, strict=True):
@@ -45,7 +45,7 @@ def test_every_visible_pair_is_met_once(problem: Problem, ring: bool) -> None:
 
 
 @given(problems(), st.booleans())
-def test_what_is_sent_is_what_is_received_and_comes_back_to_its_owner(problem: Problem, ring: bool) -> None:
+def test_sent_tokens_are_received_and_results_return_to_their_owner(problem: Problem, ring: bool) -> None:
     plans = all_schedules(problem, ring)
     for (r, c), plan in plans.items():
         row = {peer: plans[r, peer].row for peer in range(problem.shape.keys)}
@@ -77,11 +77,11 @@ def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-
 
 
 def received(plan: Schedule, *, width: int = 1) -> int:
-    """Tokens of keys that come from others."""
+    """Return the number of keys received from other ranks."""
     return width * sum(count for step in plan.steps for _, count in step.receive)
 
 
-def test_under_a_full_mask_all_that_a_chunk_lacks_comes_once() -> None:
+def test_under_a_full_mask_each_missing_token_is_received_once() -> None:
     for shape in (Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 3, 2), Shape(1, 1, 5)):
         n = 24
         problem = Problem(am.Full(), shape, am.Zigzag(), am.Zigzag(), n * shape.ranks, n * shape.ranks)
@@ -92,7 +92,7 @@ def test_under_a_full_mask_all_that_a_chunk_lacks_comes_once() -> None:
                 assert sum(len(t) for p, t in plan.row.return_from) == n * shape.heads * shape.keys
 
 
-def test_under_a_window_a_rank_talks_to_its_neighbours_and_the_length_does_not_matter() -> None:
+def test_under_a_window_neighbours_exchange_the_same_tokens_at_any_length() -> None:
     for length in (1000, 100_000):
         problem = Problem(am.Window(50), Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length)
         for (r, _), plan in all_schedules(problem, ring=False).items():
@@ -102,7 +102,7 @@ def test_under_a_window_a_rank_talks_to_its_neighbours_and_the_length_does_not_m
             assert received(plan) <= 50
 
 
-def test_packed_documents_bring_their_own_keys_alone() -> None:
+def test_packed_documents_receive_only_their_keys() -> None:
     lengths = [130, 7, 300, 63, 200, 100]
     mask = am.Causal() & am.Documents(lengths)
     problem = Problem(mask, Shape(1, 4, 2), am.Contiguous(), am.Contiguous(), 800, 800)

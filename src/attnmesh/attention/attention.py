@@ -10,7 +10,7 @@ from attnmesh.attention.call import Call, Options, agree_on_problem
 from attnmesh.attention.operator import mesh_op
 from attnmesh.attention.run import Run
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, autocasts, warn_if_swapped
+from attnmesh.core.checks import autocast, autocast_enabled, warn_if_swapped
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.attend import attend_op
@@ -95,7 +95,7 @@ def attention(
 def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
     """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back."""
     q, k, v, sinks, options = call
-    if autocasts(q, k, v):
+    if autocast_enabled(q, k, v):
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return attend_shards(Call(q, k, v, sinks, options), mesh, checked)

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import compares_always, describe_call, may_compare, run_agreed_with
-from attnmesh.core.checks import check_checked, check_no_more, check_qkv, check_scale, check_sinks, dims, hinted
+from attnmesh.core.checks import (
+    check_checked,
+    check_qkv,
+    check_scale,
+    check_sinks,
+    check_unknown_options,
+    heads_and_length,
+    with_swap_hint,
+)
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
@@ -121,7 +129,7 @@ def fitting_problem(
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
-        raise hinted(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
+        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
     return problem
 
 
@@ -130,7 +138,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     q, k, v, sinks, options = call
     check_checked("attention", checked)
     try:
-        check_no_more("attention", options.unsupported or {})
+        check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)
         check_mask("attention mask", options.applied_mask)
         _check_layouts(options, mesh.shape.ranks)
@@ -144,7 +152,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
             fix = "give those ranks to the queries or the keys axis"
             raise ShapeError("attention", "key heads that the heads axis divides", given, fix)
     except (MaskError, ShapeError) as error:
-        raise hinted(error, dims(q), dims(k)) from None
+        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 
 
 def _check_layouts(options: Options, ranks: int) -> None:

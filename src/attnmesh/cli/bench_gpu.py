@@ -19,7 +19,7 @@ from attnmesh.cli.timing import Call, Timing, race
 from attnmesh.core.layout import Layout
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.driver import CacheKernel
-from attnmesh.kernels.select import choose_held
+from attnmesh.kernels.select import choose_for_cache
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
@@ -107,7 +107,7 @@ def _overhead(device: torch.device, sizes: Sizes) -> Row:
     """A whole step beside its kernel alone, on so few keys that what they cost besides is seen."""
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
-    kernel = choose_held("auto", q, cache.keys, cache.values)
+    kernel = choose_for_cache("auto", q, cache.keys, cache.values)
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if isinstance(kernel, CacheKernel):
         calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), WIDTH**-0.5, 257), cache.held)

@@ -9,9 +9,9 @@ from torch import Tensor
 from attnmesh.core.energy import energy
 from attnmesh.core.mask import Band, Causal, Documents, Full, Mask, Window
 from attnmesh.kernels.attend import attend
-from attnmesh.kernels.cuda import CUDA, name_of
+from attnmesh.kernels.cuda import CUDA, operator_name
 from attnmesh.kernels.driver import Kernel
-from attnmesh.kernels.select import KERNELS, choose, choose_held
+from attnmesh.kernels.select import KERNELS, choose, choose_for_cache
 
 CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
 """Each on 300 tokens, and on 3 queries at the end of them: 6 query heads on 2 key heads of 32, values of 24."""
@@ -80,7 +80,7 @@ def choices() -> Iterator[Choice]:
             q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
             plain, masked = (_taken(q, k, mask) for mask in (Causal(), Window(40)))
             name = str(dtype).removeprefix("torch.")
-            yield Choice(device.type, name, plain, masked, choose_held("auto", q, k, k).name)
+            yield Choice(device.type, name, plain, masked, choose_for_cache("auto", q, k, k).name)
 
 
 def _taken(q: Tensor, k: Tensor, mask: Mask) -> str:
@@ -89,7 +89,7 @@ def _taken(q: Tensor, k: Tensor, mask: Mask) -> str:
     if not isinstance(kernel, CUDA):
         return kernel.name
     (block, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
-    return name_of(q[:, :, block.queries], k[:, :, block.keys], k[:, :, block.keys], block)
+    return operator_name(q[:, :, block.queries], k[:, :, block.keys], k[:, :, block.keys], block)
 
 
 def law_error() -> float:

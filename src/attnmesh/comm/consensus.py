@@ -15,7 +15,7 @@ import torch
 from attnmesh import errors
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import mesh_hosts
-from attnmesh.core.digest import NUMBERS
+from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
 
@@ -90,7 +90,7 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
     mesh_hosts(mesh)  # before a rank is lost: its host may be lost with it
-    padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
+    padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
         everyones = texts(mesh, text)

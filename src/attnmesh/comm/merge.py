@@ -17,7 +17,7 @@ from attnmesh.comm.message import checksum_of
 from attnmesh.core.checks import DTYPES, check_checked, check_one_device, check_tensor
 from attnmesh.core.partial import Partial, wide
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
-from attnmesh.kernels.merge import by_triton
+from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
@@ -118,7 +118,7 @@ def _compares(partial: object, axis: Axis, how: str, checked: bool | None) -> bo
     """Return whether the host reads the merged checksum: by default where that blocks no device."""
     if checked is None and how != "allreduce":
         lse = partial[-1] if isinstance(partial, tuple) and partial else None
-        blocks = by_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
+        blocks = use_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
         return not blocks
     return checked is not False
 

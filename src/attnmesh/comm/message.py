@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse
-from attnmesh.kernels.merge import by_triton, compared, merged
+from attnmesh.kernels.merge import launch_checksum, merged, use_triton
 
 DIGEST = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
@@ -63,7 +63,7 @@ class PartialMessage:
     def join(self, rows: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
         checksums, partials = self.read(rows)
-        if not by_triton(partials.lse):
+        if not use_triton(partials.lse):
             return self.message(checksums.amax(0), collapse(partials))
         message = self.blank(rows.device)
         checksum, place = self.places(message)
@@ -73,7 +73,7 @@ class PartialMessage:
     def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksum and the partial that several messages merge to."""
         checksums, partials = self.read(rows)
-        if not by_triton(partials.lse):
+        if not use_triton(partials.lse):
             return checksums.amax(0), collapse(partials)
         checksum = checksums.new_empty(2)
         return checksum, merged(partials, checksums=checksums, checksum=checksum)
@@ -81,8 +81,8 @@ class PartialMessage:
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
-    if by_triton(like) and sum(x.numel() for x in tensors) <= FEW:
-        return compared(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
+    if use_triton(like) and sum(x.numel() for x in tensors) <= FEW:
+        return launch_checksum(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
     checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
     return checksum if into is None else into.copy_(checksum)
 

@@ -125,8 +125,8 @@ def tree_exchange(
     """
     size = len(message)
     transport = Transport(axis, size, message.device.type, mailboxes)
-    boxes = [message.new_empty(2, transport.box_size(step.hear)) for step in rounds]
-    arrivals = [transport.recv(step.hear, box[1]) for step, box in zip(rounds, boxes, strict=True)]
+    boxes = [message.new_empty(2, transport.box_size(step.recv)) for step in rounds]
+    arrivals = [transport.recv(step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True)]
     sent: list[tuple[Tensor, Wait]] = []  # a message has to live until it is sent
     for step, box, arrived in zip(rounds, boxes, arrivals, strict=True):
         box[0, :size] = message

@@ -15,7 +15,7 @@ from attnmesh.comm import shared_memory
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.reduction_tree import Round, by_residue, tree
+from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.world import WORLD, Process, cached_per_world
 from attnmesh.planner import auto
@@ -26,7 +26,7 @@ from attnmesh.planner.hardware import PRESETS
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
     """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
-    return tree([by_residue(axis.size)] if canonical else hosts(axis))
+    return tree([bit_reversed(axis.size)] if canonical else hosts(axis))
 
 
 @cached_per_world()

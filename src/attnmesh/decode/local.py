@@ -10,8 +10,8 @@ from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide, with_sinks
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
-from attnmesh.kernels.merge import placed, up_the_tree
-from attnmesh.kernels.select import choose_held
+from attnmesh.kernels.merge import copied, merged_along_tree
+from attnmesh.kernels.select import choose_for_cache
 from attnmesh.kernels.triton_runtime import interpreted
 
 Run = Callable[..., Partial]
@@ -24,14 +24,14 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
         return kernel.attend_cache(query, view)
     run = partial(forward, kernel, scale=query.scale)
     found = _by_lengths(run, query.q, view, query.mask, query.block)
-    return placed(with_sinks(found, query.sinks), query.into)
+    return copied(with_sinks(found, query.sinks), query.into)
 
 
 def on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if q.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_held(kernel, q, view.keys, view.values), CacheKernel)
+    return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
 
 
 def _by_lengths(run: Run, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
@@ -92,7 +92,7 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return up_the_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+    return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
 
 
 def _widened(partial: Partial) -> Partial:

@@ -15,7 +15,7 @@ from attnmesh.decode.local import attend_cache
 from attnmesh.decode.step import DecodeStep
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import CacheKernel
-from attnmesh.kernels.select import choose_held
+from attnmesh.kernels.select import choose_for_cache
 from attnmesh.mesh.axes import Axis
 
 
@@ -25,7 +25,7 @@ def run_step(
     """Return this rank's output, and the merged checksum of the call if there are other ranks."""
     heads = step.heads.share_of(q.shape[1])
     own, alone = q[:, heads], step.tokens.size == 1
-    kernel = choose_held(step.kernel, q, cache.keys, cache.values)
+    kernel = choose_for_cache(step.kernel, q, cache.keys, cache.values)
     form = PartialMessage((*own.shape[:-1], cache.values.shape[-1]), wide(q.dtype), wide(q.dtype))
     message, checksum, place = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message

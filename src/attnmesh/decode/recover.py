@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed, texts
 from attnmesh.comm.p2p import all_gather_ints, blank, swap
-from attnmesh.core.checks import check_no_more
+from attnmesh.core.checks import check_unknown_options
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, cover
@@ -196,7 +196,7 @@ def _check(caches: object, more: dict[str, Never]) -> None:
     ):
         fix = "pass [cache], or None on a rank that is new"
         raise DtypeError("recover", "a list of caches, one a layer", type(caches).__name__, fix)
-    check_no_more("recover", more)
+    check_unknown_options("recover", more)
     if len({(cache.mesh.heads, cache.tokens) for cache in caches or ()}) > 1:
         fix = "pass the caches of one model, layer by layer"
         raise MeshError("recover", "caches of one mesh", "caches of several", fix)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.merge_ranks import check_merge
-from attnmesh.core.checks import check_no_more, check_same_kind, check_scale, check_sinks, swap_hint
+from attnmesh.core.checks import check_same_kind, check_scale, check_sinks, check_unknown_options, swap_hint
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
@@ -74,7 +74,7 @@ def check_step(
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
         fix = "decode under torch.no_grad(), or train with attention"
         raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
-    check_no_more("decode", unsupported)
+    check_unknown_options("decode", unsupported)
     check_same_kind("decode", {"q": q})
     shape = (sizes.batch, "heads", "length", sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:

@@ -8,7 +8,7 @@ from secrets import randbits
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from attnmesh.mesh.shutdown import come_to_rest
+from attnmesh.mesh.shutdown import wait_until_idle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -71,5 +71,5 @@ def decode_cached(decode: Callable[[str, tuple[int, ...]], R], names: str, numbe
 @atexit.register
 def end() -> None:
     """Release the groups before Python ends: that ends their threads, which have to be idle."""
-    come_to_rest()
+    wait_until_idle()
     WORLD.close()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.core.digest import SAID
+from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.core.layout import Striped
 from attnmesh.mesh.reduction_tree import Round, tree
 from attnmesh.planner.candidate import Candidate, Cost
@@ -68,7 +68,7 @@ def _join_heads(way: Candidate, size: float, cluster: Cluster, spent: Cost) -> N
 
 def agree_cost(way: Candidate, cluster: Cluster, spent: Cost) -> None:
     """What each rank says of its call to all, along one axis after the other."""
-    size = 8.0 * SAID
+    size = 8.0 * AGREEMENT_VALUES
     for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
         if ranks > 1:
             line = Line(ranks, near, way.shape.ranks // ranks, way.tile.ranks // near)
