@@ -49,7 +49,7 @@ def inline_formula(page: Any, node: nodes.math) -> None:
 
 def block_formula(page: Any, node: nodes.math_block) -> None:
     """Write a formula on lines of its own."""
-    page.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    page.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
     raise nodes.SkipNode
 
 
