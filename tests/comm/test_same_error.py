@@ -618,7 +618,7 @@ OF_TRANSFORMERS: Table = {
     generate: [
         ({"input_ids": "what?"}, DtypeError, r"generate input_ids: expected int64 token ids .*, given str\. Fix"),
         ({"input_ids": prompt(0)}, ShapeError, r"generate input_ids: expected at least one token, given an empty"),
-        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token a rank, given 1 on 2 ranks"),
+        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token per rank, given 1 on 2 ranks"),
         ({"input_ids": prompt(2049)}, ShapeError, r"generate input_ids: expected at most 2048 tokens, .*given 2049"),
         ({"input_ids": prompt(41)}, MeshError, r"generate: expected the same .*:\n    shards  prompt\n(.*\n)*.*41\]"),
         ({"attention_mask": T(1, 1, 4, 4)}, ShapeError, r"generate attention_mask: expected 2D, .* given \(1, 1, 4"),
@@ -665,7 +665,7 @@ OF_TRANSFORMERS: Table = {
         (
             {"use_cache": False, "position_ids": torch.arange(40)[None]},
             KernelError,
-            r"use_cache: expected a cache that is used, given use_cache=False",
+            r"use_cache: expected use_cache=True with a ShardedCache, given use_cache=False",
         ),
         ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
     ],
@@ -673,7 +673,11 @@ OF_TRANSFORMERS: Table = {
         ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     save_all: [
-        ({"more": {"held": T(3)}}, StoreError, r"save more: expected names but held, given held\. Fix: name it other"),
+        (
+            {"more": {"held": T(3)}},
+            StoreError,
+            r"save more: expected names other than held, given held\. Fix: rename it",
+        ),
         ({"more": [1]}, StoreError, r"save more: expected tensors by their names, given list\. Fix: pass a dict"),
     ],
     recover_all: [
@@ -688,7 +692,7 @@ OF_TRANSFORMERS: Table = {
     ],
     train: [
         ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
-        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no loss of routers on shards"),
+        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no router loss on shards"),
     ],
 }
 

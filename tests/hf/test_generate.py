@@ -289,7 +289,7 @@ def _filled(model: Any, mesh: Any) -> hf.ShardedCache:
 
 SAID = {
     "an empty prompt": "ShapeError: generate input_ids: expected at least one token, given an empty prompt",
-    "more ranks than tokens": "MeshError: generate: expected at least one token a rank, given 1 on 4 ranks",
+    "more ranks than tokens": "MeshError: generate: expected at least one token per rank, given 1 on 4 ranks",
     "too long": "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
     "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
     "a 4D mask": "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
@@ -298,22 +298,22 @@ SAID = {
     "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
     "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
     "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
-    "forward with a 4D mask": "MaskError: attnmesh in transformers: attention_mask: expected one made by transformer",
+    "forward with a 4D mask": "MaskError: attnmesh.hf attention_mask: expected one made by transformer",
     "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one",
-    "a clock": "ArgumentError: generate: expected options that can be served over a mesh, given max_time=0.5. Fix: p",
-    "no cache at all": "ArgumentError: generate: expected options that can be served over a mesh, given use_cache=Fa",
-    "a static cache": "ArgumentError: generate: expected options that can be served over a mesh, given cache_impleme",
+    "a clock": "ArgumentError: generate: expected options that work on a mesh, given max_time=0.5. Fix: p",
+    "no cache at all": "ArgumentError: generate: expected options that work on a mesh, given use_cache=Fa",
+    "a static cache": "ArgumentError: generate: expected options that work on a mesh, given cache_impleme",
     "other positions": "ArgumentError: generate: expected options of transformers' generation, given position_ids=",
-    "hidden states": "ArgumentError: generate: expected options that can be served over a mesh, given output_hidden_",
-    "right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence, given pa",
-    "inferred right padding": "MaskError: generate attention_mask: expected real tokens at the end of each sequence,",
+    "hidden states": "ArgumentError: generate: expected options that work on a mesh, given output_hidden_",
+    "right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence, given pa",
+    "inferred right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence,",
     "other options": "MeshError: generate: expected the same call on every rank, given:\n    shards  max_new_tokens",
     "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
     "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
-    "a cache that is not used": "KernelError: attnmesh in transformers: use_cache: expected a cache that is used, gi",
-    "keys that are looked into": "KernelError: attnmesh in transformers: expected a model that hands masks and cache",
-    "weights": "KernelError: attnmesh in transformers: output_attentions: expected exact softmax attention",
-    "an unknown argument": "KernelError: attnmesh in transformers: cu_seq_lens_q: expected exact softmax attention",
+    "a cache that is not used": "KernelError: attnmesh.hf use_cache: expected use_cache=True with a",
+    "keys that are looked into": "KernelError: attnmesh.hf: expected a model that passes masks and cache",
+    "weights": "KernelError: attnmesh.hf output_attentions: expected exact softmax attention",
+    "an unknown argument": "KernelError: attnmesh.hf cu_seq_lens_q: expected exact softmax attention",
     "a stock model with our cache": "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
 }
 
@@ -334,7 +334,7 @@ TINY: dict[str, Any] = {
 UNSERVED = {
     "soft-capped logits": (
         Gemma2Config(**TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16),
-        "KernelError: attnmesh in transformers: softcap: expected exact softmax attention",
+        "KernelError: attnmesh.hf softcap: expected exact softmax attention",
     ),
     "chunks": (
         Llama4TextConfig(**TINY, num_key_value_heads=1, head_dim=8, attention_chunk_size=8, num_local_experts=1),
@@ -352,7 +352,7 @@ UNSERVED = {
     ),
     "attention of its own": (
         BloomConfig(**TINY),
-        "KernelError: generate: expected a model that lets attention be chosen, given BloomForCausalLM",
+        "KernelError: generate: expected a model with selectable attention, given BloomForCausalLM",
     ),
 }
 

@@ -175,4 +175,4 @@ def test_positions_that_begin_after_padding_are_those_of_the_whole(pool: Pool) -
     expected = roberta("eager")(input_ids=ids, labels=ids).loss.item()
     assert sum(pool.run(2, learned_by_roberta, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
     for said in pool.run(2, learned_by_roberta, 1):  # positions do not count it, nor does this know how many do
-        assert said.startswith("attnmesh in transformers: input_ids: expected padding at the end of a sequence, if any")
+        assert said.startswith("attnmesh.hf input_ids: expected padding at the end of a sequence, if any")

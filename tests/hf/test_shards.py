@@ -16,7 +16,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
 from attnmesh.hf.mask import MaskSpec
-from attnmesh.hf.opaque import Opaque
+from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import ItemCount, ShardMask, ShardPositions
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -73,9 +73,7 @@ READINGS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", READINGS)
 def test_a_mask_of_a_shard_that_is_read_raises(name: str) -> None:
-    with pytest.raises(
-        errors.KernelError, match="expected a model whose layers leave their attention_mask to attnmesh"
-    ):
+    with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnmesh"):
         READINGS[name](batch()["attention_mask"])
 
 
@@ -99,7 +97,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", LOOKS)
 @pytest.mark.parametrize("value", [Opaque(), MaskSpec(Causal(), 4, 0, 0)], ids=["keys", "mask"])
 def test_what_goes_through_a_model_as_it_is_raises_when_it_is_read(name: str, value: Any) -> None:
-    with pytest.raises(errors.KernelError, match="hands masks and cached keys to attention as they are, given one"):
+    with pytest.raises(errors.KernelError, match="passes masks and cached keys to attention unread, given one"):
         LOOKS[name](value)
 
 
@@ -111,7 +109,7 @@ def test_a_mask_gives_its_last_rows() -> None:
 
 
 def test_positions_have_the_maximum_of_the_whole_and_give_plain_tensors() -> None:
-    positions = ShardPositions.within(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
+    positions = ShardPositions.of_sequence(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
     assert int(torch.max(positions)) == int(positions[:, None].long().max()) == 40
     assert positions.max(-1).values.tolist() == [5]
     assert type(positions[:, None, :].float() @ torch.ones(1, 2, 3)) is Tensor
@@ -228,7 +226,7 @@ def one_batch_for_two() -> str:
 
 def test_another_model_on_the_same_batch_is_checked_too(pool: Pool) -> None:
     for said in pool.run(2, one_batch_for_two):
-        assert "a model whose layers all ask attnmesh for their attention, given one of which no layer does" in said
+        assert "a model whose layers all call attnmesh for attention, given one in which no layer does" in said
 
 
 def mean_of_few() -> str:
@@ -244,7 +242,9 @@ def mean_of_few() -> str:
 
 def test_a_mean_over_a_ranks_own_tokens_is_refused_where_ranks_have_more_or_fewer(pool: Pool) -> None:
     for said in pool.run(2, mean_of_few):
-        assert "expected a loss in which the tokens of all ranks weigh alike, given a mean over its own" in said
+        assert (
+            "expected a loss that weighs the tokens of all ranks equally, given a mean over one rank's tokens" in said
+        )
 
 
 def test_arguments_can_be_copied() -> None:
@@ -273,10 +273,10 @@ def test_what_collators_without_padding_pass_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
 def test_lengths_that_contradict_positions_are_refused(name: str) -> None:
     packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(SEQUENCES)
-    with pytest.raises(errors.MaskError, match=f"{name}: expected .0, 10, 43, 64., as position_ids begin, given .0"):
+    with pytest.raises(errors.MaskError, match=f"{name}: expected .0, 10, 43, 64., as in position_ids, given .0"):
         hf.shard_batch({**packed, name: torch.tensor([0, 64])}, None)
     del packed["position_ids"]
-    with pytest.raises(errors.MaskError, match="expected position_ids beside it, and no attention_mask"):
+    with pytest.raises(errors.MaskError, match="expected position_ids and no attention_mask"):
         hf.shard_batch(packed, None)
 
 
@@ -307,7 +307,7 @@ def test_generate_takes_the_model_out_of_what_is_wrapped_around_it() -> None:
         compiled = torch.compile(model)
     for wrapped in (Wrapped(model), compiled, Wrapped(compiled), Adapters(model, False)):
         assert hf.generate(wrapped, prompt(20), **options).tolist() == expected
-    with pytest.raises(errors.KernelError, match="generate: expected adapters without tokens of their own"):
+    with pytest.raises(errors.KernelError, match="generate: expected adapters without virtual tokens"):
         hf.generate(Adapters(model, True), prompt(20), **options)
     with pytest.raises(errors.KernelError, match="expected a causal language model of transformers, given Line"):
         hf.generate(Wrapped(nn.Linear(2, 2)), prompt(20), **options)

@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[Batch, str]] = {
     ),
     "learned padding": (
         {"input_ids": prompt(9), "labels": prompt(9), "attention_mask": torch.arange(9)[None].lt(5).long()},
-        "MaskError: shard_batch labels: expected -100 where there is padding, given labels of padding",
+        "MaskError: shard_batch labels: expected -100 at padding, given labels of padding",
     ),
     "rows": (
         {"input_ids": prompt(9, batch=2), "position_ids": torch.stack((torch.arange(9), torch.arange(9) % 4))},
@@ -188,7 +188,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_another_attention_does_not_take_a_shard_for_the_whole(name: str) -> None:
     model = AutoModelForCausalLM.from_config(FOREIGN[name])
-    with pytest.raises(errors.KernelError, match="expected a model whose layers leave their attention_mask to attnme"):
+    with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnme"):
         model(**hf.shard_batch(plain(), None))
 
 
@@ -220,4 +220,4 @@ def _routers() -> str:
 
 def test_a_loss_of_routers_is_refused_on_shards(pool: Pool) -> None:
     for said in pool.run(2, _routers):
-        assert said.startswith("attnmesh in transformers: output_router_logits: expected no loss of routers on shards")
+        assert said.startswith("attnmesh.hf output_router_logits: expected no router loss on shards")
