@@ -150,7 +150,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         def check() -> None:
             if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
-                fix = "pass the number of tokens to remove, negated"
+                fix = "pass a negative number of tokens"
                 raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
 
         if self.kv is None:

@@ -42,7 +42,7 @@ def locate(name: str, report: Report = lambda _: None) -> str:
         return path
     if os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1 or os.path.exists(path):
         fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"
-        raise ModelError("model", "the path or name of a model", f"{name!r}, which has none", fix)
+        raise ModelError("model", "a model", f"{name!r}, where there is none", fix)
     report(f"looking for {name} on the hub")
     return name
 
