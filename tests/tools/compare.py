@@ -30,13 +30,14 @@ def compare_generation(expected: Result, given: Sequence[Result]) -> Verdict:
 
 def _compare_logits(expected: Result, given: Result) -> Verdict:
     """Compare logits up to the first token that differs, as a near-tie of two logits may choose either token."""
-    tokens, logits = (_some(expected.tokens), _some(given.tokens)), (_some(expected.logits), _some(given.logits))
-    if tokens[0].shape != tokens[1].shape:
-        return Verdict(False, float("inf"), f"tokens {tuple(tokens[1].shape)}, not {tuple(tokens[0].shape)}")
-    same = (tokens[0] == tokens[1]).long().cumprod(1)
+    stock_logits, logits = _some(expected.logits), _some(given.logits)
+    stock_tokens, tokens = _some(expected.tokens), _some(given.tokens)
+    if stock_tokens.shape != tokens.shape:
+        return Verdict(False, float("inf"), f"tokens {tuple(tokens.shape)}, not {tuple(stock_tokens.shape)}")
+    same = (stock_tokens == tokens).long().cumprod(1)
     same_prefix = torch.nn.functional.pad(same, (1, 0), value=1)[:, :-1].bool()
-    gaps = (logits[0] - logits[1]).abs().amax(-1)[same_prefix].nan_to_num(float("inf"))
-    error = float(gaps.max()) / max(1.0, float(logits[0].abs().max()))
+    gaps = (stock_logits - logits).abs().amax(-1)[same_prefix].nan_to_num(float("inf"))
+    error = float(gaps.max()) / max(1.0, float(stock_logits.abs().max()))
     differ = int((same == 0).sum())
     note = f"{differ} of {same.numel()} tokens differ" if differ else ""
     return Verdict(error <= TOLERANCES[expected.dtype], error, note)
@@ -44,11 +45,11 @@ def _compare_logits(expected: Result, given: Result) -> Verdict:
 
 def _compare_scores(expected: Result, given: Result) -> Verdict:
     """Compare the scores of beams. Other tokens with the same scores are right."""
-    scores = _some(expected.scores), _some(given.scores)
-    if scores[0].shape != scores[1].shape:
-        return Verdict(False, float("inf"), f"{len(scores[1])} sequences, not {len(scores[0])}")
-    gaps = (scores[0] - scores[1]).abs().nan_to_num(float("inf"))
-    error = float((gaps / scores[0].abs().clamp(min=1)).max())
+    stock_scores, scores = _some(expected.scores), _some(given.scores)
+    if stock_scores.shape != scores.shape:
+        return Verdict(False, float("inf"), f"{len(scores)} sequences, not {len(stock_scores)}")
+    gaps = (stock_scores - scores).abs().nan_to_num(float("inf"))
+    error = float((gaps / stock_scores.abs().clamp(min=1)).max())
     same = torch.equal(_some(expected.tokens), _some(given.tokens))
     return Verdict(error <= TOLERANCES[expected.dtype], error, "" if same else "other beams")
 
