@@ -299,7 +299,7 @@ ERRORS = {
     "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
     "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
     "forward with a 4D mask": "MaskError: attnmesh.hf attention_mask: expected one made by transformer",
-    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given one",
+    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given pac",
     "a clock": "ArgumentError: generate: expected options that work on a mesh, given max_time=0.5. Fix: p",
     "no cache at all": "ArgumentError: generate: expected options that work on a mesh, given use_cache=Fa",
     "a static cache": "ArgumentError: generate: expected options that work on a mesh, given cache_impleme",
@@ -346,9 +346,8 @@ UNSUPPORTED = {
     ),
     "linear attention": (
         Qwen3NextConfig(**TINY, num_key_value_heads=1, head_dim=8, num_experts=2, layer_types=["linear_attention"] * 2),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given qwen3_"
-        "next "
-        "with layers of linear_attention",
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given "
+        "qwen3_next with layers of linear_attention",
     ),
     "attention of its own": (
         BloomConfig(**TINY),
