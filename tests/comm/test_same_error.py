@@ -618,14 +618,14 @@ OF_TRANSFORMERS: Table = {
     generate: [
         ({"input_ids": "what?"}, DtypeError, r"generate input_ids: expected int64 token ids .*, given str\. Fix"),
         ({"input_ids": prompt(0)}, ShapeError, r"generate input_ids: expected at least one token, given an empty"),
-        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token a rank, given 1 on 2 ranks"),
+        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token per rank, given 1 on 2 ranks"),
         ({"input_ids": prompt(2049)}, ShapeError, r"generate input_ids: expected at most 2048 tokens, .*given 2049"),
         ({"input_ids": prompt(41)}, MeshError, r"generate: expected the same .*:\n    shards  prompt\n(.*\n)*.*41\]"),
         ({"attention_mask": T(1, 1, 4, 4)}, ShapeError, r"generate attention_mask: expected 2D, .* given \(1, 1, 4"),
         (
             {"attention_mask": T(1, 40)},
             MaskError,
-            r"generate attention_mask: expected real tokens at the end .*padding",
+            r"generate attention_mask: expected no padding at the end .*padding",
         ),
         (
             {"attention_mask": T(1, 40).numpy()},
@@ -635,8 +635,8 @@ OF_TRANSFORMERS: Table = {
         ({"cache": "a stock cache"}, KernelError, r"generate cache: expected a ShardedCache, given DynamicCache"),
         ({"model": torch.nn.ReLU()}, KernelError, r"generate: expected a causal language model .*given ReLU\. Fix"),
         ({"model": "a stock model"}, KernelError, r"generate: expected attn_implementation 'attnmesh', given 'sd"),
-        ({"max_time": 0.5}, ArgumentError, r"generate: expected options that can .*, given max_time=0.5\. Fix: "),
-        ({"use_cache": False}, ArgumentError, r"generate: expected options that can .*, given use_cache=False\."),
+        ({"max_time": 0.5}, ArgumentError, r"generate: expected options that work .*, given max_time=0.5\. Fix: "),
+        ({"use_cache": False}, ArgumentError, r"generate: expected options that work .*, given use_cache=False\."),
         ({"position_ids": T(1)}, ArgumentError, r"generate: expected options of transformers.*, given position_ids"),
         ({"max_new_tokens": 3}, MeshError, r"generate: expected the same .*:\n    shards  max_new_tokens\n(.*\n)*"),
         ({"checkpoint": Path("x")}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
@@ -652,28 +652,36 @@ OF_TRANSFORMERS: Table = {
         ({"input_ids": prompt(1)}, ShapeError, r"shard_batch input_ids: expected a sequence, .*\(1, 1\) on 2"),
         ({"labels": prompt(39)}, ShapeError, r"shard_batch labels: expected shape \(1, 40\), given \(1, 39\)"),
         ({"pixels": T(1)}, ArgumentError, r"shard_batch: expected some of input_ids, .*, given 'pixels'\. Fix"),
-        ({"attention_mask": T(1, 40)}, MaskError, r"shard_batch labels: expected -100 where .*, given labels"),
+        ({"attention_mask": T(1, 40)}, MaskError, r"shard_batch labels: expected -100 at .*, given labels"),
         ({"num_items_in_batch": "all"}, DtypeError, r"shard_batch num_items_in_batch: expected a .*given 'all'"),
         ({"num_items_in_batch": 7}, MeshError, r"shard_batch: .*:\n    shards  num_items_in_batch\n(.*\n)*.* 7"),
         ({"labels": prompt() * 0}, MeshError, r"shard_batch: .*:\n    shards  labels\n(.*\n)*.*of digest"),
     ],
     forward: [
-        ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
+        ({"output_attentions": True}, KernelError, r"attnmesh.hf output_attentions: expected exact softmax"),
     ],
     forward_again: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
         (
             {"use_cache": False, "position_ids": torch.arange(40)[None]},
             KernelError,
-            r"use_cache: expected a cache that is used, given use_cache=False",
+            r"use_cache: expected use_cache=True with a ShardedCache, given use_cache=False",
         ),
-        ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
+        (
+            {"attention_mask": PADDED},
+            MaskError,
+            r"attention_mask: expected the padding of the cached tokens, given other",
+        ),
     ],
     forward_anew: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     save_all: [
-        ({"more": {"held": T(3)}}, StoreError, r"save more: expected names but held, given held\. Fix: name it other"),
+        (
+            {"more": {"held": T(3)}},
+            StoreError,
+            r"save more: expected names other than held, given held\. Fix: rename it",
+        ),
         ({"more": [1]}, StoreError, r"save more: expected tensors by their names, given list\. Fix: pass a dict"),
     ],
     recover_all: [
@@ -684,11 +692,11 @@ OF_TRANSFORMERS: Table = {
         ),
     ],
     prefill_again: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     train: [
-        ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
-        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no loss of routers on shards"),
+        ({"output_attentions": True}, KernelError, r"attnmesh.hf output_attentions: expected exact softmax"),
+        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no router loss on shards"),
     ],
 }
 

@@ -1,4 +1,4 @@
-"""The example that trains: one loss on any mesh, and a run that was stopped is a run that was not."""
+"""The training example has the same losses on any mesh, and after it continues from a checkpoint."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ SMALL = ("--json", "--length", "200", "--write", "30")
 
 
 def train(*arguments: object, ranks: int = 1) -> dict:
-    """What a run says."""
+    """Return the report of a run."""
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
@@ -27,7 +27,7 @@ def train(*arguments: object, ranks: int = 1) -> dict:
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """50 steps on one device."""
+    """Return the report of 50 steps on one device."""
     return train("--steps", 50)
 
 
@@ -40,7 +40,7 @@ def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     assert together["text"] == alone["text"]
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(alone: dict, tmp_path: Path) -> None:
+def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(alone: dict, tmp_path: Path) -> None:
     keep = ("--steps", 50, "--checkpoint", tmp_path)
     begun = train(*keep, "--until", 20, "--mesh", "1x2x2", ranks=4)
     same = train(*keep, "--until", 35, "--mesh", "1x2x2", ranks=4)
@@ -50,15 +50,15 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(alone: dict, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (("--mesh", "2x2"), "--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given '2x2'"),
         (("--mesh", "3x1x1"), "--batch: expected a multiple of the 3 data ranks, given 4"),
         (("--mesh", "1x2x2"), "--mesh 1x2x2 needs torchrun --nproc-per-node 4"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: tuple[str, ...], said: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[str, ...], error: str) -> None:
     run = subprocess.run([sys.executable, str(TRAIN), *arguments], capture_output=True, text=True, check=False)
     assert run.returncode != 0
-    assert said in run.stderr
+    assert error in run.stderr
     assert "Traceback" not in run.stderr

@@ -17,9 +17,9 @@ from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.hf.generate import CHUNK
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
+from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import Mesh, device_type_of
 from attnmesh.mesh.shapes import Shape
 
