@@ -801,7 +801,8 @@ def called(group: list[Case], folder: Path) -> tuple[list[tuple[str, str]], bool
             raised.append(("nothing", ""))
         except errors.InputError as error:
             raised.append((type(error).__name__, str(error)))
-    return raised, all([goes_on(named_mesh(shape, AXES)) for shape in sorted({case.shape for case in group})])
+    went_on = [goes_on(named_mesh(shape, AXES)) for shape in sorted({case.shape for case in group})]
+    return raised, all(went_on)
 
 
 def goes_on(mesh: DeviceMesh) -> bool:
