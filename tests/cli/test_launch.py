@@ -73,7 +73,7 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
     start = time.monotonic()
     with pytest.raises(error, match=said):
         run_on_ranks(2, function)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120, "the others are waited for"
 
 
 def test_a_deadline_ends_all() -> None:

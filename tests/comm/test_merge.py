@@ -46,21 +46,11 @@ def merged(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Par
     return result
 
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def merged_each(ranks: int, how: str) -> list[am.Partial | None]:
-    return [merged(ranks, dtype, {"how": how}) for dtype in DTYPES]
-
-
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str) -> None:
-    for dtype, results in zip(DTYPES, zip(*pool.run(8, merged_each, ranks, how), strict=True), strict=True):
-        _check_merged(ranks, dtype, [x for x in results if x is not None])
-
-
-def _check_merged(ranks: int, dtype: torch.dtype, results: list[am.Partial]) -> None:
+def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str, dtype: torch.dtype) -> None:
+    results = [x for x in pool.run(8, merged, ranks, dtype, {"how": how}) if x is not None]
     expected = am.merge(*(am.Partial(*(x.double() for x in partial_of(rank, dtype))) for rank in range(ranks)))
     # Ranks merge in float32 and round once, so an element is off by a rounding of its own dtype, and few of float32's.
     tolerance = {

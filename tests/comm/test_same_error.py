@@ -779,57 +779,39 @@ def cases() -> list[Case]:
     return found
 
 
-def grouped() -> dict[tuple[str, int], list[Case]]:
-    """The rows of each function on as many ranks: a world is called once for all of them."""
-    groups: dict[tuple[str, int], list[Case]] = {}
-    for case in cases():
-        groups.setdefault((f"{case.table}: {case.function}", case.ranks), []).append(case)
-    return groups
+def called(case: Case, folder: Path) -> tuple[str, str, bool]:
+    """On a rank: what was raised, and whether attention and decoding go on as if nothing had been."""
+    at = Place(named_mesh(case.shape, AXES), folder)
+    changes = case.given[0] if case.bad in (None, at.rank) else {}
+    raised = ("nothing", "")
+    try:
+        next(call for call in TABLES[case.table] if call.__name__ == case.function)(at, **changes)
+    except errors.InputError as error:
+        raised = type(error).__name__, str(error)
+    return *raised, goes_on(at)
 
 
-def called(group: list[Case], folder: Path) -> tuple[list[tuple[str, str]], bool]:
-    """On a rank: what each call raised, and whether attention and decoding go on as if nothing had been.
-
-    A call that leaves ranks out of step fails the next one too.
-    """
-    raised = []
-    for number, case in enumerate(group):
-        at = Place(named_mesh(case.shape, AXES), folder / str(number))
-        changes = case.given[0] if case.bad in (None, at.rank) else {}
-        try:
-            next(call for call in TABLES[case.table] if call.__name__ == case.function)(at, **changes)
-            raised.append(("nothing", ""))
-        except errors.InputError as error:
-            raised.append((type(error).__name__, str(error)))
-    went_on = [goes_on(named_mesh(shape, AXES)) for shape in sorted({case.shape for case in group})]
-    return raised, all(went_on)
-
-
-def goes_on(mesh: DeviceMesh) -> bool:
+def goes_on(at: Place) -> bool:
     q, k, v = numbers(1, Q_HEADS, 8, WIDTH, seed=1), *numbers(2, 1, HEADS, 8, WIDTH, seed=2)
     expected = am.attention(q, k, v, mesh=None)
-    mine = (am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v))
-    out = am.unshard(am.attention(*mine, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
-    cache = am.KVCache(mesh, **SIZES)
+    mine = (am.shard(x, at.mesh, layout=am.Zigzag()) for x in (q, k, v))
+    out = am.unshard(am.attention(*mine, mesh=at.mesh, layout=am.Zigzag()), at.mesh, layout=am.Zigzag())
+    cache = new_cache(at)
     cache.append(k, v)
     last = am.decode(q[:, :, -2:], cache)
     return torch.allclose(out, expected, atol=1e-5) and torch.allclose(last, expected[:, :, -2:], atol=1e-5)
 
 
-@pytest.mark.parametrize("group", grouped().values(), ids=[f"{name} on {ranks}" for name, ranks in grouped()])
-def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, group: list[Case]) -> None:
-    for number in range(len(group)):
-        (tmp_path / str(number)).mkdir()
-    answers = pool.run(group[0].ranks, called, group, tmp_path)
-    for number, case in enumerate(group):
-        _, kind, message = case.given
-        each = [raised[number] for raised, _ in answers]
-        assert each == [each[0]] * case.ranks, str(case)
-        raised, said = each[0]
-        assert raised == kind.__name__, (str(case), said)
-        assert re.search(message, said), (str(case), said)
-        assert re.fullmatch(r"[^:]+: (.|\n)*expected (.|\n)+, given(.|\n)+Fix: .+\.", said), (str(case), said)
-    assert all(went_on for _, went_on in answers)
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_all_ranks_raise_alike_and_go_on(pool: Pool, tmp_path: Path, case: Case) -> None:
+    answers = pool.run(case.ranks, called, case, tmp_path)
+    assert answers == [answers[0]] * case.ranks
+    _, kind, message = case.given
+    raised, said, went_on = answers[0]
+    assert raised == kind.__name__, said
+    assert re.search(message, said), said
+    assert re.fullmatch(r"[^:]+: (.|\n)*expected (.|\n)+, given(.|\n)+Fix: .+\.", said), said
+    assert went_on
 
 
 def refused_by_one() -> str:

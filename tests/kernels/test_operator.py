@@ -35,11 +35,13 @@ def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> N
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rest", ARGUMENTS)
-def test_gradcheck(rest: tuple[object, ...]) -> None:
+def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
+    """Along random directions; element by element where there is time."""
     tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks))
+    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks), fast_mode=fast)
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])

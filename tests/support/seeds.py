@@ -1,13 +1,15 @@
 """Seeds of random problems: the first always, all of them where there is time."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 
 
-def seeds(few: int, many: int) -> list[Any]:
-    """The numbers below `many`, of which those from `few` on are long."""
-    return [*range(few), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(few, many))]
+def seeds(few: int | Collection[int], many: int) -> list[Any]:
+    """The numbers below `many`, of which all but the first, or all but the chosen, are long."""
+    chosen = range(few) if isinstance(few, int) else few
+    return [seed if seed in chosen else pytest.param(seed, marks=pytest.mark.long) for seed in range(many)]
 
 
 def batches(few: int, many: int, size: int) -> list[Any]:
