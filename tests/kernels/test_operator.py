@@ -8,6 +8,8 @@ import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.attend import attend_backward_op, attend_op
 
+pytestmark = pytest.mark.quick
+
 
 def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
     return [torch.randn(2, h, 70, w, dtype=dtype, requires_grad=grad) for h, w in ((4, 8), (2, 8), (2, 6))]

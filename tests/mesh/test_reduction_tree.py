@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from attnmesh.mesh.reduction_tree import by_residue, tree
 
+pytestmark = pytest.mark.quick
+
 
 def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
     """What each rank holds after each of its rounds, if all start with their own number."""

@@ -10,6 +10,8 @@ from attnmesh.core.layout import LAYOUTS, Layout
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
 
+pytestmark = pytest.mark.quick
+
 shapes = st.builds(Shape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
 
 
