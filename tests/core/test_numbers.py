@@ -19,10 +19,8 @@ def test_partials_that_are_far_apart() -> None:
     assert numbers.far_apart() < 8 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("keys", [200_000, pytest.param(numbers.KEYS, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ten_million_keys(dtype: torch.dtype, keys: int) -> None:
-    """Of ten partials; of 500, as the documentation has them, where there is time."""
-    out, lse = numbers.many_keys(dtype, keys)
+def test_ten_million_keys(dtype: torch.dtype) -> None:
+    out, lse = numbers.many_keys(dtype)
     assert out < 8 * torch.finfo(dtype).eps
     assert lse < 8 * torch.finfo(torch.float32).eps
