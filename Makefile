@@ -4,7 +4,7 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo test long check format docs bench fuzz chaos gpu packages clean
+.PHONY: demo quick test long check format docs bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -26,6 +26,10 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	$(RUN)/attnmesh generate --model smollm2 --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
 	$(RUN)/python -m benchmarks model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
+
+QUICK := tests/core tests/kernels tests/mesh tests/planner tests/attention tests/decode
+quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2 and 4 ranks
+	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'quick and not gpu and not long' $(QUICK)
 
 test: $(VENV)/ready            ## the whole suite, on the CPU (14 minutes on 2 cores)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'not gpu and not long'

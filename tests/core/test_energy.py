@@ -4,6 +4,8 @@ import torch
 import attnmesh as am
 from attnmesh import errors
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -11,6 +11,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 
+pytestmark = pytest.mark.quick
+
 T = torch.zeros
 
 

@@ -7,6 +7,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 
+pytestmark = pytest.mark.quick
+
 layouts = st.one_of(
     st.builds(am.Contiguous), st.builds(am.Zigzag), st.builds(am.Striped), st.builds(am.Striped, st.integers(1, 9))
 )

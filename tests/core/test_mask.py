@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh import Causal, Documents, Full, Mask, Window, errors
 
+pytestmark = pytest.mark.quick
+
 TOTAL = 40
 
 

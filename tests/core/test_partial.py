@@ -9,6 +9,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import Partial, errors, merge
 
+pytestmark = pytest.mark.quick
+
 LSES = st.one_of(st.just(-math.inf), st.floats(-1e4, 1e4, width=32), st.sampled_from((-1e4, 1e4, 0.0)))
 
 

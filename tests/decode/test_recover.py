@@ -264,7 +264,7 @@ def test_copies_lie_on_the_next_rank(pool: Pool) -> None:
 
 # --- a rank is killed while a model writes ---
 
-NEW, WHEN = 300, 40
+NEW, WHEN = 150, 40
 
 
 def prompt() -> Tensor:

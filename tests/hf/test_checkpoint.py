@@ -22,6 +22,7 @@ from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.options import Settings
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.cli.test_generate import run
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -151,7 +152,7 @@ COMMAND = [
     "Tell me a story about a whale.",
     "--json",
     "--max-new-tokens",
-    "48",
+    "32",
 ]
 
 
@@ -168,8 +169,7 @@ def workers(parent: int) -> list[int]:
 @pytest.mark.timeout(200)
 def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     """Also with fewer ranks afterwards. The tokens are those of an uninterrupted run."""
-    command = [sys.executable, "-m", "attnmesh", *COMMAND]
-    whole = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    whole = json.loads(run(*COMMAND).stdout)
     kept = ["--checkpoint", str(tmp_path / "kept"), "--every", "6"]
     start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *COMMAND, *kept]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
@@ -182,7 +182,7 @@ def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     assert running.returncode == 0, error
     assert "going on from" in error
     assert json.loads(out)["tokens"] == whole["tokens"]
-    done = subprocess.run([*command, *kept], capture_output=True, text=True, check=True, timeout=300)
+    done = run(*COMMAND, *kept)
     assert json.loads(done.stdout)["tokens"] == whole["tokens"]
     assert "going on from" in done.stderr
 

@@ -13,13 +13,11 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.families import CONFIGS, STOCK, prompt
+from tests.support.families import STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 AXES = ("heads", "queries", "keys")
-
-SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
 Batch = dict[str, Any]
 
@@ -77,8 +75,7 @@ def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float
     return results
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "shape"), families_on_meshes())
 def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
     layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
     answers = pool.run(shape.ranks, on_ranks, family, shape, layout)

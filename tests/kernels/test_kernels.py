@@ -13,6 +13,8 @@ from attnmesh.kernels.select import KERNELS, choose
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
+pytestmark = pytest.mark.quick
+
 SUPPORTED = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)

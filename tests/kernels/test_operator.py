@@ -8,6 +8,8 @@ import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.attend import attend_backward_op, attend_op
 
+pytestmark = pytest.mark.quick
+
 
 def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
     return [torch.randn(2, h, 70, w, dtype=dtype, requires_grad=grad) for h, w in ((4, 8), (2, 8), (2, 6))]
@@ -35,11 +37,13 @@ def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> N
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rest", ARGUMENTS)
-def test_gradcheck(rest: tuple[object, ...]) -> None:
+def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
+    """Along random directions; element by element where there is time."""
     tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks))
+    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks), fast_mode=fast)
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])

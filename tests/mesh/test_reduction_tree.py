@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from attnmesh.mesh.reduction_tree import bit_reversed, tree
 
+pytestmark = pytest.mark.quick
+
 
 def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
     """Return the contributions that each rank has merged after each of its rounds."""

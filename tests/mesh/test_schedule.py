@@ -10,6 +10,8 @@ from attnmesh.core.layout import LAYOUTS, Layout
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
 
+pytestmark = pytest.mark.quick
+
 shapes = st.builds(Shape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 5))
 
 
@@ -112,7 +114,13 @@ def test_packed_documents_receive_only_their_keys() -> None:
 
 
 @pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped()])
-@pytest.mark.parametrize("ranks", range(1, 17))
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        ranks if ranks in (1, 2, 3, 4, 6, 7, 8, 12) else pytest.param(ranks, marks=pytest.mark.long)
+        for ranks in range(1, 17)
+    ],
+)
 def test_causal_work_is_balanced_on_every_shape(layout: Layout, ranks: int) -> None:
     for length in (64 * ranks, 64 * ranks + 37):
         for rows in (n for n in range(1, ranks + 1) if ranks % n == 0):

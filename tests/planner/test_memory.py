@@ -18,6 +18,8 @@ from attnmesh.planner.cost import cost
 from attnmesh.planner.memory import peak_activations
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.quick
+
 TOKENS, WIDTH = 32, 64
 SHAPES = [Shape(1, r, c) for r in (1, 2, 3, 6) for c in (1, 2, 3, 6) if r * c == 6]
 

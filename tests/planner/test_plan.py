@@ -25,6 +25,8 @@ from attnmesh.planner.traffic import FLOWS, placed, tiles, traffic
 from attnmesh.planner.workload import Workload
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.quick
+
 MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41])]
 SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
 

@@ -126,7 +126,7 @@ CASES = [
     ("bulk", Shape(1, 16, 1), (8, 2), am.Causal()),
     ("bulk", Shape(1, 4, 4), (16, 1), am.Full()),
     ("bulk", Shape(1, 4, 4), (4, 4), am.Causal()),
-    ("bulk", Shape(1, 8, 8), (16, 4), am.Full()),
+    pytest.param("bulk", Shape(1, 8, 8), (16, 4), am.Full(), marks=pytest.mark.long),
     pytest.param("bulk", Shape(1, 16, 8), (16, 8), am.Causal(), marks=pytest.mark.long),
     ("ring", Shape(1, 4, 4), (8, 2), am.Full()),
     ("bulk", Shape(1, 1, 16), (8, 2), am.Full()),

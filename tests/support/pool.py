@@ -22,6 +22,23 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+PRELOADED = [
+    "tests.support.interpreted",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.generation",
+    "transformers.trainer",
+    "tests.support.families",
+    "tests.support.mesh_problems",
+    "tests.support.tiny",
+    "tests.support.worlds",
+    "attnmesh.cli.generate_worker",
+    "attnmesh.cli.netns",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("gemma3", "gpt_oss", "llama", "mistral")),
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "qwen3")),
+]
+"""Imported once, in the process that ranks are forked from, or each rank would take seconds for each."""
+
 SIZES = (1, 2, 3, 4, 6, 8)
 DEADLINE = 180.0
 """Seconds after which ranks hang: three times what the slowest function takes on a busy machine."""
@@ -48,12 +65,7 @@ class World:
     def __init__(self, size: int, backend: str) -> None:
         context: Any = mp.get_context("spawn" if backend == "nccl" else "forkserver")
         if backend != "nccl":
-            once = [
-                "tests.support.interpreted",
-                "torch._dynamo",
-                "tests.support.mesh_problems",
-            ]  # or each rank would import them
-            context.set_forkserver_preload(once)
+            context.set_forkserver_preload(PRELOADED)
         self.folder = tempfile.TemporaryDirectory(prefix="attnmesh-world-")
         self.ranks = [self._start(context, rank, size, backend) for rank in range(size)]
 
