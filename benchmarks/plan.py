@@ -93,16 +93,16 @@ def report(world: World, length: int, most: int, rounds: int, status: Say) -> Re
     return Report(str(world), cluster, rows)
 
 
-def _on_rank(say: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
+def _on_rank(status: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
     first, line = dist.get_rank() == 0, Shape(1, 1, dist.get_world_size())
     cluster = Cluster.measure(mesh_of(line, line))
     if first:
-        say(f"measured {cluster.hosts} hosts of {cluster.ranks}")
+        status(f"measured {cluster.hosts} hosts of {cluster.ranks}")
     rows = []
     for workload in todo:
         rows += _contest(workload, cluster, most, rounds, wired)
         if first:
-            say(described(workload))
+            status(described(workload))
     return cluster, rows
 
 

@@ -175,7 +175,7 @@ def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Brackets in names start no markup, and escapes reach no terminal, in the status and in the table."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, say: say(f"drawing {file}"))
+    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, status: status(f"drawing {file}"))
     Path("[").mkdir()
     code, text = run(*arguments("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
     assert code == 0

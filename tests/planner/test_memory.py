@@ -22,7 +22,7 @@ TOKENS, WIDTH = 32, 64
 SHAPES = [Shape(1, r, c) for r in (1, 2, 3, 6) for c in (1, 2, 3, 6) if r * c == 6]
 
 
-class Living(TorchDispatchMode):
+class LiveTensors(TorchDispatchMode):
     """Peak bytes of the live tensors that operators allocated."""
 
     def __init__(self) -> None:
@@ -46,10 +46,10 @@ class Living(TorchDispatchMode):
 def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
     """Return the peak in elements per token of a shard and per column of a head, as `peak_activations` does."""
     module = sys.modules["attnmesh.attention.operator"]
-    living, backward = Living(), module.backward
+    tensors, backward = LiveTensors(), module.backward
 
     def watched(*arguments: object) -> object:
-        with living:
+        with tensors:
             return backward(*arguments)
 
     case = bench_prefill.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
@@ -58,7 +58,7 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
         bench_prefill._ours(case, bench_prefill._whole(case), bench_prefill.Contender(shape, shape, exchange))()
     finally:
         module.backward = backward
-    return living.most / 4 / TOKENS / WIDTH
+    return tensors.most / 4 / TOKENS / WIDTH
 
 
 def all_peaks(kv_heads: int) -> list[float]:

@@ -109,10 +109,10 @@ def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None
     work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
     for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
         one = shape.ranks, Shape(1, 1, 1)
-        spent = cost(Candidate(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
+        total = cost(Candidate(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
         rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
         formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
-        compared = spent.between - formula
+        compared = total.between - formula
         assert 0 <= compared < 0.01 * formula
 
 
@@ -172,9 +172,9 @@ def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> Non
 def test_merges_cost_more_on_more_ranks(how: str) -> None:
     cluster, seconds = am.Cluster.preset("dgx-h100"), []
     for ranks in (2, 8, 16, 64, 128):
-        spent = Cost()
-        merge_cost(how, MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster, spent)
-        seconds.append(spent.seconds)
+        total = Cost()
+        merge_cost(how, MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster, total)
+        seconds.append(total.seconds)
     assert seconds == sorted(seconds)
 
 

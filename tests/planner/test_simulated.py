@@ -143,10 +143,10 @@ def test_exchanges_take_as_long_as_simulated(exchange: str, shape: Shape, world:
     layout: Layout = am.Contiguous() if mask == am.Full() else am.Zigzag()
     for tile in tiles(shape, machines.ranks):
         candidate = Candidate(shape, tile, layout, exchange)
-        spent = cost(candidate, work, machines)
+        total = cost(candidate, work, machines)
         messages = [[(a, b, work.batch * size) for a, b, size in stage] for stage in stages(candidate, work)]
-        predicted = spent.seconds - spent.parts["agree"]
-        assert predicted == pytest.approx(simulated(machines, messages), rel=0.1), (tile, asdict(spent))
+        predicted = total.seconds - total.parts["agree"]
+        assert predicted == pytest.approx(simulated(machines, messages), rel=0.1), (tile, asdict(total))
 
 
 @pytest.mark.parametrize("world", [(1, 8), (4, 2), (8, 2), (16, 1), (16, 8), (3, 2)])
@@ -161,5 +161,5 @@ def test_a_tree_takes_as_long_as_simulated(world: tuple[int, int]) -> None:
     for rank, turns in whole.items():
         for number, turn in enumerate(turns):
             rounds[number] += [(rank, peer, size) for peer in turn.send]
-    spent: Any = cost(Candidate(shape, tile, am.Striped(16), "tree"), work, machines)
-    assert spent.parts["merge"] == pytest.approx(simulated(machines, rounds), rel=0.1)
+    total: Any = cost(Candidate(shape, tile, am.Striped(16), "tree"), work, machines)
+    assert total.parts["merge"] == pytest.approx(simulated(machines, rounds), rel=0.1)

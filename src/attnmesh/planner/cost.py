@@ -155,8 +155,8 @@ class _Job:
             moved += busiest / self.candidate.shape.heads
         if moved:
             latency += self.cluster.device.call  # packing and unpacking
-        longest, own = max(inside_time, between_time), latency + COPIES * moved / self.copy_rate
-        return ExchangeTime(own + longest, own + inside_time, latency, longest - evenly)
+        longest, core_work = max(inside_time, between_time), latency + COPIES * moved / self.copy_rate
+        return ExchangeTime(core_work + longest, core_work + inside_time, latency, longest - evenly)
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
@@ -215,8 +215,8 @@ def _backward(job: _Job, total: Cost) -> None:
         keys_hop, gradients_hop = (job.exchanged([hop], total) for hop in hops)
         total.add_stage("gather", job.exchanged([rows], total).seconds)
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
-        beside = [keys_hop, keys_hop, *[job.exchanged(hops, Cost())] * (further - 2), gradients_hop]
-        _add_ring(job, steps, beside[: further + (further > 1)], total)
+        overlapped = [keys_hop, keys_hop, *[job.exchanged(hops, Cost())] * (further - 2), gradients_hop]
+        _add_ring(job, steps, overlapped[: further + (further > 1)], total)
         total.add_stage("give back", gradients_hop.seconds if further else 0.0)
     else:
         gather = job.exchanged([rows, keys], total).of_group(groups)
@@ -227,10 +227,10 @@ def _backward(job: _Job, total: Cost) -> None:
     total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
 
 
-def _add_groups(job: _Job, kernel: float, beside: ExchangeTime, total: Cost) -> None:
+def _add_groups(job: _Job, kernel: float, overlapped: ExchangeTime, total: Cost) -> None:
     """Add groups of heads. Beside each group's kernel run the next group's gather and the last group's return."""
     total.add_stage("kernel", kernel)
-    waiting = job.cores.waiting(beside.of_group(job.groups), kernel / job.groups)
+    waiting = job.cores.waiting(overlapped.of_group(job.groups), kernel / job.groups)
     total.add_stage("waiting", (job.groups - 1) * waiting)
 
 
@@ -240,10 +240,10 @@ def _both_ways(job: _Job, rows: Transfer, back: Transfer, keys: Transfer) -> Exc
     return job.exchanged([rows_both_ways, keys], Cost())
 
 
-def _add_ring(job: _Job, steps: Sequence[float], beside: Sequence[ExchangeTime], total: Cost) -> None:
+def _add_ring(job: _Job, steps: Sequence[float], overlapped: Sequence[ExchangeTime], total: Cost) -> None:
     """Add the steps of a ring, and one exchange beside each step."""
     total.add_stage("kernel", sum(steps))
-    total.add_stage("waiting", sum(job.cores.waiting(hop, step) for hop, step in zip(beside, steps, strict=False)))
+    total.add_stage("waiting", sum(job.cores.waiting(hop, step) for hop, step in zip(overlapped, steps, strict=False)))
 
 
 def _add_head_swaps(job: _Job, widths: Sequence[float], total: Cost) -> None:

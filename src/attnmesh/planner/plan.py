@@ -80,7 +80,7 @@ class Plan:
 
         >>> import attnmesh as am
         >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4"))[0].known_as
-        'Tree Attention'
+        'Helix, DCP'
         """
         return known_as(self.shape, self.exchange)
 
@@ -112,7 +112,7 @@ class Plan:
         >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
         >>> print(best.explain())  # doctest: +ELLIPSIS
         4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
-        4x1x1 bulk is ... times as fast as ...
+        4x1x1 bulk in Contiguous() is ... times as fast as ...
         """
         lines = [self._summary()]
         if self.runner_up is not None:
