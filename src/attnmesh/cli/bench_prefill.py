@@ -31,7 +31,7 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
 from attnmesh.planner.memory import peak_activations
-from attnmesh.planner.traffic import placed, tiles
+from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
 
 
@@ -243,7 +243,7 @@ def _together(call: Callable[[], Any]) -> Callable[[], None]:
 @lru_cache
 def mesh_of(shape: Shape, tile: Shape) -> DeviceMesh:
     """The mesh of a placement. Meshes share their groups: each group has threads, which keep a machine busy."""
-    ranks = placed(shape, tile)
+    ranks = rank_grid(shape, tile)
     long = [axis for axis in range(3) if shape[axis] > 1] or [2]
     groups = [_lines(tuple(map(tuple, ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()))) for axis in long]
     mesh = ranks.reshape([shape[axis] for axis in long])

@@ -15,7 +15,7 @@ from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NOWHERE
+from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import in_seconds
 
 
@@ -87,7 +87,7 @@ def told(cluster: Cluster) -> dict[str, Any]:
         "a call": in_seconds(device.call),
     }
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
-        if link != NOWHERE:
+        if link != NO_LINK:
             latency = f"{in_seconds(link.latency)}, in a merge {in_seconds(link.merge_latency)}"
             further = f"each further {in_seconds(link.message)}"
             rates = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"

@@ -95,7 +95,7 @@ def host_numbers(axes: Sequence[Axis]) -> list[int]:
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return auto.surroundings(mesh_hosts(mesh), mesh.shape, _preset(mesh.axes, device))
+    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, _preset(mesh.axes, device))
 
 
 @cached_per_world()
