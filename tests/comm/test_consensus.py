@@ -214,7 +214,7 @@ def told_otherwise(kind: str) -> str:
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
-        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), real=real)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), token_mask=real)
     else:
         cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
     try:
@@ -249,7 +249,9 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
 
 def without_memory() -> str:
     """The second rank has no room for a cache."""
-    room = mock.patch("attnmesh.decode.cache.Room", side_effect=MemoryError("no more") if dist.get_rank() else None)
+    room = mock.patch(
+        "attnmesh.decode.cache.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+    )
     try:
         with room:
             am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)

@@ -185,7 +185,7 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
         match event.kind:
             case "append":
                 k, v, real = history.tokens(event)
-                cache.append(k.to(device()), v.to(device()), real=real)
+                cache.append(k.to(device()), v.to(device()), token_mask=real)
             case "shard":
                 _append_shard(history, cache, event)
             case "truncate":
@@ -212,7 +212,7 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     layout = dict(event.options)["layout"]
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
-    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, real=real)
+    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, token_mask=real)
 
 
 def check(history: History, pool: Pool, folder: Path) -> None:

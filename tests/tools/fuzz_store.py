@@ -13,8 +13,8 @@ from random import Random
 import torch
 
 import attnmesh as am
-from attnmesh.decode.checkpoint import MANIFEST, MORE, opened
-from attnmesh.decode.tensor_file import Stored
+from attnmesh.decode.checkpoint import MANIFEST, MORE, read_manifest
+from attnmesh.decode.tensor_file import TensorFile
 from attnmesh.errors import StoreError
 
 STRANGE = (
@@ -59,14 +59,14 @@ class Victim:
 
     def __init__(self, folder: Path) -> None:
         cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=3, value_dim=5, capacity=40, dtype=torch.bfloat16)
-        real = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.7
-        cache.append(torch.randn(2, 2, 20, 3).bfloat16(), torch.randn(2, 2, 20, 5).bfloat16(), real=real)
+        token_mask = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.7
+        cache.append(torch.randn(2, 2, 20, 3).bfloat16(), torch.randn(2, 2, 20, 5).bfloat16(), token_mask=token_mask)
         cache.save(folder)
         self.folder, self.scratch = folder, folder / "scratch.safetensors"
         self.manifest = (folder / MANIFEST).read_bytes()
         (self.saved,) = folder.glob("1-*")
         self.tensors, self.more = ((self.saved / name).read_bytes() for name in (TENSORS, MORE))
-        self.whole = {name: Stored(self.saved / TENSORS).read(name) for name in ("columns", "keys 0")}
+        self.whole = {name: TensorFile(self.saved / TENSORS).read(name) for name in ("columns", "keys 0")}
 
     def read(self, seed: int) -> str:
         """What came of it: the cache as it was, or "refused"; anything else is raised."""
@@ -75,13 +75,13 @@ class Victim:
             content = mutated(self.manifest, random)
             (self.folder / MANIFEST).write_bytes(content)
             try:
-                opened(self.folder)
+                read_manifest(self.folder)
                 return "read"
             except StoreError:
                 return "refused"
         self.scratch.write_bytes(mutated(self.tensors, random))
         try:
-            stored = Stored(self.scratch)
+            stored = TensorFile(self.scratch)
             for name in list(stored.entries):
                 tensor = stored.read(name)
                 if name in self.whole and tensor.dtype == self.whole[name].dtype:

@@ -148,7 +148,7 @@ def _prefilled(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) 
         out = _trained(q, pending.k, pending.v, layer, shards, **how)
         kv.append_shard(pending.k, pending.v, positions)
         return out
-    kv.append_shard(pending.k, pending.v, positions, real=shards.real)
+    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.real)
     everyone = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(cache.attend(everyone, kv, *layer), shards.mesh, layout=shards.layout)
 
@@ -160,7 +160,7 @@ def _decoded(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) ->
         _check_padding(kv, spec.real, more)
     except InputError as error:
         pending.layer.refuse(error, pending, 0)
-    kv.append(pending.k, pending.v, real=None if spec.real is None else spec.real[:, -more:])
+    kv.append(pending.k, pending.v, token_mask=None if spec.real is None else spec.real[:, -more:])
     return pending.layer.cache.attend(q, kv, *layer)
 
 

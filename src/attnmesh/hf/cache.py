@@ -17,8 +17,9 @@ from attnmesh.comm.merge import check_merge
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import check_checked
 from attnmesh.core.mask import Mask
-from attnmesh.decode.cache import KVCache, load_layers, save_layers
-from attnmesh.decode.checkpoint_writer import Saving
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.checkpoint import load_layers
+from attnmesh.decode.checkpoint_writer import Saving, save_layers
 from attnmesh.decode.decode import check_reproducible, decode
 from attnmesh.decode.recover import recover
 from attnmesh.decode.replicas import check_copies
@@ -275,7 +276,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         capacity the cache's, unless others are given.
         """
         where = self._options | ({} if capacity is None else {"capacity": capacity})
-        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **where)
+        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=len(self.layers), device=device, **where)
         self._fill(kvs)
         self.capacity = where["capacity"]
         self.tokens = more.pop("held", None)

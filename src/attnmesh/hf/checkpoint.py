@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.digest import digest
-from attnmesh.decode.checkpoint import MANIFEST, folder_of, opened
+from attnmesh.decode.checkpoint import MANIFEST, check_folder, read_manifest
 from attnmesh.decode.checkpoint_writer import Saving, check_writable
 from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.cache import ShardedCache
@@ -68,7 +68,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, every: int = 64) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError("Checkpoint every", "a whole number of tokens", repr(every), "pass 1 or more")
-        self.folder, self.every = folder_of("Checkpoint", folder), every
+        self.folder, self.every = check_folder("Checkpoint", folder), every
         self.note = ""
         self.reached: Tensor | None = None  # once it has begun
         self._saving: Saving | None = None
@@ -99,7 +99,7 @@ class Checkpoint:
 
     def _held(self) -> int:
         """How many tokens have been kept, if they are of this call."""
-        header = opened(self.folder)
+        header = read_manifest(self.folder)
         try:
             theirs, ours = json.loads(header.note), json.loads(self.note)
             others = [OTHERS[name] for name in ours if theirs.get(name) != ours[name]]
