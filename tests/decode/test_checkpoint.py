@@ -1,4 +1,4 @@
-"""Saving: the last stays until the next is whole, decoding goes on meanwhile, and files are not trusted."""
+"""Saving: the previous save stays until the next is complete, decoding continues, and files are not trusted."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> Non
 
 
 def one_cannot_write(path: Path) -> list[str]:
-    """The second of two ranks is out of room: both say so, and both still read what was there."""
+    """Fill the disk of the second of two ranks: both raise, and both still load the previous save."""
     first, second = cache_of(20, 2), cache_of(20_000, 2)
     first.save(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
