@@ -214,7 +214,7 @@ def told_otherwise(kind: str) -> str:
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
-        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), real=real)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), token_mask=real)
     else:
         cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
     try:

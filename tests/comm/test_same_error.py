@@ -429,12 +429,24 @@ ALIKE: Table = {
             DtypeError,
             r"append k: expected torch.float32 on cpu, given torch.float64 on cpu\. Fix: call \.to",
         ),
-        ({"k": LEARNED}, KernelError, r"append k: expected a tensor without gradients, given one that asks for"),
+        ({"k": LEARNED}, KernelError, r"append k: expected a tensor without gradients, given one with requires_grad"),
         ({"k": T(1, 6, 1, 4)}, MeshError, r"append: expected the same call .*:\n    shards  k\n(.*\n)*.*of digest"),
         ({"k": T(1, 6, 30, 4), "v": T(1, 6, 30, 4)}, ShapeError, r"append: expected room for the new tokens, given 10"),
-        ({"real": T(1, 1)}, ShapeError, r"append real: expected torch.bool \(1, 1\), given torch.float32 \(1, 1\)"),
-        ({"real": [True]}, ShapeError, r"append real: expected torch.bool \(1, 1\), given list\. Fix: pass"),
-        ({"real": T(1, 1) > 0}, MeshError, r"append: expected the same call .*:\n    shards  real\n(.*\n)*.*bool"),
+        (
+            {"token_mask": T(1, 1)},
+            ShapeError,
+            r"append token_mask: expected torch.bool \(1, 1\), given torch.float32 \(1, 1\)",
+        ),
+        (
+            {"token_mask": [True]},
+            ShapeError,
+            r"append token_mask: expected torch.bool \(1, 1\), given list\. Fix: pass",
+        ),
+        (
+            {"token_mask": T(1, 1) > 0},
+            MeshError,
+            r"append: expected the same call .*:\n    shards  token_mask\n(.*\n)*.*bool",
+        ),
     ],
     append_shard: [
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
@@ -446,8 +458,12 @@ ALIKE: Table = {
             LayoutError,
             r"append_shard: expected positions from 10 to 1\d, each on one rank, given \d others, or some twice\. Fix",
         ),
-        ({"real": T(2, 4) > 0}, ShapeError, r"append_shard real: expected torch.bool \(1, 4\), given torch.bool"),
-        ({"real": T(1, 9) > 0}, MeshError, r"append_shard: expected the same .*:\n    shards  .*padding.*\n"),
+        (
+            {"token_mask": T(2, 4) > 0},
+            ShapeError,
+            r"append_shard token_mask: expected torch.bool \(1, 4\), given torch.bool",
+        ),
+        ({"token_mask": T(1, 9) > 0}, MeshError, r"append_shard: expected the same .*:\n    shards  .*padding.*\n"),
     ],
     truncate: [
         ({"length": 11}, ShapeError, r"truncate: expected a length from 0 to 10, given 11 of type int\. Fix: pass"),

@@ -93,7 +93,9 @@ def cache_of(tokens: int) -> am.KVCache:
 def test_a_step_waits_for_nothing(padded: bool) -> None:
     cache = cache_of(100)
     if padded:
-        cache.append(*torch.randn(2, 2, 2, 3, 64, dtype=torch.bfloat16, device="cuda"), real=torch.rand(2, 3) < 0.5)
+        cache.append(
+            *torch.randn(2, 2, 2, 3, 64, dtype=torch.bfloat16, device="cuda"), token_mask=torch.rand(2, 3) < 0.5
+        )
     new = torch.randn(2, 2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
     am.decode(q, cache)

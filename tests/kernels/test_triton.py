@@ -112,7 +112,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
         return
     cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=8, capacity=150, dtype=torch.float32)
     real = torch.rand(2, 100) < 0.7 if padded else None
-    cache.append(*torch.randn(2, 2, 2, 100, 8).unbind(), real=real)
+    cache.append(*torch.randn(2, 2, 2, 100, 8).unbind(), token_mask=real)
     q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)

@@ -79,7 +79,7 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) ->
         out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
         kv.append_shard(pending.k, pending.v, positions)
         return out
-    kv.append_shard(pending.k, pending.v, positions, real=shards.token_mask)
+    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
 
@@ -92,7 +92,7 @@ def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> 
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv.append(pending.k, pending.v, real=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
     return pending.layer.cache.attend(q, kv, *layer)
 
 

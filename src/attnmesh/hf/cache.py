@@ -12,8 +12,9 @@ from transformers import Cache, PreTrainedConfig
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.decode.cache import KVCache, load_layers, save_layers
-from attnmesh.decode.checkpoint_writer import Saving
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.checkpoint import load_layers
+from attnmesh.decode.checkpoint_writer import Saving, save_layers
 from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
@@ -192,7 +193,7 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **options)
+        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=len(self.layers), device=device, **options)
         self._fill(kvs)
         self.capacity = options["capacity"]
         self.tokens = more.pop("held", None)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.digest import digest
-from attnmesh.decode.checkpoint import MANIFEST, folder_of, opened
+from attnmesh.decode.checkpoint import MANIFEST, check_folder, read_manifest
 from attnmesh.decode.checkpoint_writer import Saving, check_writable
 from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.cache import ShardedCache
@@ -78,7 +78,7 @@ class Checkpoint:
     def __init__(self, folder: str | Path, *, every: int = 64) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ArgumentError("Checkpoint every", "a whole number of tokens", repr(every), "pass 1 or more")
-        self.folder, self.every = folder_of("Checkpoint", folder), every
+        self.folder, self.every = check_folder("Checkpoint", folder), every
         self.note = ""
         self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
         self._saving: Saving | None = None
@@ -120,7 +120,7 @@ class Checkpoint:
 
     def _saved_length(self) -> int:
         """Return the number of saved tokens. Raise if the folder is of another call."""
-        header = opened(self.folder)
+        header = read_manifest(self.folder)
         try:
             saved, this = json.loads(header.note), json.loads(self.note)
             differences = [DIFFERENCES[name] for name in this if saved.get(name) != this[name]]
