@@ -19,8 +19,10 @@ hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Start the process that all ranks are forked from, while tests are collected: it imports what most ranks need."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # of several workers each has its own, and whoever hands out the tests runs none
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     _start_forkserver()
 

@@ -402,7 +402,7 @@ ALIKE: Table = {
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
     ],
     new_cache: [
-        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"kv_heads": True}, ShapeError, r"KVCache kv_heads: expected a whole number, 1 or more, given True"),
         ({"head_dim": "4"}, ShapeError, r"KVCache head_dim: expected a whole number, 1 or more, given '4'"),
         ({"value_dim": -1}, ShapeError, r"KVCache value_dim: expected a whole number, 1 or more, given -1"),
@@ -744,19 +744,19 @@ ALONE: Table = {
     ],
     workload: [
         ({"q_heads": 3}, ShapeError, r"Workload: expected whole groups .*, given 3 query heads on 2 key heads\. Fix"),
-        ({"length": 0}, ClusterError, r"Workload length: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"length": 0}, ClusterError, r"Workload length: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"dtype": "int8"}, DtypeError, r"Workload dtype: expected one of .*, given 'int8'\. Fix: name"),
         ({"phase": "dreaming"}, KernelError, r"Workload phase: expected one of training, .*, given 'dreaming'\. Fix"),
         ({"mask": None}, MaskError, r"Workload mask: expected Full.*, given None\. Fix: use Full"),
     ],
     preset: [
-        ({"name": "abacus"}, ClusterError, r"Cluster.preset: expected one of .*, given 'abacus'\. Fix: take one"),
-        ({"hosts": 0}, ClusterError, r"Cluster hosts: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"name": "abacus"}, ClusterError, r"Cluster.preset: expected one of .*, given 'abacus'\. Fix: pass one"),
+        ({"hosts": 0}, ClusterError, r"Cluster hosts: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"ranks": 64}, ClusterError, r"expected at most 4 ranks a host, given 64 ranks a host\. Fix: take more hosts"),
     ],
     plan: [
-        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: as in"),
-        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix: as"),
+        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: call plan"),
+        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix: call"),
     ],
     set_deadline: [
         ({"seconds": -1}, MeshError, r"set_deadline: expected more than 0 seconds, or None, given -1\. Fix: pass"),

@@ -1,6 +1,7 @@
 """Each kernel, forward and gradients, against float64: random problems, then the inputs that break kernels."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,15 @@ pytestmark = pytest.mark.quick
 SUPPORTED = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """`make test` gives each process one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(400))
