@@ -755,8 +755,8 @@ ALONE: Table = {
         ({"ranks": 64}, ClusterError, r"expected at most 4 ranks a host, given 64 ranks a host\. Fix: take more hosts"),
     ],
     plan: [
-        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: call plan"),
-        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix: call"),
+        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: call"),
+        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix"),
     ],
     set_deadline: [
         ({"seconds": -1}, MeshError, r"set_deadline: expected more than 0 seconds, or None, given -1\. Fix: pass"),
