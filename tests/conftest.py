@@ -1,6 +1,7 @@
 import os
 from collections.abc import Iterator
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its width once, when it is imported
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 
 import multiprocessing as mp

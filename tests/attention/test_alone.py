@@ -117,7 +117,7 @@ def test_generating_without_a_mesh_among_several_ranks_warns_once(pool: Pool) ->
     for found in pool.run(2, generated):
         text = (
             "generate: no mesh= in a process group of 2 ranks, so each rank generates alone, with all keys and values. "
-            "Pass mesh= or a cache to spread them over the ranks, or mesh=None if this is meant."
+            "Pass mesh= or a cache to shard them over the ranks, or mesh=None if this is meant."
         )
         assert found.pop("left out") == [(text, True)]
         assert found.pop("ranks") == 2

@@ -402,7 +402,7 @@ ALIKE: Table = {
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
     ],
     new_cache: [
-        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: pass"),
+        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: "),
         ({"kv_heads": True}, ShapeError, r"KVCache kv_heads: expected a whole number, 1 or more, given True"),
         ({"head_dim": "4"}, ShapeError, r"KVCache head_dim: expected a whole number, 1 or more, given '4'"),
         ({"value_dim": -1}, ShapeError, r"KVCache value_dim: expected a whole number, 1 or more, given -1"),

@@ -18,6 +18,8 @@ from attnmesh.comm.message import DIGEST, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
+from attnmesh.decode.operator import run_step
+from attnmesh.decode.step import DecodeStep
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
 from attnmesh.kernels import triton as kernel
@@ -32,8 +34,6 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.support.problems import draw
 from tests.support.seeds import seeds
-
-decode_room = sys.modules["attnmesh.decode.operator"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -117,9 +117,9 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
     held, where = cache.held, (Axis(), Axis(), 16, 150)
-    step = decode_room.Step(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
+    step = DecodeStep(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given, _ = decode_room.run_step(q, held, sinks, step, 0)
+        given, _ = run_step(q, held, sinks, step, 0)
     assert torch.equal(given, expected)
 
 

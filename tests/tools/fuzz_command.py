@@ -401,7 +401,7 @@ def stand_in(sandbox: Sandbox) -> None:
         locate=lambda name, *say: str(sandbox.here / "chat") if name == load.PACKAGED else locate(name, *say),
         open_config=lambda place: (config if place == "bent" else opened)(place),
         open_tokenizer=tokenizer,
-        _unpacked=lambda file, note: note(f"unpacking {file.name} (once)") or sandbox.here / "chat",
+        _unpack_gguf=lambda file, report: report(f"unpacking {file.name} (once)") or sandbox.here / "chat",
     )
     vars(generate).update(run_on_ranks=answered)
     vars(proof).update(proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
