@@ -402,7 +402,7 @@ def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monke
     first.wait()
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
     with pytest.raises(
-        StoreError, match=r"expected one saving at a time in a folder, given .*, where another was done first"
+        StoreError, match=r"expected one save at a time in a folder, given .*, where another job saved first"
     ):
         second.wait()
     assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
@@ -569,7 +569,7 @@ def saves_again_and_again(path: Path, rank: int, done: Any) -> None:
         try:
             cache.save(path)
         except StoreError as error:
-            told += [] if "one saving at a time in a folder" in str(error) else [str(error)]
+            told += [] if "one save at a time in a folder" in str(error) else [str(error)]
     done.put(told)
 
 
@@ -592,7 +592,7 @@ def test_a_job_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, monk
     monkeypatch.setattr(checkpoint_writer, "TIMEOUT", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
-    with pytest.raises(StoreError, match=r"expected one saving at a time in a folder, given .* does not end"):
+    with pytest.raises(StoreError, match=r"expected one save at a time in a folder, given .*, locked for 0.2 s"):
         cache.save(tmp_path)
     os.close(held)
     cache.save(tmp_path)

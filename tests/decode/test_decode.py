@@ -106,7 +106,7 @@ def by_prefill(layout: am.Striped) -> str:
 def test_a_prefill_dealt_in_the_same_blocks_can_be_reproduced(pool: Pool) -> None:
     assert pool.run(2, by_prefill, am.Striped(4)) == ["fine"] * 2
     for said in pool.run(2, by_prefill, am.Striped(2)):
-        assert "a cache whose tokens were dealt, given one that keeps what a sharded prefill made" in said
+        assert "a cache with block-cyclic tokens, given tokens in the layout of a sharded prefill" in said
 
 
 # --- one graph ---
@@ -285,7 +285,7 @@ BAD = [
     ),
     ("order", errors.ShapeError, "reorder: expected a number of a sequence below 1 for each"),
     ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
-    ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
+    ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 positions with gaps or repeats"),
     ("token mask", errors.ShapeError, r"append token_mask: expected torch.bool \(1, 1\)"),
 ]
 

@@ -142,13 +142,13 @@ def called_wrong(kind: str) -> str:
 
 
 WRONG = {
-    "no list": "recover: expected a list of caches, one a layer, given KVCache. Fix: pass [cache]",
-    "no cache": "recover: expected a list of caches, one a layer, given list. Fix: pass [cache]",
+    "no list": "recover: expected a list of caches, one per layer, given KVCache. Fix: pass [cache]",
+    "no cache": "recover: expected a list of caches, one per layer, given list. Fix: pass [cache]",
     "an option": "recover: expected the arguments of its signature, given block=. Fix: see help",
     "copies": "recover: expected the same call on every rank, given:\n    shards  copies\n    0       1\n    1   ",
     "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: pass capa",
-    "nobody": "recover: expected caches on some rank, given None on all. Fix: pass what is left",
-    "a cut": "recover: expected caches that were truncated and reordered alike, given ranks of which some were trunc",
+    "nobody": "recover: expected caches on some rank, given None on all. Fix: pass the caches on",
+    "a cut": "recover: expected caches truncated and reordered equally often, given counts [[2], [3]]. Fix: load a s",
     "other layers": "recover: expected the same caches on every rank, given ranks whose sizes differ. Fix: pass",
 }
 
@@ -212,7 +212,10 @@ def test_layers_need_not_lie_alike(pool: Pool, kind: str) -> None:
     ("kind", "message"),
     [
         ("copies", "recover: expected a rank or a copy of each shard, given none of [(0, 1)], along heads and tokens"),
-        ("recovered by some", "recover: expected each of 37 tokens once, given others in layer 0. Fix: load a checkp"),
+        (
+            "recovered by some",
+            "recover: expected each of 37 tokens once, given gaps or repeats in layer 0. Fix: load a s",
+        ),
     ],
 )
 def test_what_not_all_layers_have_is_told(pool: Pool, kind: str, message: str) -> None:
