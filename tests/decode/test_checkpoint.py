@@ -29,7 +29,7 @@ from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.tools.fuzz_store import Victim
+from tests.tools.fuzz_store import DamagedCache
 
 
 def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
@@ -193,8 +193,8 @@ def test_disk_without_links_gets_all_files_again(
 
 def test_damaged_files_raise_or_load_the_same(tmp_path: Path) -> None:
     """Run 2,000 of the inputs of `python -m tests.tools.fuzz_store`."""
-    victim = Victim(tmp_path / "cache")
-    results = [victim.load(seed) if seed % 10 == 0 else victim.read(seed) for seed in range(2000)]
+    damaged = DamagedCache(tmp_path / "cache")
+    results = [damaged.load(seed) if seed % 10 == 0 else damaged.read(seed) for seed in range(2000)]
     assert set(results) == {"read", "refused"}
 
 
