@@ -93,7 +93,7 @@ ASYNC = """
 works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(8)]
 works.append(dist.all_reduce(torch.ones(9), group=mesh.get_group("keys"), async_op=True))
 q = torch.randn(1, 2, 8, 8)
-am.attention(q, q, q, mesh=mesh)
+am.attention(q, q, q, mesh=mesh, layout=am.Contiguous())
 for work in works:
     work.wait()
 """
