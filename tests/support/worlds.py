@@ -61,8 +61,6 @@ class Report:
 class Testbed:
     """Machine or emulated hosts for ranks. Every process started on it ends with the `with` block."""
 
-    __test__ = False  # no test class, whatever its name
-
     def __init__(self, world: int | Hosts, agent: bool = True) -> None:
         self.world, self.agent, self.first, self.port = world, agent, None, 0
         self._processes: list[Any] = []

@@ -205,17 +205,17 @@ class Sandbox:
     """Folder in which commands run, with models and files that they may name."""
 
     def __init__(self, top: Path) -> None:
-        self.top, self.here = top, top / "a" / "b" / "here"
-        self.here.mkdir(parents=True)
+        self.top, self.folder = top, top / "a" / "b" / "here"
+        self.folder.mkdir(parents=True)
         for name in ("folder", "folder.png", "folder.html", "made", "bent", "["):
-            (self.here / name).mkdir()
+            (self.folder / name).mkdir()
         for name in ("chat", "plain"):
-            families.CONFIGS["llama"].save_pretrained(self.here / name)
-            _tokenizer(chat=name == "chat").save_pretrained(self.here / name)
-        (self.here / "t5").mkdir()
-        (self.here / "t5" / "config.json").write_text('{"model_type": "t5"}')
-        for file in (self.here / "plain").iterdir():
-            (self.here / "bent" / file.name).write_bytes(file.read_bytes())
+            families.CONFIGS["llama"].save_pretrained(self.folder / name)
+            _tokenizer(chat=name == "chat").save_pretrained(self.folder / name)
+        (self.folder / "t5").mkdir()
+        (self.folder / "t5" / "config.json").write_text('{"model_type": "t5"}')
+        for file in (self.folder / "plain").iterdir():
+            (self.folder / "bent" / file.name).write_bytes(file.read_bytes())
         record = {"cluster": Cluster.preset("a100x4", 2).record()}
         self.files = {
             "text": b"Some text to begin with.",
@@ -224,18 +224,18 @@ class Sandbox:
             "here.json": json.dumps(record).encode(),
             "drawn.json": json.dumps(record).encode(),
             "drawn.txt": "Some text: \u00fc, \U0001f9ee.\0\r\n".encode(),
-            "bent/config.json": (self.here / "bent" / "config.json").read_bytes(),
+            "bent/config.json": (self.folder / "bent" / "config.json").read_bytes(),
         }
         self.drawn = ("drawn.json", "drawn.txt", "bent/config.json")
         for name, content in self.files.items():
-            (self.here / name).write_bytes(content)
+            (self.folder / name).write_bytes(content)
         self.kept = {file: file.read_bytes() for file in top.rglob("*") if file.is_file()}
 
     def draw(self, random: Random) -> bytes:
         """Write new contents of the untrusted files. Return the standard input."""
         for name in self.drawn:
             content = self.files[name]
-            (self.here / name).write_bytes(mutated(content, random) if random.random() < 0.7 else content)
+            (self.folder / name).write_bytes(mutated(content, random) if random.random() < 0.7 else content)
         return mutated(self.files["drawn.txt"], random)
 
     def tidy(self, written: set[Path]) -> None:
@@ -299,7 +299,7 @@ class Watch:
             self.active = False
 
     def _place(self, path: Any) -> Path:
-        return Path(os.path.normpath(self.sandbox.here / os.fsdecode(path)))
+        return Path(os.path.normpath(self.sandbox.folder / os.fsdecode(path)))
 
     def _audit(self, event: str, details: tuple[Any, ...]) -> None:
         if not self.active:
@@ -405,10 +405,10 @@ def stand_in(sandbox: Sandbox) -> None:
     cached_config = cache(config)
     replace(
         load,
-        locate=lambda name, *say: str(sandbox.here / "chat") if name == load.PACKAGED else locate(name, *say),
+        locate=lambda name, *say: str(sandbox.folder / "chat") if name == load.PACKAGED else locate(name, *say),
         open_config=lambda place: (config if place == "bent" else cached_config)(place),
         open_tokenizer=tokenizer,
-        _unpack_gguf=lambda file, note: note(f"unpacking {file.name} (once)") or sandbox.here / "chat",
+        _unpack_gguf=lambda file, note: note(f"unpacking {file.name} (once)") or sandbox.folder / "chat",
     )
     replace(generate, run_on_ranks=generate_on_ranks)
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
@@ -475,7 +475,7 @@ class Fuzz:
         self.commands = list(commands_of(self.command))
         self.options: dict[str, Any] = {}
         self._record_options(self.command)
-        os.chdir(self.sandbox.here)
+        os.chdir(self.sandbox.folder)
         os.environ["HOME"] = str(folder / "home")
         self.watch = Watch(self.sandbox, self.commands)
 

@@ -279,7 +279,7 @@ class KVCache(CacheProperties):
 
         Args:
             path: Folder that all ranks can write to; it is made if it is missing.
-            wait: False writes while decoding goes on; every rank then calls `wait()` on the result.
+            wait: False to decode while the files are written. Every rank then calls `wait()` on the result.
 
         Returns:
             The save, concluded if `wait`.
