@@ -18,42 +18,42 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.cli.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
 from tests.tools import chaos
-from tests.tools.chaos import HARMS, Outcome, Trouble
+from tests.tools.chaos import FAULTS, Outcome, Scenario
 
 
-def drawn(ground: str, count: int) -> list[Trouble]:
+def drawn(ground: str, count: int) -> list[Scenario]:
     """The first troubles on local ranks or on hosts."""
     return [chaos.draw(seed, [ground]) for seed in range(count)]
 
 
-TROUBLES = [*drawn("hosts", len(HARMS)), *drawn("ranks", len(chaos.can(hosts=False)))]
+TROUBLES = [*drawn("hosts", len(FAULTS)), *drawn("ranks", len(chaos.possible_faults(hosts=False)))]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[Trouble, Outcome]:
+def outcomes() -> dict[Scenario, Outcome]:
     """What came of those that can be here: a few at a time."""
     try:
         netns.check_here()
         possible = TROUBLES
     except ClusterError:
         possible = [trouble for trouble in TROUBLES if isinstance(trouble.world, int)]
-    return dict(chaos.suffered(possible))
+    return dict(chaos.run_scenarios(possible))
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: f"{trouble.work}, {trouble.harm}, {trouble.world}")
-def test_harm_is_survived_or_named(trouble: Trouble, outcomes: dict[Trouble, Outcome]) -> None:
+def test_harm_is_survived_or_named(trouble: Scenario, outcomes: dict[Scenario, Outcome]) -> None:
     if not isinstance(trouble.world, int):
         needs_hosts()
     outcome = outcomes[trouble]
     assert not outcome.failed, (trouble, outcome)
-    for what in (what for what in outcome.said.values() if what.kind == "RankFailure"):
+    for what in (what for what in outcome.reports.values() if what.kind == "RankFailure"):
         assert what.step in ("gathering", "returning results", "swapping", "agreeing", "merging"), (trouble, what)
         assert what.axis in ("heads", "queries", "keys", "queries x keys"), (trouble, what)
 
 
 def test_every_harm_is_tried() -> None:
-    assert {trouble.harm for trouble in TROUBLES} == set(HARMS)
+    assert {trouble.harm for trouble in TROUBLES} == set(FAULTS)
 
 
 def lost_beside_a_stray_note() -> tuple[int, ...]:

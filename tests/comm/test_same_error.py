@@ -456,7 +456,7 @@ ALIKE: Table = {
         (
             {"positions": torch.tensor([20, 21])},
             LayoutError,
-            r"append_shard: expected positions from 10 to 1\d, each on one rank, given \d others, or some twice\. Fix",
+            r"append_shard: expected positions from 10 to 1\d, each on one rank, given \d positions with gaps",
         ),
         (
             {"token_mask": T(2, 4) > 0},
@@ -571,9 +571,13 @@ ALIKE: Table = {
         (
             {"caches": 5},
             DtypeError,
-            r"recover: expected a list of caches, one a layer, given int\. Fix: pass \[cache\]",
+            r"recover: expected a list of caches, one per layer, given int\. Fix: pass \[cache\]",
         ),
-        ({"caches": "of two"}, MeshError, r"recover: expected caches of one mesh, given caches of several\. Fix: pass"),
+        (
+            {"caches": "of two"},
+            MeshError,
+            r"recover: expected caches of one mesh, given caches of 2 meshes\. Fix: pass",
+        ),
     ],
     init_mesh: [
         ({"shape": Shape(1, 2, 4)}, MeshError, r"init_mesh: expected at most the world's \d ranks, given 1x2x4\. Fix"),

@@ -1,4 +1,4 @@
-"""Saving: the previous save stays until the next is complete, decoding continues, and files are not trusted."""
+"""Checkpoints: the previous save stays until the next is complete, decoding continues, and damaged files raise."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.tools.fuzz_store import Victim
+from tests.tools.fuzz_store import DamagedCache
 
 
 def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
@@ -40,18 +40,19 @@ def cache_of(tokens: int, ranks: int = 1, width: int = 8) -> am.KVCache:
     return cache
 
 
-def answer(cache: am.KVCache) -> torch.Tensor:
+def decoded(cache: am.KVCache) -> torch.Tensor:
+    """Return the output of a fixed query."""
     width = cache.sizes.head_dim
     return am.decode(torch.randn(1, 4, 1, width, generator=torch.Generator().manual_seed(1)), cache)
 
 
-def saved_in(path: Path) -> Path:
-    """The one saving of a folder."""
+def only_save_in(path: Path) -> Path:
+    """Return the folder of the only save."""
     (folder,) = (each for each in path.iterdir() if each.is_dir())
     return folder
 
 
-def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> None:
+def test_full_disk_leaves_the_previous_save(tmp_path: Path) -> None:
     small, large = cache_of(20), cache_of(20_000)
     small.save(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -61,14 +62,14 @@ def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> Non
             large.save(tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(small))
     large.save(tmp_path)
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(large))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(large))
     assert sorted(path.name.split("-")[0] for path in tmp_path.iterdir()) == ["2", "cache.json"]
 
 
-def one_cannot_write(path: Path) -> list[str]:
-    """Fill the disk of the second of two ranks: both raise, and both still load the previous save."""
+def save_with_one_full_disk(path: Path) -> list[str]:
+    """Fill the disk of rank 1. Return the rank's error, and "True" if it still loads the previous save."""
     first, second = cache_of(20, 2), cache_of(20_000, 2)
     first.save(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -76,76 +77,78 @@ def one_cannot_write(path: Path) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         second.save(path)
-        said = "fine"
+        message = "no error"
     except StoreError as error:
-        said = str(error)
+        message = str(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    same = torch.equal(answer(am.KVCache.load(path, first.device_mesh)), answer(first))
-    return [said, str(same)]
+    same = torch.equal(decoded(am.KVCache.load(path, first.device_mesh)), decoded(first))
+    return [message, str(same)]
 
 
-def test_all_ranks_say_that_one_could_not_save(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, one_cannot_write, tmp_path)
+def test_full_disk_of_one_rank_raises_on_all(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, save_with_one_full_disk, tmp_path)
     assert one == other
     assert "File too large" in one[0]
     assert one[1] == "True"
 
 
-def saved_while_decoding(path: Path) -> bool:
+def save_while_decoding(path: Path) -> bool:
     cache, twin = cache_of(3000, 2), cache_of(3000, 2)
     saving = cache.save(path, wait=False)
     generator = torch.Generator().manual_seed(2)
     for _ in range(20):
         cache.append(*torch.randn(2, 1, 2, 1, 8, generator=generator).unbind())
-        answer(cache)
+        decoded(cache)
     saving.wait()
     saving.wait()
-    return saving.written and torch.equal(answer(am.KVCache.load(path, cache.device_mesh)), answer(twin))
+    return saving.written and torch.equal(decoded(am.KVCache.load(path, cache.device_mesh)), decoded(twin))
 
 
-def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, saved_while_decoding, tmp_path) == [True] * 2
+def test_decoding_continues_during_a_save(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, save_while_decoding, tmp_path) == [True] * 2
 
 
-def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
+def test_truncate_waits_for_a_running_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens appended after `truncate` would overwrite slots that the save still reads."""
     cache, twin = cache_of(3000), cache_of(3000)
     link_or_write = checkpoint_writer.link_or_write
     monkeypatch.setattr(
         checkpoint_writer, "link_or_write", lambda *args: (torch.randn(700_000).sort(), link_or_write(*args))
     )
-    under_way = cache.save(tmp_path, wait=False)
+    saving = cache.save(tmp_path, wait=False)
     cache.truncate(100)
-    assert under_way.written
+    assert saving.written
     cache.append(*torch.zeros(2, 1, 2, 500, 8).unbind())
-    under_way.wait()
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(twin))
+    saving.wait()
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(twin))
 
 
-def test_a_saving_that_was_cut_short_is_as_if_it_had_not_been(tmp_path: Path) -> None:
+def test_interrupted_save_changes_nothing(tmp_path: Path) -> None:
     small = cache_of(20)
     small.save(tmp_path)
     cut = tmp_path / f"2-{7:016x}"
     cut.mkdir()
     (cut / "0.0.0-64.safetensors.part").write_bytes(b"half of it")
     (tmp_path / f"cache.json.{7:016x}").write_text('{"format": "attnm')
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(small))
     small.append(*torch.ones(2, 1, 2, 3, 8).unbind())
     small.save(tmp_path)
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(small))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [saved_in(tmp_path).name, "cache.json"]
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(small))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [only_save_in(tmp_path).name, "cache.json"]
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are written, and not found or linked to."""
+    """Return the names of files that are written rather than linked."""
     names: list[str] = []
-    really = tensor_file.write
-    monkeypatch.setattr(tensor_file, "write", lambda path, *told: (names.append(path.name), really(path, *told)))
+    original = tensor_file.write
+    monkeypatch.setattr(
+        tensor_file, "write", lambda path, *arguments: (names.append(path.name), original(path, *arguments))
+    )
     return names
 
 
-def test_a_cache_that_has_grown_is_saved_by_its_new_tokens(tmp_path: Path, written: list[str]) -> None:
+def test_grown_cache_writes_only_new_tokens(tmp_path: Path, written: list[str]) -> None:
     cache = cache_of(5000)
     cache.save(tmp_path)
     assert len(written) == 5
@@ -153,33 +156,31 @@ def test_a_cache_that_has_grown_is_saved_by_its_new_tokens(tmp_path: Path, writt
     cache.append(*torch.ones(2, 1, 2, 30, 8).unbind())
     cache.save(tmp_path)
     assert written == ["0.0.4992-5030.safetensors"]
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
     written.clear()
     cache.truncate(4999)
     cache.append(*torch.zeros(2, 1, 2, 2, 8).unbind())
     cache.save(tmp_path)
     assert written == ["0.0.4992-5001.safetensors"], "the same tokens, but other keys"
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_a_saving_goes_on_where_the_last_was_cut_short(
-    tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache, told = cache_of(5000), tensor_file.write
+def test_save_continues_an_interrupted_one(tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, write = cache_of(5000), tensor_file.write
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(
-        tensor_file, "write", lambda *its: told(*its) if len(written) < 3 else (_ for _ in ()).throw(full)
+        tensor_file, "write", lambda *arguments: write(*arguments) if len(written) < 3 else (_ for _ in ()).throw(full)
     )
     with pytest.raises(StoreError, match="No space left on device"):
         cache.save(tmp_path)
-    monkeypatch.setattr(tensor_file, "write", told)
-    (saved_in(tmp_path) / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
+    monkeypatch.setattr(tensor_file, "write", write)
+    (only_save_in(tmp_path) / "0.0.0-9999.safetensors").write_bytes(b"of another cache")
     cache.save(tmp_path)
     assert len(written) == len(set(written)) == 5
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_a_disk_without_links_has_everything_written_again(
+def test_disk_without_links_gets_all_files_again(
     tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not here")))
@@ -187,18 +188,18 @@ def test_a_disk_without_links_has_everything_written_again(
     cache.save(tmp_path)
     cache.save(tmp_path)
     assert len(written) == 4
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
-    """2,000 of the inputs of `python -m tests.tools.fuzz_store`, of which 2,000,000 have been tried."""
-    victim = Victim(tmp_path / "cache")
-    came = [victim.load(seed) if seed % 10 == 0 else victim.read(seed) for seed in range(2000)]
-    assert set(came) == {"read", "refused"}
+def test_damaged_files_raise_or_load_the_same(tmp_path: Path) -> None:
+    """Run 2,000 of the inputs of `python -m tests.tools.fuzz_store`."""
+    damaged = DamagedCache(tmp_path / "cache")
+    results = [damaged.load(seed) if seed % 10 == 0 else damaged.read(seed) for seed in range(2000)]
+    assert set(results) == {"read", "refused"}
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("changes", "message"),
     [
         ({"version": 1}, "a cache of version 4, given version 1"),
         ({"length": 10**9}, "the sizes of a cache"),
@@ -211,15 +212,15 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
         ({"length": 19}, "every token once"),
     ],
 )
-def test_what_a_manifest_says_is_checked(tmp_path: Path, said: dict[str, object], message: str) -> None:
+def test_manifest_values_are_checked(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     cache_of(20).save(tmp_path)
     manifest = json.loads((tmp_path / "cache.json").read_text())
-    (tmp_path / "cache.json").write_text(json.dumps(manifest | said))
+    (tmp_path / "cache.json").write_text(json.dumps(manifest | changes))
     with pytest.raises(StoreError, match=message):
         am.KVCache.load(tmp_path, None)
 
 
-def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
+def test_files_are_valid_safetensors(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     tensors = {
         "a": torch.randn(3, 5).bfloat16(),
@@ -228,15 +229,15 @@ def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
         "c": torch.ones(2) > 0,
     }
     link_or_write(tmp_path / "ours", tensors)
-    theirs = safetensors.load_file(tmp_path / "ours")
+    others = safetensors.load_file(tmp_path / "ours")
     ours = TensorFile(tmp_path / "ours")
     for name, x in tensors.items():
-        assert torch.equal(theirs[name], x)
+        assert torch.equal(others[name], x)
         assert torch.equal(ours.read(name), x)
 
 
-def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
-    """A file that Python would unpickle, and run, is refused."""
+def test_loading_executes_nothing(tmp_path: Path) -> None:
+    """A pickle that would run a command raises `StoreError`."""
 
     class Bomb:
         def __reduce__(self) -> tuple[object, tuple[str, ...]]:
@@ -244,28 +245,28 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
 
     torch.save(Bomb(), tmp_path / "bomb")
     cache_of(20).save(tmp_path / "cache")
-    (saved_in(tmp_path / "cache") / "0.0.0-20.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
+    (only_save_in(tmp_path / "cache") / "0.0.0-20.safetensors").write_bytes((tmp_path / "bomb").read_bytes())
     with pytest.raises(StoreError, match=r"a file that KVCache\.save wrote"):
         am.KVCache.load(tmp_path / "cache", None)
     assert not (tmp_path / "run").exists()
 
 
-def called(act: str, path: Path) -> str:
-    """What comes of a path that is one on the first rank alone."""
-    cache, one = cache_of(20, 2), dist.get_rank() == 1
+def error_of_path(act: str, path: Path) -> str:
+    """Return the error of a save or load whose path is bad on rank 1."""
+    cache, bad = cache_of(20, 2), dist.get_rank() == 1
     paths: dict[str, object] = {"no path": None, "a number": 5, "too long": path / ("x" * 5000), "another": path / "b"}
     verb, kind = act.split(" ", 1)
     cache.save(path / "a")
     cache.append(*torch.ones(2, 1, 2, 1, 8).unbind())
-    folder = paths[kind] if one else path / "a"
+    folder = paths[kind] if bad else path / "a"
     try:
         cache.save(folder) if verb == "save" else am.KVCache.load(folder, cache.device_mesh)  # type: ignore[arg-type]
     except StoreError as error:
         return str(error)
-    return "nothing"
+    return "no error"
 
 
-SAID = {
+PATH_ERRORS = {
     "save no path": "save: expected the path of a folder, given None of type NoneType. Fix: pass its path",
     "load no path": "load: expected the path of a folder, given None of type NoneType. Fix: pass its path",
     "save a number": "save: expected the path of a folder, given 5 of type int",
@@ -276,21 +277,21 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("act", SAID)
-def test_a_path_that_one_rank_is_given_wrong_is_refused_by_all(pool: Pool, tmp_path: Path, act: str) -> None:
-    one, other = pool.run(2, called, act, tmp_path)
+@pytest.mark.parametrize("act", PATH_ERRORS)
+def test_bad_path_on_one_rank_raises_on_all(pool: Pool, tmp_path: Path, act: str) -> None:
+    one, other = pool.run(2, error_of_path, act, tmp_path)
     assert one == other
-    assert one.startswith(SAID[act])
+    assert one.startswith(PATH_ERRORS[act])
 
 
-def saved_apart(path: Path) -> list[str]:
-    """Each rank has a folder of its own, as where hosts share no disk; then both load what the other does not have."""
-    cache, said = cache_of(200, 2), []
+def save_to_separate_folders(path: Path) -> list[str]:
+    """Save to one folder per rank, and load other caches per rank, as hosts without a shared disk do."""
+    cache, messages = cache_of(200, 2), []
     mesh = cache.device_mesh
     try:
         cache.save(path / str(dist.get_rank()))
     except StoreError as error:
-        said.append(str(error))
+        messages.append(str(error))
     twins = [am.KVCache(None, **SIZES) for _ in range(2)]
     for number, twin in enumerate(twins):
         twin.append(*torch.full((2, 1, 2, 9, 8), float(number)).unbind())
@@ -301,23 +302,23 @@ def saved_apart(path: Path) -> list[str]:
     try:
         am.KVCache.load(path / f"twin {dist.get_rank()}", mesh)
     except ValueError as error:
-        said.append(str(error))
-    return said
+        messages.append(str(error))
+    return messages
 
 
 SIZES = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 20, "dtype": torch.float32}
 
 
-def test_folders_of_one_name_on_disks_of_their_own_are_noticed(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, saved_apart, tmp_path)
+def test_folders_on_separate_disks_raise(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, save_to_separate_folders, tmp_path)
     assert one == other
     assert len(one) == 2
     assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]
     assert "load: expected the same call on every rank, given:\n    shards  of" in one[1]
 
 
-def test_what_a_saving_that_was_cut_short_left_is_not_taken_for_the_next(tmp_path: Path) -> None:
-    """Which tokens were real: the next has no padding."""
+def test_next_save_ignores_files_of_an_interrupted_one(tmp_path: Path) -> None:
+    """The interrupted save has a token mask, the next one has none."""
     sizes = {**SIZES, "batch": 2}
     padded, plain = am.KVCache(None, **sizes), am.KVCache(None, **sizes)
     padded.append(*torch.ones(2, 2, 2, 9, 8).unbind(), token_mask=torch.rand(2, 9) > 0.5)
@@ -328,7 +329,7 @@ def test_what_a_saving_that_was_cut_short_left_is_not_taken_for_the_next(tmp_pat
     assert am.KVCache.load(tmp_path, None).lengths.tolist() == [9, 9]
 
 
-def test_two_savings_at_a_time_are_one_after_the_other(tmp_path: Path) -> None:
+def test_second_save_waits_for_the_first(tmp_path: Path) -> None:
     cache = cache_of(300)
     first = cache.save(tmp_path, wait=False)
     cache.append(*torch.ones(2, 1, 2, 30, 8).unbind())
@@ -336,35 +337,37 @@ def test_two_savings_at_a_time_are_one_after_the_other(tmp_path: Path) -> None:
     assert first.concluded
     first.wait()
     second.wait()
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_the_disk_has_the_new_saving_before_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files and the folders that name them, as a power failure would have it."""
+def test_old_save_is_removed_after_the_new_one_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure keeps flushed files and folders alone, so their order matters."""
     cache = cache_of(128)
     cache.save(tmp_path)
-    before = saved_in(tmp_path)
+    before = only_save_in(tmp_path)
     cache.append(*torch.ones(2, 1, 2, 2, 8).unbind())
-    acts = []
+    events = []
     fsync, replace, remove = os.fsync, os.replace, shutil.rmtree
-    monkeypatch.setattr(os, "fsync", lambda at: (acts.append(Path(f"/proc/self/fd/{at}").readlink()), fsync(at)))
-    monkeypatch.setattr(os, "replace", lambda old, new: (acts.append(f"named {new.name}"), replace(old, new)))
-    monkeypatch.setattr(shutil, "rmtree", lambda path, **so: (acts.append(f"gone {path.name}"), remove(path, **so)))
+    monkeypatch.setattr(os, "fsync", lambda at: (events.append(Path(f"/proc/self/fd/{at}").readlink()), fsync(at)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (events.append(f"named {new.name}"), replace(old, new)))
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **options: (events.append(f"gone {path.name}"), remove(path, **options))
+    )
     cache.save(tmp_path)
-    told = [str(act.relative_to(tmp_path.parent)) if isinstance(act, Path) else act for act in acts]
-    root, folder, file, manifest = tmp_path.name, saved_in(tmp_path).name, "0.0.128-130.safetensors", "cache.json"
-    settled = [f"{root}/{folder}/{file}.part", f"named {file}", f"{root}/{folder}", root, "."]
+    steps = [str(event.relative_to(tmp_path.parent)) if isinstance(event, Path) else event for event in events]
+    root, folder, file, manifest = tmp_path.name, only_save_in(tmp_path).name, "0.0.128-130.safetensors", "cache.json"
+    flushed = [f"{root}/{folder}/{file}.part", f"named {file}", f"{root}/{folder}", root, "."]
     published = [f"{root}/{manifest}.{folder.split('-')[1]}", f"named {manifest}", root]
-    assert told == [*settled, *published, f"gone {before.name}"]
+    assert steps == [*flushed, *published, f"gone {before.name}"]
 
 
-def test_layers_of_other_lengths_are_not_saved_as_one(tmp_path: Path) -> None:
+def test_layers_of_different_lengths_raise(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"layers of the same tokens, given layers of \[20, 30\] tokens"):
         save_layers([cache_of(20), cache_of(30)], tmp_path)
 
 
-def test_what_is_not_of_a_saving_stays(tmp_path: Path) -> None:
-    """Folders of numbers, and files that are named like ours."""
+def test_foreign_files_in_the_folder_stay(tmp_path: Path) -> None:
+    """The names resemble those of saves."""
     others = [tmp_path / name for name in ("2024/thesis.txt", "7/photo", "1/0.0.notes.txt", "cache.json.bak")]
     for other in others:
         other.parent.mkdir(exist_ok=True)
@@ -375,12 +378,12 @@ def test_what_is_not_of_a_saving_stays(tmp_path: Path) -> None:
     assert [other.read_text() for other in others] == ["mine"] * 4
 
 
-def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
-    """The first saving from now on writes one file, which an event tells, and no more until the other lets it go on."""
-    begun, go, first, really = Event(), Event(), list[Thread](), tensor_file.write
+def hold_first_save(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
+    """Let the next save write one file. Return an event that it sets then, and one that it waits for."""
+    begun, go, first, original = Event(), Event(), list[Thread](), tensor_file.write
 
-    def write(*told: Any) -> None:
-        really(*told)
+    def write(*arguments: Any) -> None:
+        original(*arguments)
         first.append(current_thread())
         if first[0] is current_thread():
             begun.set()
@@ -390,8 +393,8 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
     return begun, go
 
 
-def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other, (begun, go) = cache_of(5000), cache_of(5000), held_up(monkeypatch)
+def test_concurrent_saves_of_two_caches_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, (begun, go) = cache_of(5000), cache_of(5000), hold_first_save(monkeypatch)
     other.truncate(0)
     other.append(*torch.ones(2, 1, 2, 5000, 8).unbind())
     first = one.save(tmp_path, wait=False)
@@ -400,28 +403,28 @@ def test_savings_of_two_caches_in_one_folder_are_not_mixed(tmp_path: Path, monke
     second.finish_writing()
     go.set()
     first.wait()
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(one))
     with pytest.raises(
-        StoreError, match=r"expected one saving at a time in a folder, given .*, where another was done first"
+        StoreError, match=r"expected one save at a time in a folder, given .*, where another job saved first"
     ):
         second.wait()
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(one))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(one))
 
 
-def test_a_saving_that_nobody_waits_for_harms_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_without_wait_does_not_disturb_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = cache_of(5000)
-    begun, go = held_up(monkeypatch)
+    begun, go = hold_first_save(monkeypatch)
     left = cache_of(4000).save(tmp_path, wait=False)
     begun.wait()
     cache.save(tmp_path)
     go.set()
     left.finish_writing()
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_a_damaged_file_is_not_taken_over(tmp_path: Path) -> None:
+def test_damaged_file_is_not_linked_into_the_next_save(tmp_path: Path) -> None:
     cache_of(300).save(tmp_path)
-    file = saved_in(tmp_path) / "0.0.0-256.safetensors"
+    file = only_save_in(tmp_path) / "0.0.0-256.safetensors"
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
@@ -429,11 +432,11 @@ def test_a_damaged_file_is_not_taken_over(tmp_path: Path) -> None:
         am.KVCache.load(tmp_path, None)
     cache = cache_of(300)
     cache.save(tmp_path)
-    assert torch.equal(answer(am.KVCache.load(tmp_path, None)), answer(cache))
+    assert torch.equal(decoded(am.KVCache.load(tmp_path, None)), decoded(cache))
 
 
-def test_signs_that_have_changed_are_saved(tmp_path: Path) -> None:
-    """Of an even number of float64 numbers: sums modulo 2^64 of weighed first bits would not tell."""
+def test_changed_signs_are_saved(tmp_path: Path) -> None:
+    """A weighted sum of float64 bits modulo 2^64 would miss an even number of changed signs."""
     cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=8, capacity=40, dtype=torch.float64)
     k = torch.randn(1, 2, 20, 8).double()
     cache.append(k, k)
@@ -445,9 +448,9 @@ def test_signs_that_have_changed_are_saved(tmp_path: Path) -> None:
     assert torch.equal(am.KVCache.load(tmp_path, None).keys[:, :, :20], k)
 
 
-def test_a_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_repeated_token_raises(tmp_path: Path) -> None:
     cache_of(20).save(tmp_path)
-    file = saved_in(tmp_path) / "0.0.0-20.safetensors"
+    file = only_save_in(tmp_path) / "0.0.0-20.safetensors"
     stored = TensorFile(file)
     tensors = {name: stored.read(name) for name in stored.entries}
     tensors["columns"][5] = 4
@@ -457,7 +460,7 @@ def test_a_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cache.json", "0.0.0-20.safetensors"])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_pipe_in_place_of_a_file_raises_at_once(tmp_path: Path, name: str) -> None:
     cache_of(20).save(tmp_path)
     (file,) = tmp_path.rglob(name)
     file.unlink()
@@ -467,8 +470,8 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("shape", [[0, 1 << 47, 1 << 47], [1 << 43], [(1 << 48) - 1] * 200_000, [1] * 9])
-def test_shapes_that_cannot_be_are_refused(tmp_path: Path, shape: list[int]) -> None:
-    """At once, and before there is memory for them; the file is as long as it says, and sparse."""
+def test_impossible_shapes_raise(tmp_path: Path, shape: list[int]) -> None:
+    """The sparse file is as long as its header says, so only a check before the allocation can raise."""
     size = math.prod(shape) if len(shape) < 9 else 1
     header = {"__metadata__": {"x": "0"}, "x": {"dtype": "U8", "shape": shape, "data_offsets": [0, size]}}
     text = json.dumps(header).encode()
@@ -480,7 +483,7 @@ def test_shapes_that_cannot_be_are_refused(tmp_path: Path, shape: list[int]) -> 
 
 
 @pytest.mark.parametrize(("note", "message"), [("n" * (1 << 20), "a note of less than"), ({1, 2}, "a str, given set")])
-def test_a_note_that_could_not_be_read_is_refused(tmp_path: Path, note: Any, message: str) -> None:
+def test_invalid_note_raises(tmp_path: Path, note: Any, message: str) -> None:
     cache = cache_of(20)
     cache.save(tmp_path)
     with pytest.raises(StoreError, match=message):
@@ -488,7 +491,7 @@ def test_a_note_that_could_not_be_read_is_refused(tmp_path: Path, note: Any, mes
     assert am.KVCache.load(tmp_path, None).length == 20
 
 
-def test_a_saving_that_is_over_keeps_no_tensors(tmp_path: Path) -> None:
+def test_finished_save_keeps_no_tensors_alive(tmp_path: Path) -> None:
     cache = cache_of(20)
     cache.save(tmp_path)
     keys = weakref.ref(cache.keys)
@@ -496,44 +499,51 @@ def test_a_saving_that_is_over_keeps_no_tensors(tmp_path: Path) -> None:
     assert keys() is None
 
 
-def test_a_saving_whose_end_was_interrupted_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    under_way = cache_of(20).save(tmp_path, wait=False)
-    under_way.finish_writing()
+def test_wait_raises_the_same_interruption_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = cache_of(20).save(tmp_path, wait=False)
+    saving.finish_writing()
     monkeypatch.setattr(checkpoint_writer, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            under_way.wait()
+            saving.wait()
 
 
-def test_what_is_saved_is_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it is changed meanwhile, and the working folder too."""
+def test_later_changes_of_arguments_do_not_reach_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of `more` and the working folder change while the save runs."""
     monkeypatch.chdir(tmp_path)
-    (_, go), more = held_up(monkeypatch), {"real": torch.zeros(3)}
-    under_way = save_layers([cache_of(300)], "here", more=more, wait=False)
+    (_, go), more = hold_first_save(monkeypatch), {"real": torch.zeros(3)}
+    saving = save_layers([cache_of(300)], "here", more=more, wait=False)
     more["real"] += 1
     monkeypatch.chdir("/")
     go.set()
-    under_way.wait()
+    saving.wait()
     _, found, _ = load_layers(am.KVCache, tmp_path / "here", None)
     assert torch.equal(found["real"], torch.zeros(3))
 
 
-def test_layers_in_another_order_are_other_layers(tmp_path: Path) -> None:
+def test_layers_of_a_model_need_restore(tmp_path: Path) -> None:
+    save_layers([cache_of(20), cache_of(20)], tmp_path)
+    message = r"a cache of 1 layer, given 2 in .*\. Fix: call hf\.ShardedCache\(config, mesh\)\.restore\(path\)\."
+    with pytest.raises(StoreError, match=message):
+        am.KVCache.load(tmp_path, None)
+
+
+def test_layers_in_another_order_are_written_anew(tmp_path: Path) -> None:
     one, other = cache_of(300), cache_of(300)
     other.truncate(0)
     other.append(*torch.ones(2, 1, 2, 300, 8).unbind())
     for caches in ([one, other], [other, one]):
         save_layers(caches, tmp_path)
         loaded, _, _ = load_layers(am.KVCache, tmp_path, None)
-        assert all(torch.equal(answer(a), answer(b)) for a, b in zip(loaded, caches, strict=True))
+        assert all(torch.equal(decoded(a), decoded(b)) for a, b in zip(loaded, caches, strict=True))
 
 
-def saved_by_a_slow_disk(path: Path) -> int:
-    """The second of two ranks writes for longer than the deadline, and the first publishes for longer."""
+def save_to_slow_disks(path: Path) -> int:
+    """Return the length of a loaded save that rank 1 wrote, and rank 0 published, more slowly than the deadline."""
     cache = cache_of(20, 2)
     name = "link_or_write" if dist.get_rank() == 1 else "_check_complete"
-    really = getattr(checkpoint_writer, name)
-    setattr(checkpoint_writer, name, lambda *told: (time.sleep(3), really(*told))[1])
+    original = getattr(checkpoint_writer, name)
+    setattr(checkpoint_writer, name, lambda *arguments: (time.sleep(3), original(*arguments))[1])
     before = am.set_deadline(1.0)
     try:
         cache.save(path)
@@ -542,8 +552,8 @@ def saved_by_a_slow_disk(path: Path) -> int:
     return am.KVCache.load(path, None).length
 
 
-def test_a_slow_disk_is_no_lost_rank(tmp_path: Path) -> None:
-    assert run_on_ranks(2, saved_by_a_slow_disk, tmp_path) == [20, 20]
+def test_slow_disk_may_exceed_the_deadline(tmp_path: Path) -> None:
+    assert run_on_ranks(2, save_to_slow_disks, tmp_path) == [20, 20]
 
 
 @pytest.mark.parametrize(
@@ -556,43 +566,43 @@ def test_a_slow_disk_is_no_lost_rank(tmp_path: Path) -> None:
         ({"x": torch.ones(2).to_sparse()}, r"dense tensors of .*, given 'x' as torch.float32, torch.sparse_coo"),
     ],
 )
-def test_what_no_file_can_hold_is_refused(tmp_path: Path, more: Any, message: str) -> None:
+def test_tensors_that_no_file_can_hold_raise(tmp_path: Path, more: Any, message: str) -> None:
     with pytest.raises(StoreError, match=f"save more: expected {message}"):
         save_layers([cache_of(20)], tmp_path, more=more)
     assert not list(tmp_path.iterdir())
 
 
-def saves_again_and_again(path: Path, rank: int, done: Any) -> None:
-    """A job of its own, of one rank; what it was told, other than that another was done first."""
-    cache, told = cache_of(20 + rank), []
+def save_repeatedly(path: Path, rank: int, done: Any) -> None:
+    """Save 60 times as a job of one rank. Put errors other than "another job saved first" into a queue."""
+    cache, errors = cache_of(20 + rank), []
     for _ in range(60):
         try:
             cache.save(path)
         except StoreError as error:
-            told += [] if "one saving at a time in a folder" in str(error) else [str(error)]
-    done.put(told)
+            errors += [] if "one save at a time in a folder" in str(error) else [str(error)]
+    done.put(errors)
 
 
-def test_jobs_that_save_to_one_folder_leave_one_of_their_savings(tmp_path: Path) -> None:
+def test_concurrent_jobs_leave_one_complete_save(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
     done = context.Queue()
-    jobs = [context.Process(target=saves_again_and_again, args=(tmp_path, rank, done)) for rank in range(2)]
+    jobs = [context.Process(target=save_repeatedly, args=(tmp_path, rank, done)) for rank in range(2)]
     for job in jobs:
         job.start()
     while any(job.is_alive() for job in jobs):
         if (tmp_path / "cache.json").exists():
-            with suppress(StoreError):  # its files may go while they are read
+            with suppress(StoreError):  # the other job may remove the files while they are read
                 assert am.KVCache.load(tmp_path, None).length in (20, 21)
     assert am.KVCache.load(tmp_path, None).length in (20, 21)
     assert len(list(tmp_path.iterdir())) == 2
     assert [done.get(timeout=20) for _ in jobs] == [[], []]
 
 
-def test_a_job_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_another_job_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "TIMEOUT", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
-    with pytest.raises(StoreError, match=r"expected one saving at a time in a folder, given .* does not end"):
+    with pytest.raises(StoreError, match=r"expected one save at a time in a folder, given .*, locked for 0.2 s"):
         cache.save(tmp_path)
     os.close(held)
     cache.save(tmp_path)

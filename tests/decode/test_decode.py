@@ -1,4 +1,4 @@
-"""Decoding from a sharded cache: exact, the same bits where that is promised, one graph, and never silently wrong."""
+"""Decoding from a sharded cache: exact, reproducible bits, one graph, and an error wherever ranks differ."""
 
 from itertools import product
 from pathlib import Path
@@ -25,7 +25,7 @@ HEADS, WIDTH = (4, 2), 8
 def cache_of(
     shape: tuple[int, ...], tokens: int, *, batch: int = 1, dtype: torch.dtype = torch.float32, **options: int
 ) -> am.KVCache:
-    """A cache that holds the same numbers wherever it is made."""
+    """Return a cache with the same random tokens on any mesh."""
     sizes = {"kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": tokens + 20, "block": 16} | options
     cache = am.KVCache(named_mesh(Shape(*shape), AXES), batch=batch, dtype=dtype, **sizes)
     generator = torch.Generator().manual_seed(0)
@@ -40,8 +40,8 @@ def query(tokens: int, batch: int = 1, dtype: torch.dtype = torch.float32) -> Te
 # --- against float64 ---
 
 
-def lives() -> list[Any]:
-    """Of the first lives those on 1, 2 and 4 ranks are quick."""
+def history_seeds() -> list[Any]:
+    """Return seeds of histories. Those of the first 24 on 1, 2 and 4 ranks alone are quick."""
     few = [seed for seed in range(24) if {phase.shape.ranks for phase in histories.draw(seed).phases} <= {1, 2, 4}]
     return [
         pytest.param(*one.values, marks=[*one.marks, *[pytest.mark.quick] * (one.values[0] in few)])
@@ -49,22 +49,22 @@ def lives() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("seed", lives())
-def test_random_lives_of_a_cache_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("seed", history_seeds())
+def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: int) -> None:
     histories.check(histories.draw(seed), pool, tmp_path)
 
 
 # --- the same bits ---
 
 
-def reproduced(shape: tuple[int, ...], tokens: int, rows: int, dtype: torch.dtype, group: int = 2) -> Tensor:
+def decode_reproducibly(shape: tuple[int, ...], tokens: int, rows: int, dtype: torch.dtype, group: int = 2) -> Tensor:
     cache = cache_of(shape, tokens, batch=3, dtype=dtype, block=256 if tokens > 60000 else 16)
     q = query(min(rows, tokens), 3, dtype)[:, : group * HEADS[1]]
     return am.decode(q, cache, reproducible=True)
 
 
-def lengths_and_rows() -> list[Any]:
-    """Of the longest cache, in blocks of another size, one case is a sample."""
+def reproducible_cases() -> list[Any]:
+    """Return tokens, rows and dtypes. One case of the longest cache is a sample, and the others are long tests."""
     every = product([1, 17, 4095, 65537], [1, 4], [torch.float32, torch.bfloat16])
     return [
         pytest.param(*case, marks=[] if case[0] < 65537 or case[1:] == (4, torch.bfloat16) else pytest.mark.long)
@@ -72,25 +72,25 @@ def lengths_and_rows() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("tokens", "rows", "dtype"), lengths_and_rows())
-def test_the_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("tokens", "rows", "dtype"), reproducible_cases())
+def test_same_bits_on_any_power_of_two(pool: Pool, tokens: int, rows: int, dtype: torch.dtype) -> None:
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
-    (alone,) = pool.run(1, reproduced, (1, 1, 1), tokens, rows, dtype)
+    (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, rows, dtype)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
-        for out in pool.run(Shape(*shape).ranks, reproduced, shape, tokens, rows, dtype):
+        for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, tokens, rows, dtype):
             assert torch.equal(out.view(bits), alone.view(bits)), shape
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 17, 4095])
-def test_the_same_bits_with_one_row_a_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
-    (alone,) = pool.run(1, reproduced, (1, 1, 1), tokens, 1, dtype, 1)
+def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtype: torch.dtype) -> None:
+    (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), tokens, 1, dtype, 1)
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
-        for out in pool.run(Shape(*shape).ranks, reproduced, shape, tokens, 1, dtype, 1):
+        for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, tokens, 1, dtype, 1):
             assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), shape
 
 
-def by_prefill(layout: am.Striped) -> str:
+def decode_after_sharded_prefill(layout: am.Striped) -> str:
     cache = am.KVCache(
         named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=8, capacity=64, dtype=torch.float32, block=4
     )
@@ -100,19 +100,19 @@ def by_prefill(layout: am.Striped) -> str:
         am.decode(query(1), cache, reproducible=True)
     except errors.LayoutError as error:
         return str(error)
-    return "fine"
+    return "no error"
 
 
-def test_a_prefill_dealt_in_the_same_blocks_can_be_reproduced(pool: Pool) -> None:
-    assert pool.run(2, by_prefill, am.Striped(4)) == ["fine"] * 2
-    for said in pool.run(2, by_prefill, am.Striped(2)):
-        assert "a cache whose tokens were dealt, given one that keeps what a sharded prefill made" in said
+def test_reproducible_needs_a_block_cyclic_prefill(pool: Pool) -> None:
+    assert pool.run(2, decode_after_sharded_prefill, am.Striped(4)) == ["no error"] * 2
+    for message in pool.run(2, decode_after_sharded_prefill, am.Striped(2)):
+        assert "a cache with block-cyclic tokens, given tokens in the layout of a sharded prefill" in message
 
 
 # --- one graph ---
 
 
-def compiled(shape: tuple[int, ...]) -> bool:
+def compiles_to_one_graph(shape: tuple[int, ...]) -> bool:
     caches = [cache_of(shape, 30) for _ in range(2)]
     new = torch.randn(6, 2, 1, HEADS[1], 1, WIDTH, generator=torch.Generator().manual_seed(2))
     graphs = []
@@ -132,13 +132,13 @@ def compiled(shape: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (2, 1, 1)])
-def test_a_step_is_one_graph_whatever_the_length(pool: Pool, shape: tuple[int, ...]) -> None:
-    """Lengths live on the device: nothing is traced again as the cache grows."""
+def test_step_is_one_graph_for_all_lengths(pool: Pool, shape: tuple[int, ...]) -> None:
+    """Lengths live on the device, so a growing cache causes no new trace."""
     ranks = Shape(*shape).ranks
-    assert pool.run(ranks, compiled, shape) == [True] * ranks
+    assert pool.run(ranks, compiles_to_one_graph, shape) == [True] * ranks
 
 
-def compiled_past_the_end() -> bool:
+def compiled_steps_past_capacity_are_nan() -> bool:
     cache = cache_of((1, 1, 2), 30, capacity=32)
     step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -146,11 +146,11 @@ def compiled_past_the_end() -> bool:
     return [bool(out.isnan().all()) for out in outs] == [False, False, True, True]
 
 
-def test_a_graph_cannot_raise_and_gives_nan(pool: Pool) -> None:
-    assert pool.run(2, compiled_past_the_end) == [True] * 2
+def test_compiled_step_past_capacity_returns_nan(pool: Pool) -> None:
+    assert pool.run(2, compiled_steps_past_capacity_are_nan) == [True] * 2
 
 
-# --- what travels and what is held ---
+# --- traffic and memory ---
 
 
 def traffic(tokens: int) -> tuple[int, int]:
@@ -160,14 +160,14 @@ def traffic(tokens: int) -> tuple[int, int]:
     return received.bytes, cache.used
 
 
-def test_bytes_do_not_depend_on_the_context_and_shards_are_even(pool: Pool) -> None:
+def test_traffic_is_independent_of_length_and_shards_are_even(pool: Pool) -> None:
     for tokens in (100, 3000):
         for received, used in pool.run(4, traffic, tokens):
             assert received == 2 * 4 * (2 + HEADS[0] + HEADS[0] * WIDTH)
             assert abs(used - tokens / 4) <= 16
 
 
-def fills_without_a_copy() -> bool:
+def append_keeps_addresses() -> bool:
     cache = cache_of((1, 1, 2), 30)
     places = [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
     for _ in range(20):
@@ -175,12 +175,12 @@ def fills_without_a_copy() -> bool:
     return places == [x.data_ptr() for x in (cache.keys, cache.values, cache.shard.token_index, cache.shard.state)]
 
 
-def test_the_cache_grows_in_place(pool: Pool) -> None:
-    assert pool.run(2, fills_without_a_copy) == [True] * 2
+def test_append_writes_in_place(pool: Pool) -> None:
+    assert pool.run(2, append_keeps_addresses) == [True] * 2
 
 
-def growth_of_a_thousand_steps() -> float:
-    """Megabytes by which a rank grows from the hundredth step to the thousandth."""
+def memory_growth() -> float:
+    """Return the megabytes by which a rank's memory grows from step 100 to step 1,000."""
     cache = cache_of((1, 1, 2), 30, capacity=1100)
     for step in range(1000):
         cache.append(*torch.ones(2, 1, HEADS[1], 1, WIDTH).unbind())
@@ -190,43 +190,43 @@ def growth_of_a_thousand_steps() -> float:
     return (resident("VmRSS") - before) / 1e6
 
 
-def test_a_thousand_steps_hold_no_more_than_a_hundred(pool: Pool) -> None:
-    assert max(pool.run(2, growth_of_a_thousand_steps)) < 4, "the allocator's own pages"
+def test_memory_is_constant_over_steps(pool: Pool) -> None:
+    assert max(pool.run(2, memory_growth)) < 4, "the allocator's own pages"
 
 
 # --- bad input ---
 
 
-def bad_step(kind: str) -> bool:
-    """Something that is wrong, on one rank or on all, in a cache that can go on."""
+def run_bad_step(kind: str) -> bool:
+    """Make a bad call on rank 1 or on all ranks. The cache has to stay as it is."""
     cache = cache_of((1, 1, 3), 30, capacity=32)
     before = am.decode(query(1), cache)
-    one = dist.get_rank() == 1
+    odd = dist.get_rank() == 1
     rows = torch.ones(1, HEADS[1], 3, WIDTH)
     try:
         match kind:
             case "token":
-                am.decode(query(1) + one, cache)
+                am.decode(query(1) + odd, cache)
             case "shape":
-                am.decode(query(2 if one else 1), cache)
+                am.decode(query(2 if odd else 1), cache)
             case "width":
-                am.decode(query(1)[..., : 4 if one else 8], cache)
+                am.decode(query(1)[..., : 4 if odd else 8], cache)
             case "dtype":
-                am.decode(query(1).to(torch.float64 if one else torch.float32), cache)
+                am.decode(query(1).to(torch.float64 if odd else torch.float32), cache)
             case "mask":
-                am.decode(query(1), cache, mask=am.Window(3) if one else am.Causal())
+                am.decode(query(1), cache, mask=am.Window(3) if odd else am.Causal())
             case "dropout":
-                am.decode(query(1), cache, **({"dropout_p": 0.1} if one else {}))
+                am.decode(query(1), cache, **({"dropout_p": 0.1} if odd else {}))
             case "unknown":
-                am.decode(query(1), cache, **({"mesk": 0.1} if one else {}))
+                am.decode(query(1), cache, **({"mesk": 0.1} if odd else {}))
             case "sinks":
-                am.decode(query(1), cache, sinks=torch.full((4,), float(one)))
+                am.decode(query(1), cache, sinks=torch.full((4,), float(odd)))
             case "long message":
-                am.decode(query(30).expand(1, 4, 30, 8), cache, scale="big" if one else None)
+                am.decode(query(30).expand(1, 4, 30, 8), cache, scale="big" if odd else None)
             case "gather":
-                am.decode(query(1), cache, merge="gather", scale="big" if one else None)
+                am.decode(query(1), cache, merge="gather", scale="big" if odd else None)
             case "collective":
-                am.decode(query(2 if one else 1), cache, merge="allreduce")
+                am.decode(query(2 if odd else 1), cache, merge="allreduce")
             case "long":
                 am.decode(query(31), cache)
             case "reproducible":
@@ -243,18 +243,18 @@ def bad_step(kind: str) -> bool:
                 cache.append_shard(
                     rows[:, :, :0],
                     rows[:, :, :0],
-                    torch.arange(0 if not one else 1)[:0] if not one else torch.zeros(1, dtype=torch.long),
+                    torch.zeros(int(odd), dtype=torch.long),
                 )
             case "cover":
                 cache.append_shard(rows[:, :, :1], rows[:, :, :1], torch.tensor([30]))
             case "token mask":
                 cache.append(rows[:, :, :1], rows[:, :, :1], token_mask=torch.ones(2, 1, dtype=torch.bool))
     finally:
-        assert torch.equal(am.decode(query(1), cache), before), "the cache is as it was"
+        assert torch.equal(am.decode(query(1), cache), before), "the cache has changed"
     return True
 
 
-BAD = [
+BAD_STEPS = [
     (
         "token",
         errors.MeshError,
@@ -285,39 +285,39 @@ BAD = [
     ),
     ("order", errors.ShapeError, "reorder: expected a number of a sequence below 1 for each"),
     ("positions", errors.ShapeError, r"append_shard positions: expected shape \(0,\), given shape \(1,\)"),
-    ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 others, or some twice"),
+    ("cover", errors.LayoutError, "positions from 30 to 32, each on one rank, given 3 positions with gaps or repeats"),
     ("token mask", errors.ShapeError, r"append token_mask: expected torch.bool \(1, 1\)"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "error", "message"), BAD)
-def test_all_ranks_raise_alike_and_go_on(pool: Pool, kind: str, error: type[Exception], message: str) -> None:
-    answers = pool.ask(3, bad_step, kind)
-    assert [type(answer) for answer in answers] == [error] * 3
-    assert len({str(answer) for answer in answers}) == 1
+@pytest.mark.parametrize(("kind", "error", "message"), BAD_STEPS)
+def test_all_ranks_raise_alike_and_continue(pool: Pool, kind: str, error: type[Exception], message: str) -> None:
+    results = pool.ask(3, run_bad_step, kind)
+    assert [type(result) for result in results] == [error] * 3
+    assert len({str(result) for result in results}) == 1
     with pytest.raises(error, match=message):
-        raise answers[0]
+        raise results[0]
 
 
-def alone_with_a_bad_query(options: dict[str, object]) -> str:
+def decode_bad_query_on_one_rank(options: dict[str, object]) -> str:
     cache = cache_of((1, 1, 4), 30)
     q = query(1) if dist.get_rank() != 1 else query(1)[:, :, :, :3]
     try:
         am.decode(q, cache, **options)
     except errors.ShapeError as error:
         return str(error)
-    return "fine"
+    return "no error"
 
 
 @pytest.mark.parametrize("options", [{"reproducible": True}, {"merge": "tree"}, {"merge": "direct"}, {}])
-def test_a_rank_that_is_given_a_bad_query_is_not_waited_for(pool: Pool, options: dict[str, object]) -> None:
-    for said in pool.run(4, alone_with_a_bad_query, options):
-        assert "decode q: expected shape (1, 'heads', 'length', 8), given (1, 4, 1, 3)" in said
+def test_bad_query_on_one_rank_raises_on_all(pool: Pool, options: dict[str, object]) -> None:
+    for message in pool.run(4, decode_bad_query_on_one_rank, options):
+        assert "decode q: expected shape (1, 'heads', 'length', 8), given (1, 4, 1, 3)" in message
 
 
-def bad_call(kind: str) -> str:
-    """Something that leaves the caches of the ranks different, or that a rank is alone with."""
-    one = dist.get_rank() == 1
+def run_different_calls(kind: str) -> str:
+    """Make a call that differs on rank 1, or that leaves caches different. Return the error."""
+    odd = dist.get_rank() == 1
     cache = am.KVCache(
         named_mesh(Shape(1, 1, 2), AXES),
         batch=2,
@@ -332,23 +332,23 @@ def bad_call(kind: str) -> str:
     try:
         match kind:
             case "padding" | "padding at once":
-                cache.append(rows, rows, token_mask=torch.full((2, 6), not one))
+                cache.append(rows, rows, token_mask=torch.full((2, 6), not odd))
             case "shard padding":
                 mine = am.Contiguous().positions(6, 2, dist.get_rank())
-                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, token_mask=torch.full((2, 6), not one))
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, token_mask=torch.full((2, 6), not odd))
             case "shard padding width":
                 mine = am.Contiguous().positions(6, 2, dist.get_rank())
-                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, token_mask=torch.ones(2, 6 + one) > 0)
+                cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine, token_mask=torch.ones(2, 6 + odd) > 0)
             case "order" | "order at once":
                 cache.append(rows, rows)
-                cache.reorder(torch.tensor([int(one), 0]))
+                cache.reorder(torch.tensor([int(odd), 0]))
             case "cut of shards":
                 mine = am.Contiguous().positions(6, 2, dist.get_rank())
                 cache.append_shard(rows[:, :, mine], rows[:, :, mine], mine)
-                cache.truncate(100 if one else 1)
+                cache.truncate(100 if odd else 1)
             case "long":
                 cache.append(*torch.ones(2, 2, HEADS[1], 5000, WIDTH).unbind())
-                am.decode(torch.ones(2, 4, 5000 if one else 1, WIDTH), cache)
+                am.decode(torch.ones(2, 4, 5000 if odd else 1, WIDTH), cache)
             case "device":
                 am.KVCache(
                     named_mesh(Shape(1, 1, 2), AXES),
@@ -357,21 +357,21 @@ def bad_call(kind: str) -> str:
                     head_dim=1,
                     capacity=1,
                     dtype=torch.float32,
-                    device="foo" if one else None,
+                    device="foo" if odd else None,
                 )
             case "merge":
-                out = torch.ones(1, 2, 3 + one, 4)
+                out = torch.ones(1, 2, 3 + odd, 4)
                 am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD)
             case "merge alone":
                 out = torch.ones(1, 2, 3, 4)
-                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, base="3" if one else "e")
+                am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, base="3" if odd else "e")
         am.decode(torch.ones(2, 4, 1, WIDTH), cache, checked=True)
     except errors.InputError as error:
         return str(error)
     return "no error"
 
 
-ALONE = {
+DIFFERENT_CALLS = {
     "padding": "shards  padding and order\n    0       ",
     "padding at once": "append: expected the same call on every rank, given:\n    shards  token_mask\n    0 ",
     "shard padding": "append_shard: expected the same call on every rank",
@@ -386,10 +386,10 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("kind", ALONE)
-def test_ranks_that_differ_all_hear_of_it(pool: Pool, kind: str) -> None:
-    for said in pool.run(2, bad_call, kind):
-        assert ALONE[kind] in said
+@pytest.mark.parametrize("kind", DIFFERENT_CALLS)
+def test_different_calls_raise_on_all_ranks(pool: Pool, kind: str) -> None:
+    for message in pool.run(2, run_different_calls, kind):
+        assert DIFFERENT_CALLS[kind] in message
 
 
 def in_inference_mode() -> bool:
@@ -406,7 +406,7 @@ def test_a_cache_made_in_inference_mode_lives_on_outside() -> None:
     assert in_inference_mode()
 
 
-def test_gradients_are_refused_and_not_dropped() -> None:
+def test_gradients_raise() -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     learned = torch.ones(1, 1, 1, 2, requires_grad=True)
     with pytest.raises(errors.KernelError, match="append k: expected a tensor without gradients"):
@@ -418,7 +418,7 @@ def test_gradients_are_refused_and_not_dropped() -> None:
         am.decode(learned, cache)
 
 
-def test_saving_where_nothing_can_be_written_and_saving_twice(tmp_path: Path) -> None:
+def test_save_to_an_impossible_folder_and_twice_to_one(tmp_path: Path) -> None:
     cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=2, capacity=8, dtype=torch.float32)
     (tmp_path / "file").touch()
     with pytest.raises(errors.StoreError, match="save: expected a folder that can be written to"):
@@ -428,7 +428,7 @@ def test_saving_where_nothing_can_be_written_and_saving_twice(tmp_path: Path) ->
     assert am.KVCache.load(tmp_path / "folder", None).length == 0
 
 
-def spoiled() -> bool:
+def nan_reaches_only_its_heads() -> bool:
     cache = cache_of((1, 1, 4), 100)
     if dist.get_rank() == 2:
         cache.values[0, 0, 3] = torch.nan
@@ -436,21 +436,21 @@ def spoiled() -> bool:
     return bool(out[:, :2].isnan().all()) and not bool(out[:, 2:].isnan().any())
 
 
-def test_nan_in_one_shard_is_nan_for_its_heads_on_all_ranks(pool: Pool) -> None:
-    assert pool.run(4, spoiled) == [True] * 4
+def test_nan_in_one_shard_reaches_its_heads_on_all_ranks(pool: Pool) -> None:
+    assert pool.run(4, nan_reaches_only_its_heads) == [True] * 4
 
 
-def loaded(path: Path) -> int:
+def load_length(path: Path) -> int:
     return am.KVCache.load(path, named_mesh(Shape(1, 1, dist.get_world_size()), AXES)).length
 
 
-def saved(path: Path) -> None:
+def save_cache(path: Path) -> None:
     cache_of((1, 1, 2), 50).save(path)
 
 
-def test_a_damaged_or_foreign_file_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, saved, tmp_path / "good")
-    assert pool.run(3, loaded, tmp_path / "good") == [50] * 3
+def test_damaged_or_foreign_folder_raises(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, save_cache, tmp_path / "good")
+    assert pool.run(3, load_length, tmp_path / "good") == [50] * 3
     (tmp_path / "foreign").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "cache.json").write_text('{"format": "another", "version": 2}')
@@ -464,21 +464,21 @@ def test_a_damaged_or_foreign_file_is_refused(pool: Pool, tmp_path: Path) -> Non
         ("other", "a folder that KVCache.save wrote"),
         ("good", ""),
     ):
-        answers = pool.ask(3, loaded, tmp_path / name)
-        assert [type(answer) for answer in answers] == [errors.StoreError] * 3
-        assert len({str(answer) for answer in answers}) == 1
-        assert message in str(answers[0])
+        results = pool.ask(3, load_length, tmp_path / name)
+        assert [type(result) for result in results] == [errors.StoreError] * 3
+        assert len({str(result) for result in results}) == 1
+        assert message in str(results[0])
 
 
-NUMBERS = [
+INVALID_SIZES = [
     ({"capacity": 0}, errors.ShapeError, "KVCache capacity: expected a whole number, 1 or more, given 0"),
     ({"block": 2.5}, errors.ShapeError, "KVCache block: expected a whole number"),
     ({"dtype": torch.int8}, errors.DtypeError, "KVCache dtype: expected one of float64"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "message"), NUMBERS)
-def test_a_cache_that_cannot_be(changes: dict[str, object], kind: type[Exception], message: str) -> None:
+@pytest.mark.parametrize(("changes", "kind", "message"), INVALID_SIZES)
+def test_invalid_cache_sizes_raise(changes: dict[str, object], kind: type[Exception], message: str) -> None:
     options = {"batch": 1, "kv_heads": 2, "head_dim": 8, "capacity": 10, "dtype": torch.float32} | changes
     with pytest.raises(kind, match=message):
         am.KVCache(None, **options)

@@ -25,7 +25,7 @@ class Event:
     """One call on the cache."""
 
     kind: str  # append, shard, truncate, reorder or decode
-    number: int  # of tokens; of the length to cut to; of sequences from now on
+    number: int  # tokens, the length to truncate to, or the sequences after a reorder
     seed: int
     batch: int  # sequences so far
     padded: bool = False
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Phase:
-    """Events on one mesh, after a load unless it is the first, before a save unless it is the last."""
+    """Events on one mesh. Each phase but the first begins with a load, each but the last ends with a save."""
 
     shape: Shape
     events: tuple[Event, ...]
@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class History:
-    """Sizes of a cache, and the phases that it goes through."""
+    """Sizes of a cache, and phases of calls on it."""
 
     seed: int
     batch: int
@@ -64,19 +64,22 @@ class History:
             torch.randn(event.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
             for width in self.widths
         )
-        real = torch.rand(event.batch, event.number, generator=generator) < 0.7 if event.padded else None
-        return k, v, real
+        token_mask = torch.rand(event.batch, event.number, generator=generator) < 0.7 if event.padded else None
+        return k, v, token_mask
 
     def queries(self, event: Event) -> Tensor:
+        """Return the queries of a decode event."""
         generator = torch.Generator().manual_seed(event.seed)
         q = torch.randn(event.batch, self.heads[0], event.number, self.widths[0], generator=generator)
         return q.to(self.dtype)
 
     def order(self, event: Event) -> Tensor:
+        """Return the batch index of a reorder event."""
         generator = torch.Generator().manual_seed(event.seed)
         return torch.randint(event.batch, (event.number,), generator=generator)
 
     def sink(self) -> Tensor | None:
+        """Return the sinks of the heads, or None without sinks."""
         if not self.sinks:
             return None
         return torch.randn(self.heads[0], generator=torch.Generator().manual_seed(self.seed)).to(self.dtype)
@@ -162,10 +165,10 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
     )
 
 
-def run(history: History, phase: Phase, came: Path | None, goes: Path | None) -> list[Tensor]:
+def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | None) -> list[Tensor]:
     """Return one rank's outputs of all decode events of a phase."""
     mesh = named_mesh(phase.shape, AXES)
-    if came is None:
+    if load_from is None:
         cache = am.KVCache(
             mesh,
             batch=history.batch,
@@ -177,15 +180,15 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
             block=history.block,
         )
     else:
-        cache = am.KVCache.load(came, mesh)
+        cache = am.KVCache.load(load_from, mesh)
     outs = []
     for event in phase.events:
         if history.grows and event.kind in ("append", "shard"):
             cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
         match event.kind:
             case "append":
-                k, v, real = history.tokens(event)
-                cache.append(k.to(device()), v.to(device()), token_mask=real)
+                k, v, token_mask = history.tokens(event)
+                cache.append(k.to(device()), v.to(device()), token_mask=token_mask)
             case "shard":
                 _append_shard(history, cache, event)
             case "truncate":
@@ -202,47 +205,52 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
         or not cache.is_block_cyclic
     )
-    if goes is not None:
-        cache.save(goes)
+    if save_to is not None:
+        cache.save(save_to)
     return outs
 
 
 def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
-    k, v, real = history.tokens(event)
+    k, v, token_mask = history.tokens(event)
     layout = dict(event.options)["layout"]
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
-    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, token_mask=real)
+    cache.append_shard(
+        k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, token_mask=token_mask
+    )
 
 
 def check(history: History, pool: Pool, folder: Path) -> None:
-    """Compare a history on ranks with float64 attention over the same tokens."""
+    """Raise unless a history on ranks agrees with float64 attention over the same tokens."""
     k, v = (torch.zeros(history.batch, history.heads[1], 0, width, dtype=history.dtype) for width in history.widths)
-    real = torch.zeros(history.batch, 0, dtype=torch.bool)
-    came = None
+    token_mask = torch.zeros(history.batch, 0, dtype=torch.bool)
+    load_from = None
     for number, phase in enumerate(history.phases):
-        goes = folder / str(number) if number + 1 < len(history.phases) else None
-        answers = [iter(outs) for outs in pool.run(phase.shape.ranks, run, history, phase, came, goes)]
+        save_to = folder / str(number) if number + 1 < len(history.phases) else None
+        outputs = [iter(outs) for outs in pool.run(phase.shape.ranks, run, history, phase, load_from, save_to)]
         for event in phase.events:
             match event.kind:
                 case "append" | "shard":
-                    new_k, new_v, new_real = history.tokens(event)
+                    new_k, new_v, new_mask = history.tokens(event)
                     k, v = torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)
-                    new_real = torch.ones(event.batch, event.number, dtype=torch.bool) if new_real is None else new_real
-                    real = torch.cat((real, new_real), 1)
+                    new_mask = torch.ones(event.batch, event.number, dtype=torch.bool) if new_mask is None else new_mask
+                    token_mask = torch.cat((token_mask, new_mask), 1)
                 case "truncate":
-                    k, v, real = k[:, :, : event.number], v[:, :, : event.number], real[:, : event.number]
+                    k, v, token_mask = k[:, :, : event.number], v[:, :, : event.number], token_mask[:, : event.number]
                 case "reorder":
-                    k, v, real = (x[history.order(event)] for x in (k, v, real))
+                    k, v, token_mask = (x[history.order(event)] for x in (k, v, token_mask))
                 case "decode":
-                    _check_decoded(history, event, [next(outs) for outs in answers], k, v, real)
-        came = goes
+                    _check_decoded(history, event, [next(outs) for outs in outputs], k, v, token_mask)
+        load_from = save_to
 
 
-def _check_decoded(history: History, event: Event, outs: list[Tensor], k: Tensor, v: Tensor, real: Tensor) -> None:
-    places = real.cumsum(1) - 1
-    visible = torch.stack([event.mask.visible(own[-event.number :].clamp(min=0), own) for own in places])
-    visible = (visible & real[:, None, :] & real[:, -event.number :, None])[:, None]
+def _check_decoded(
+    history: History, event: Event, outs: list[Tensor], k: Tensor, v: Tensor, token_mask: Tensor
+) -> None:
+    """Compare the ranks' outputs of one decode event with float64 attention."""
+    positions = token_mask.cumsum(1) - 1
+    visible = torch.stack([event.mask.visible(row[-event.number :].clamp(min=0), row) for row in positions])
+    visible = (visible & token_mask[:, None, :] & token_mask[:, -event.number :, None])[:, None]
     q, sink = history.queries(event), history.sink()
     scale = dict(event.options)["scale"] or history.widths[0] ** -0.5
     tensors = [q, k, v] if sink is None else [q, k, v, sink]
@@ -250,6 +258,6 @@ def _check_decoded(history: History, event: Event, outs: list[Tensor], k: Tensor
     if dict(event.options)["output"] == "heads":
         outs = [torch.cat(outs, dim=1)]
     for out in outs:
-        given = torch.where(real[:, -event.number :][:, None, :, None], out, expected.values["out"].to(out.dtype))
+        given = torch.where(token_mask[:, -event.number :][:, None, :, None], out, expected.values["out"].to(out.dtype))
         expected.check("out", given, (history, event))
         assert torch.equal(out, outs[0]), (history, event)

@@ -1,8 +1,8 @@
-"""Ranks that do the same work again and again, on this machine or on hosts made on it, until something is wrong.
+"""Worlds of ranks that repeat a workload until a fault stops them, on this machine or on emulated hosts.
 
-As torchrun has it, the store is kept by an agent, a process of its own, on hosts by one on the first; or the first rank
-keeps it. Ranks find it by the address and the port that their environment names. All are processes of this machine,
-each in the network of its host, so that whoever started them can do them harm.
+An agent process keeps the store, as torchrun's does, or else the first rank keeps it. Ranks find the store by the
+address and port in their environment. All ranks are processes of this machine, each in its host's network namespace,
+so that the process that started them can inject faults.
 """
 
 import ctypes
@@ -29,24 +29,24 @@ from attnmesh.cli.netns import FIRST, LINK, Hosts, address, links
 from attnmesh.errors import RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
-from tests.support.works import WORKS
+from tests.support.workloads import WORKLOADS
 
-NEW_NETWORK = 0x40000000
-"""What `setns` is told to enter: CLONE_NEWNET."""
+CLONE_NEWNET = 0x40000000
+"""Type of namespace that `setns` enters."""
 
 STEPS = 3
-"""Of the work that a rank has to do rightly after the harm before it says that it does."""
+"""Correct steps after the fault before a rank reports "right"."""
 
-PATIENCE = datetime.timedelta(minutes=5)
-"""Of the process groups: longer than anything here may take."""
+TIMEOUT = datetime.timedelta(minutes=5)
+"""Timeout of the process groups, longer than any run."""
 
-START = 60.0
-"""Seconds that ranks have to get to work."""
+START_TIMEOUT = 60.0
+"""Seconds in which ranks have to begin their workload."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """By a rank: what came, or what it raised, about whom; and when, in seconds of a clock that all ranks share."""
+class Report:
+    """Message of a rank: a kind of outcome or error, lost ranks, and monotonic seconds that all ranks share."""
 
     kind: str
     ranks: tuple[int, ...] = ()
@@ -58,8 +58,8 @@ class Said:
     seconds: float = field(default_factory=time.monotonic)
 
 
-class Ground:
-    """Where ranks live; what was started here ends when the block does."""
+class Testbed:
+    """Machine or emulated hosts for ranks. Every process started on it ends with the `with` block."""
 
     def __init__(self, world: int | Hosts, agent: bool = True) -> None:
         self.world, self.agent, self.first, self.port = world, agent, None, 0
@@ -70,13 +70,13 @@ class Ground:
                 [*FIRST, "sh", "-c", lines], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
             )
 
-    def __enter__(self) -> "Ground":
+    def __enter__(self) -> "Testbed":
         try:
             if self.first is not None and self.first.stdout is not None:
                 assert self.first.stdout.readline() == "made\n", "hosts could not be made"
             keeper, pipe = self.start(0, _keep_store, self.address, 0 if self.first is None else 29500)
             self.port = pipe.recv()
-            if not self.agent:  # it has found a free port
+            if not self.agent:  # the process only found a free port
                 keeper.kill()
                 keeper.join()
         except BaseException:
@@ -90,143 +90,140 @@ class Ground:
         for process in self._processes:
             process.join()
         if self.first is not None:
-            self.first.kill()  # and with it the hosts
+            self.first.kill()  # ends the hosts too
             self.first.communicate()
 
     @property
     def address(self) -> str:
-        """Where the store is."""
+        """Address of the store."""
         return "127.0.0.1" if self.first is None else address(0)
 
     def host(self, rank: int) -> int:
-        """Where a rank lives."""
+        """Return the host of a rank."""
         return rank // self.world.ranks if isinstance(self.world, Hosts) else 0
 
     def start(self, host: int, function: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
-        """A process on a host, and a pipe to it, which the function gets last."""
+        """Start a process on a host. Return it and a pipe, whose other end is the function's last argument."""
         context: Any = mp.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.interpreted", "torch._dynamo", "tests.support.worlds"])
         network = "" if self.first is None else f"/proc/{self.first.pid}/root/run/netns/h{host}"
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_enter, args=(network, function, (*arguments, theirs)))
+        local, remote = context.Pipe()
+        process = context.Process(target=_run_in_network, args=(network, function, (*arguments, remote)))
         process.start()
-        theirs.close()
+        remote.close()
         self._processes.append(process)
-        return process, ours
+        return process, local
 
     def shell(self, *lines: str) -> None:
-        """Run by a shell that sees the switch, and the hosts by their names."""
-        asked = ["nsenter", "-t", str(self.first and self.first.pid), "-n", "-m", "sh", "-ec", "\n".join(lines)]
-        subprocess.run(asked, check=True, stdin=subprocess.DEVNULL)
+        """Run lines in a shell that has the switch's network and the hosts' names."""
+        command = ["nsenter", "-t", str(self.first and self.first.pid), "-n", "-m", "sh", "-ec", "\n".join(lines)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are asked to do: which work, on which mesh. One may be late, or have its clock jump when told to.
-
-    Without an agent that keeps the store, the first rank does.
-    """
+    """Workload of the ranks of a mesh. Without an agent the first rank keeps the store."""
 
     shape: Shape
-    work: str
+    workload: str
     folder: Path
     deadline: float
-    late: tuple[int, float] = (0, 0.0)
-    jump: float = 0.0
+    late: tuple[int, float] = (0, 0.0)  # a rank, and the seconds by which it begins late
+    jump: float = 0.0  # seconds by which a clock jumps on SIGUSR1
     agent: bool = True
 
 
 class Ranks:
-    """One job's processes on a ground."""
+    """Processes of one job on a testbed."""
 
-    def __init__(self, ground: Ground, job: Job) -> None:
-        self.ground, self.job = ground, job
-        place = ground.address, ground.port, LINK if ground.first is not None else "lo"
-        everyone = range(job.shape.ranks)
-        started = [ground.start(ground.host(rank), _live, job, rank, place) for rank in everyone]
+    def __init__(self, testbed: Testbed, job: Job) -> None:
+        self.testbed, self.job = testbed, job
+        store = testbed.address, testbed.port, LINK if testbed.first is not None else "lo"
+        started = [testbed.start(testbed.host(rank), _run_rank, job, rank, store) for rank in range(job.shape.ranks)]
         self.processes, self.pipes = [process for process, _ in started], [pipe for _, pipe in started]
 
     def kill(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
-        """Send a rank's process a signal."""
+        """Send a signal to a rank's process."""
         os.kill(self.processes[rank].pid, how)
 
-    def tell(self, ranks: Sequence[int]) -> None:
-        """That the harm has been done."""
+    def announce_fault(self, ranks: Sequence[int]) -> None:
+        """Send ranks the message that the fault has been injected."""
         for rank in ranks:
             with suppress(OSError):
-                self.pipes[rank].send("harmed")
+                self.pipes[rank].send("fault injected")
 
-    def heard(self, ranks: Sequence[int], seconds: float) -> dict[int, Said]:
-        """The next that these ranks say, of those that do in time."""
-        said: dict[int, Said] = {}
+    def receive(self, ranks: Sequence[int], seconds: float) -> dict[int, Report]:
+        """Return the next reports of these ranks, by rank, as far as they arrive in time."""
+        reports: dict[int, Report] = {}
         end = time.monotonic() + seconds
-        while len(said) < len(ranks):
-            waiting: dict[Any, int] = {self.pipes[rank]: rank for rank in ranks if rank not in said}
+        while len(reports) < len(ranks):
+            waiting: dict[Any, int] = {self.pipes[rank]: rank for rank in ranks if rank not in reports}
             ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 break
             for pipe in ready:
                 try:
-                    said[waiting[pipe]] = pipe.recv()  # type: ignore[union-attr]
+                    reports[waiting[pipe]] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    said[waiting[pipe]] = Said("died")
-        return said
+                    reports[waiting[pipe]] = Report("died")
+        return reports
 
 
-def _enter(network: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    """A process's life: in the network of its host, and no longer than that of the one who started it."""
+def _run_in_network(network: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Call the function in a network namespace and exit, at the latest when the parent process ends."""
     if network:
         with Path(network).open() as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), NEW_NETWORK):
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what goes wrong is said; gloo and the store write of it as well
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # errors come as reports; gloo and the store would print them as well
     torch.set_num_threads(1)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    with suppress(OSError):  # nobody may hear any more
+    with suppress(OSError):  # the other end of the pipe may be closed
         function(*arguments)
     os._exit(0)
 
 
 def _keep_store(host: str, port: int, pipe: Connection) -> None:
-    """As torchrun's process on the first host does."""
+    """Keep a store and send its port, as torchrun's agent on the first host does."""
     store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     signal.pause()
 
 
-def _live(job: Job, rank: int, place: tuple[str, int, str], pipe: Connection) -> None:
-    """A rank works until something is wrong, and says what; told that the harm is done, also that all is right."""
-    told: dict[str, Any] = {"saved": 0, "refused": ""}
+def _run_rank(job: Job, rank: int, store: tuple[str, int, str], pipe: Connection) -> None:
+    """Repeat the workload until it fails, and send a report of the failure."""
+    progress: dict[str, Any] = {"saved": 0, "refused": ""}
     signal.signal(signal.SIGUSR1, lambda *_: _jump(job.jump))
     if rank == job.late[0]:
         time.sleep(job.late[1])
     try:
-        _join(job, rank, place)
-        _work(job, told, pipe)
+        _init_process_group(job, rank, store)
+        _repeat_workload(job, progress, pipe)
     except RankFailure as error:
-        last = Said("RankFailure", error.ranks, error.step, error.axis, str(error), **told)
+        last = Report("RankFailure", error.ranks, error.step, error.axis, str(error), **progress)
     except BaseException as error:
-        last = Said(type(error).__name__, text=str(error), **told)
+        last = Report(type(error).__name__, text=str(error), **progress)
     else:
-        last = Said("wrong", text="another answer than before", **told)
+        last = Report("wrong", text="outputs differ from the first step", **progress)
     pipe.send(last)
 
 
-def _join(job: Job, rank: int, place: tuple[str, int, str]) -> None:
-    """The world that the environment names: with an agent, as under torchrun, its store is there already."""
+def _init_process_group(job: Job, rank: int, store: tuple[str, int, str]) -> None:
+    """Enter the world by the environment, as under torchrun; with an agent the store exists already."""
     names = "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"
-    os.environ |= dict(zip(names, map(str, place), strict=True))
+    os.environ |= dict(zip(names, map(str, store), strict=True))
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.shape.ranks)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(job.agent)
-    dist.init_process_group("gloo", timeout=PATIENCE)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _work(job: Job, told: dict[str, Any], pipe: Connection) -> None:
+def _repeat_workload(job: Job, progress: dict[str, Any], pipe: Connection) -> None:
+    """Return when a step differs from the first. Report the beginning, and `STEPS` right steps after a fault."""
     am.set_deadline(job.deadline)
-    step = WORKS[job.work](named_mesh(job.shape, AXES), job.folder, told)
+    step = WORKLOADS[job.workload](named_mesh(job.shape, AXES), job.folder, progress)
     first = step()
     dist.barrier()
-    pipe.send(Said("at work"))
+    pipe.send(Report("at work"))
     left: int | None = None
     while all(torch.equal(x, y) for x, y in zip(step(), first, strict=True)):
         if left is None:
@@ -234,16 +231,16 @@ def _work(job: Job, told: dict[str, Any], pipe: Connection) -> None:
         else:
             left -= 1
             if left == 0:
-                pipe.send(Said("right", **told))
-            if left <= 0:  # others may need this rank to get so far
+                pipe.send(Report("right", **progress))
+            if left <= 0:  # other ranks may still need this one for their steps
                 time.sleep(0.02)
 
 
 def _jump(seconds: float) -> None:
-    """Turn the wall clock as Python tells it to this process.
+    """Turn the wall clock of this process as Python reads it.
 
-    Faked are `time.time`, `time.time_ns`, `time.clock_gettime` of the wall clock, and `now` of `datetime.datetime`. The
-    clocks that C++ asks, gloo and the store among it, and `time.monotonic` are the system's.
+    The change covers `time.time`, `time.time_ns`, `time.clock_gettime` of the wall clock, and `datetime.datetime.now`.
+    It does not cover `time.monotonic`, nor the clocks that C++ code such as gloo and the store reads.
     """
     now, now_ns, clock = time.time, time.time_ns, time.clock_gettime
     time.time = lambda: now() + seconds

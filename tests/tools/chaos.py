@@ -1,4 +1,4 @@
-"""Ranks at work, one of which comes to harm at a random moment; and what the others say of it, how soon."""
+"""Inject random faults into ranks under a workload, and check their answers or errors and the delay."""
 
 import argparse
 import json
@@ -19,20 +19,24 @@ from attnmesh.cli.output import machine
 from attnmesh.decode import checkpoint
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.shapes import Shape
-from tests.support.harms import HARMS, LATEST, SECOND, fault
-from tests.support.works import LENGTHS, length_of
-from tests.support.worlds import START, Ground, Job, Ranks, Said
+from tests.support.faults import FAULTS, MARGIN, SECOND_JOB_TIMEOUT, find_failure
+from tests.support.workloads import LENGTHS, length_of_save
+from tests.support.worlds import START_TIMEOUT, Job, Ranks, Report, Testbed
 
 SHAPES = (Shape(1, 1, 2), Shape(1, 2, 2), Shape(1, 1, 4), Shape(1, 4, 1), Shape(2, 1, 2), Shape(1, 1, 3))
 HOSTS = ("2x1", "2x2", "3x1", "4x1")
 RATES = ("20mbit", "100mbit")
 JUMPS = (-86400.0, -7200.0, 60.0, 10800.0, 1e6)
-AT_ONCE = 4
+CONCURRENT = 4
+"""Scenarios at a time."""
+
+RIGHT_ANSWER, RIGHT_ERROR = PASSED = "right answer", "right error in time"
+"""Verdicts of a scenario that did not fail."""
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """One rank's, or its host's, while all do the same work again and again."""
+class Scenario:
+    """A world, its workload, and a fault of one rank or its host."""
 
     seed: int
     world: int | Hosts
@@ -40,17 +44,17 @@ class Trouble:
     work: str
     harm: str
     victim: int
-    after: float
+    after: float  # seconds from the start of the workload to the fault
     late: float
     jump: float
-    again: int  # ranks that load what was saved
-    agent: bool  # a process of its own keeps the store, and not the first rank
+    again: int  # ranks that load the last save
+    agent: bool  # an agent process keeps the store, and not the first rank
     deadline: float = 3.0
 
     @property
-    def harmed(self) -> tuple[int, ...]:
-        """The victim, and where its host is harmed all on it."""
-        if not (HARMS[self.harm].whole and isinstance(self.world, Hosts)):
+    def affected(self) -> tuple[int, ...]:
+        """The victim, or all ranks of its host if the fault affects the host."""
+        if not (FAULTS[self.harm].whole and isinstance(self.world, Hosts)):
             return (self.victim,)
         first = self.victim // self.world.ranks * self.world.ranks
         return tuple(range(first, first + self.world.ranks))
@@ -58,159 +62,161 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trouble: "right answer", "right error in time" or a failure, the slowest seconds, and the rest."""
+    """Outcome of a scenario: one of `PASSED` or a failure, the slowest rank's seconds, and all reports."""
 
     verdict: str
     seconds: float
-    said: dict[int, Said]
-    more: str = ""
+    reports: dict[int, Report]
+    details: str = ""
 
     @property
     def failed(self) -> bool:
-        """Whether it should not have come."""
-        return self.verdict not in ("right answer", "right error in time")
+        """True if neither the right answer nor the right error came in time."""
+        return self.verdict not in PASSED
 
 
-def can(hosts: bool) -> list[str]:
-    """The harms that can be done, with or without hosts."""
-    return [name for name, harm in HARMS.items() if hosts or not harm.on_hosts]
+def possible_faults(*, hosts: bool) -> list[str]:
+    """Return the names of the faults that are possible with or without hosts."""
+    return [name for name, fault in FAULTS.items() if hosts or not fault.on_hosts]
 
 
-def draw(seed: int, grounds: Sequence[str] = ("ranks", "hosts")) -> Trouble:
-    """The trouble of that seed: harms and works take turns, all else is random."""
-    random, names = Random(seed), can("hosts" in grounds)
-    harm = names[seed % len(names)]
-    works = HARMS[harm].works
-    on_hosts = HARMS[harm].on_hosts or random.choice(grounds) == "hosts"
+def draw(seed: int, testbeds: Sequence[str] = ("ranks", "hosts")) -> Scenario:
+    """Return the scenario of a seed. Faults and workloads take turns; everything else is random."""
+    random, names = Random(seed), possible_faults(hosts="hosts" in testbeds)
+    name = names[seed % len(names)]
+    fault = FAULTS[name]
+    on_hosts = fault.on_hosts or random.choice(testbeds) == "hosts"
     world = Hosts.parse(f"{random.choice(HOSTS)}@{random.choice(RATES)}") if on_hosts else random.choice((2, 3, 4))
     shape = random.choice([shape for shape in SHAPES if shape.ranks == ranks_of(world)])
-    return Trouble(
+    return Scenario(
         seed=seed,
         world=world,
         shape=shape,
-        work=works[(seed + seed // len(names)) % len(works)],
-        harm=harm,
+        work=fault.workloads[(seed + seed // len(names)) % len(fault.workloads)],
+        harm=name,
         victim=random.randrange(shape.ranks),
         after=random.uniform(0.0, 0.6),
-        late=random.uniform(1.0, 5.0) if HARMS[harm].late else 0.0,
+        late=random.uniform(1.0, 5.0) if fault.late else 0.0,
         jump=random.choice(JUMPS),
         again=random.choice((1, 2, 3, 4)),
-        # Where the first rank keeps it, nobody can tell a rank that is stopped from its host that is cut off.
+        # If the first rank keeps the store, no rank can distinguish a stopped rank 0 from its host being cut off.
         agent=random.random() < 0.7 or (isinstance(world, Hosts) and world.ranks > 1),
     )
 
 
-def suffer(trouble: Trouble) -> Outcome:
-    """What comes of a trouble; nothing is left running."""
+def run_scenario(scenario: Scenario) -> Outcome:
+    """Run a scenario and return its outcome. All its processes have ended by then."""
     with tempfile.TemporaryDirectory(prefix="attnmesh-chaos-") as name:
         folder = Path(name) / "cache"
-        late = trouble.victim, trouble.late
-        job = Job(trouble.shape, trouble.work, folder, trouble.deadline, late, trouble.jump, trouble.agent)
-        with Ground(trouble.world, trouble.agent) as ground:
-            outcome = _harmed(trouble, Ranks(ground, job))
-        if trouble.work == "saving" and not outcome.failed:
-            more = _lost_tokens(folder, trouble.again, outcome)
-            outcome = replace(outcome, verdict="lost tokens", more=more) if more else outcome
+        late = scenario.victim, scenario.late
+        job = Job(scenario.shape, scenario.work, folder, scenario.deadline, late, scenario.jump, scenario.agent)
+        with Testbed(scenario.world, scenario.agent) as testbed:
+            outcome = _inject(scenario, Ranks(testbed, job))
+        if scenario.work == "saving" and not outcome.failed:
+            details = _find_lost_tokens(folder, scenario.again, outcome)
+            outcome = replace(outcome, verdict="lost tokens", details=details) if details else outcome
         return outcome
 
 
-def _harmed(trouble: Trouble, ranks: Ranks) -> Outcome:
-    """Once all are at work harm is done; then what they say, until all have or the time is over."""
-    harm, everyone = HARMS[trouble.harm], range(trouble.shape.ranks)
-    began = ranks.heard(everyone, START)
-    if sorted(rank for rank, what in began.items() if what.kind == "at work") != list(everyone):
-        return Outcome("another error" if began else "hang", START, began, "before any harm was done")
-    time.sleep(trouble.after)
-    others = harm.do(ranks, trouble.victim)
-    done, latest = time.monotonic(), trouble.deadline + LATEST + harm.more
-    heard = [rank for rank in everyone if not (harm.mute and rank == trouble.victim)]
-    ranks.tell(heard)
-    said = {rank: replace(what, seconds=what.seconds - done) for rank, what in ranks.heard(heard, latest + 10).items()}
-    slowest = max((what.seconds for what in said.values()), default=0.0)
-    wrong = fault(harm, said, trouble.harmed, len(heard), latest)
-    right = all(what.kind == "right" for what in said.values())
-    outcome = Outcome(wrong or ("right answer" if right else "right error in time"), round(slowest, 2), said)
-    return outcome if others is None or wrong else _second(outcome, ranks, others)
+def _inject(scenario: Scenario, ranks: Ranks) -> Outcome:
+    """Inject the fault once all ranks run their workload. Return the outcome from the ranks' reports."""
+    fault, all_ranks = FAULTS[scenario.harm], range(scenario.shape.ranks)
+    began = ranks.receive(all_ranks, START_TIMEOUT)
+    if sorted(rank for rank, report in began.items() if report.kind == "at work") != list(all_ranks):
+        return Outcome("another error" if began else "hang", START_TIMEOUT, began, "before the fault")
+    time.sleep(scenario.after)
+    second_job = fault.inject(ranks, scenario.victim)
+    injected, latest = time.monotonic(), scenario.deadline + MARGIN + fault.delay
+    reporting = [rank for rank in all_ranks if not (fault.mute and rank == scenario.victim)]
+    ranks.announce_fault(reporting)
+    received = ranks.receive(reporting, latest + 10)
+    reports = {rank: replace(report, seconds=report.seconds - injected) for rank, report in received.items()}
+    slowest = max((report.seconds for report in reports.values()), default=0.0)
+    failure = find_failure(fault, reports, scenario.affected, len(reporting), latest)
+    right = all(report.kind == "right" for report in reports.values())
+    outcome = Outcome(failure or (RIGHT_ANSWER if right else RIGHT_ERROR), round(slowest, 2), reports)
+    return outcome if second_job is None or failure else _check_second_job(outcome, ranks, second_job)
 
 
-def _second(outcome: Outcome, ranks: Ranks, others: Ranks) -> Outcome:
-    """A second job on the same port has to fail in time, and none of its ranks may get to work or disturb the first."""
-    said = others.heard(range(others.job.shape.ranks), SECOND)
-    disturbed = ranks.heard(range(ranks.job.shape.ranks), 0.0)
-    errors = [what for what in said.values() if what.kind not in ("at work", "died")]
-    if errors and len(errors) == len(said) and not disturbed:
+def _check_second_job(outcome: Outcome, ranks: Ranks, second_job: Ranks) -> Outcome:
+    """Return a failure unless all ranks of the second job fail in time and the first job continues undisturbed."""
+    reports = second_job.receive(range(second_job.job.shape.ranks), SECOND_JOB_TIMEOUT)
+    disturbed = ranks.receive(range(ranks.job.shape.ranks), 0.0)
+    errors = [report for report in reports.values() if report.kind not in ("at work", "died")]
+    if errors and len(errors) == len(reports) and not disturbed:
         return outcome
     return replace(
         outcome,
-        verdict="another error" if said or disturbed else "hang",
-        more=f"the second job: {said}, the first: {disturbed}",
+        verdict="another error" if reports or disturbed else "hang",
+        details=f"the second job: {reports}, the first: {disturbed}",
     )
 
 
-def _lost_tokens(folder: Path, ranks: int, outcome: Outcome) -> str:
-    """What is wrong with what a new world of so many ranks loads, after the last saving of which the old one knew."""
-    header, last = checkpoint.read_manifest(folder), max(what.saved for what in outcome.said.values())
-    most = last + 1 if outcome.verdict == "right error in time" else header.saving  # who is right goes on saving
-    refused = any(what.refused for what in outcome.said.values())  # then numbers tell no more which length it was
-    right = header.length in LENGTHS if refused else header.length == length_of(header.saving)
-    if not last <= header.saving <= most or not right:
-        return f"{header.length} tokens of saving {header.saving}, after saving {last}"
-    with Ground(ranks) as ground:
-        again = Ranks(ground, Job(Shape(1, 1, ranks), "loading", folder, 30.0))
-        said = again.heard(range(ranks), START)
-        again.tell(range(ranks))
-        said |= again.heard([rank for rank, what in said.items() if what.kind == "at work"], START)
-    return "" if [what.kind for what in said.values()] == ["right"] * ranks else f"{ranks} ranks loaded: {said}"
+def _find_lost_tokens(folder: Path, ranks: int, outcome: Outcome) -> str:
+    """Load the last save on a new world. Return how it is wrong, or an empty text."""
+    manifest, last = checkpoint.read_manifest(folder), max(report.saved for report in outcome.reports.values())
+    most = last + 1 if outcome.verdict == RIGHT_ERROR else manifest.saving  # without an error, ranks continue to save
+    refused = any(report.refused for report in outcome.reports.values())  # then numbers do not determine lengths
+    right = manifest.length in LENGTHS if refused else manifest.length == length_of_save(manifest.saving)
+    if not last <= manifest.saving <= most or not right:
+        return f"{manifest.length} tokens in save {manifest.saving}, after save {last}"
+    with Testbed(ranks) as testbed:
+        loading = Ranks(testbed, Job(Shape(1, 1, ranks), "loading", folder, 30.0))
+        reports = loading.receive(range(ranks), START_TIMEOUT)
+        loading.announce_fault(range(ranks))
+        working = [rank for rank, report in reports.items() if report.kind == "at work"]
+        reports |= loading.receive(working, START_TIMEOUT)
+    kinds = [report.kind for report in reports.values()]
+    return "" if kinds == ["right"] * ranks else f"{ranks} ranks loaded: {reports}"
 
 
-def suffered(troubles: Iterable[Trouble]) -> Iterator[tuple[Trouble, Outcome]]:
-    """The troubles, and what came of them: a few at a time, since they wait more than they work."""
-    troubles = list(troubles)
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield from zip(troubles, pool.map(suffer, troubles), strict=True)
+def run_scenarios(scenarios: Iterable[Scenario]) -> Iterator[tuple[Scenario, Outcome]]:
+    """Yield scenarios and their outcomes. A few run at a time, since their processes mostly wait."""
+    scenarios = list(scenarios)
+    with ThreadPoolExecutor(CONCURRENT) as pool:
+        yield from zip(scenarios, pool.map(run_scenario, scenarios), strict=True)
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """For each work and harm: runs, how many ended in which way, and the slowest seconds of a rank."""
+    """Return a table of runs, verdicts and the slowest rank's seconds by workload and fault."""
     lines = [f"{'work':10} {'harm':24} {'runs':>5} {'right answer':>13} {'right error in time':>20} {'slowest, s':>11}"]
-    pairs = [(work, name) for name, harm in HARMS.items() for work in harm.works]
-    for work, harm in sorted(pairs, key=lambda pair: pair[0]):
-        some = [record for record in records if (record["work"], record["harm"]) == (work, harm)]
+    pairs = [(workload, name) for name, fault in FAULTS.items() for workload in fault.workloads]
+    for workload, name in sorted(pairs, key=lambda pair: pair[0]):
+        some = [record for record in records if (record["work"], record["harm"]) == (workload, name)]
         if some:
-            right, told = (
-                sum(x["verdict"] == verdict for x in some) for verdict in ("right answer", "right error in time")
-            )
+            answers, errors = (sum(x["verdict"] == verdict for x in some) for verdict in PASSED)
             slowest = max(x["slowest"] for x in some)
-            lines.append(f"{work:10} {harm:24} {len(some):5} {right:13} {told:20} {slowest:11}")
+            lines.append(f"{workload:10} {name:24} {len(some):5} {answers:13} {errors:20} {slowest:11}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    """Many troubles, and a table of what came of them."""
+    """Run many scenarios, and print a table of their outcomes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=240)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path, help="also write a JSON with every run")
-    asked = parser.parse_args()
-    grounds = ["ranks", "hosts"]
+    options = parser.parse_args()
+    testbeds = ["ranks", "hosts"]
     try:
         netns.check_here()
     except ClusterError as error:
-        print(f"without hosts, and what can be done to them alone: {error}")
-        grounds.remove("hosts")
+        print(f"without hosts, nor faults of their links: {error}")
+        testbeds.remove("hosts")
     start, records = time.monotonic(), []
-    for trouble, outcome in suffered(draw(seed, grounds) for seed in range(asked.first, asked.first + asked.runs)):
-        told = asdict(trouble) | {"world": str(trouble.world)}
-        records.append(told | {"verdict": outcome.verdict, "slowest": outcome.seconds})
+    seeds = range(options.first, options.first + options.runs)
+    for scenario, outcome in run_scenarios(draw(seed, testbeds) for seed in seeds):
+        fields = asdict(scenario) | {"world": str(scenario.world)}
+        records.append(fields | {"verdict": outcome.verdict, "slowest": outcome.seconds})
         if outcome.failed:
-            print(f"\n{trouble}: {outcome}")
-        print(f"\r{len(records)} of {asked.runs}", end="", file=sys.stderr, flush=True)
+            print(f"\n{scenario}: {outcome}")
+        print(f"\r{len(records)} of {options.runs}", end="", file=sys.stderr, flush=True)
     print(f"\n{table(records)}\n{time.monotonic() - start:.0f} seconds")
-    if asked.out:
+    if options.out:
         command = shlex.join(["python", "-m", "tests.tools.chaos", *sys.argv[1:]])
         report = {"command": command, "machine": machine(), "seconds": round(time.monotonic() - start), "runs": records}
-        asked.out.write_text(json.dumps(report, indent=2) + "\n")
-    sys.exit(any(record["verdict"] not in ("right answer", "right error in time") for record in records))
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    sys.exit(any(record["verdict"] not in PASSED for record in records))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""End users' scripts in all sorts of ways, again and again on a busy machine, and count the ranks that abort.
+"""Run user scripts that end in many ways on a busy machine, and count the ranks that abort.
 
     python -m tests.tools.endings --runs 300 --ranks 2,4 --load 6
 
-A script is a way to use the library, a last collective, and a way to end. Ranks are forked from a process that has
-imported what scripts import, and then live as if they had been started alone: the script's names are those of
-`__main__`, and it is Python that ends them. Some runs more are torchrun's (`--torchrun`).
+A script uses the library, runs a last collective, and ends. Ranks are forked from a process that has imported the
+scripts' modules. The script then runs as `__main__`, and Python ends the rank as usual. With `--torchrun`, torchrun
+starts some further runs.
 
-That a thread of gloo is so late that it meets Python's end happens to some machines once in a dozen runs, to others
-never. With `--late` it happens in each run: there it is the last to have a tensor, and takes its time to let go of it.
+On some machines a thread of gloo outlives the interpreter once in a dozen runs, on others never. `--late` forces it
+in each run: the thread holds the last reference to a tensor and takes long to release it.
 """
 
 import argparse
@@ -93,7 +93,7 @@ ASYNC = """
 works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(8)]
 works.append(dist.all_reduce(torch.ones(9), group=mesh.get_group("keys"), async_op=True))
 q = torch.randn(1, 2, 8, 8)
-am.attention(q, q, q, mesh=mesh)
+am.attention(q, q, q, mesh=mesh, layout=am.Contiguous())
 for work in works:
     work.wait()
 """
@@ -115,7 +115,7 @@ USES = {
 """Ways to use the library, by their names."""
 
 ALONE = {"PyTorch alone": TORCH}
-"""What is done without this library, with `--alone`."""
+"""Uses without this library, for `--alone`."""
 
 LAST = """
 losses = [torch.empty(4) for _ in range(ranks)]
@@ -162,15 +162,15 @@ ENDS = {
 CODES = {"sys.exit(3)": (3,), "an error": (1,), "an error of one": (0, 1)}
 """Exit codes that ranks may end with, if not 0."""
 
-WORDS = "terminate called", "Fatal Python error", "Segmentation fault", "SIGABRT"
-"""What is said on stderr where a rank aborts."""
+ABORT_TEXTS = "terminate called", "Fatal Python error", "Segmentation fault", "SIGABRT"
+"""Texts on stderr of a rank that aborts."""
 
-SECONDS = 180.0
-"""A run may take so long: its ranks are killed then."""
+TIMEOUT = 180.0
+"""Seconds until the ranks of a run are killed."""
 
 
 class Script(NamedTuple):
-    """What to run, on how many ranks."""
+    """Use of the library, way to end, and number of ranks."""
 
     use: str
     end: str
@@ -179,46 +179,46 @@ class Script(NamedTuple):
     late: bool = False
 
     def text(self, uses: dict[str, str]) -> str:
-        """The script itself."""
+        """Return the source of the script."""
         return START + uses[self.use] + LAST + LATE * self.late + ENDS[self.end]
 
 
 class Outcome(NamedTuple):
-    """How a script's ranks ended: 0, or an exit code, for each; and what they said on stderr."""
+    """Exit codes of a script's ranks, and their text on stderr."""
 
     codes: list[int]
-    said: str
+    stderr: str
     torchrun: bool = False
 
     def aborted(self) -> bool:
-        """Whether a rank was ended by a signal, or said that it was about to."""
+        """Return True if a signal other than SIGKILL ended a rank, or stderr has the text of an abort."""
         by_signal = any(code < 0 and code != -signal.SIGKILL for code in self.codes)
-        return by_signal or any(word in self.said for word in WORDS)
+        return by_signal or any(text in self.stderr for text in ABORT_TEXTS)
 
     def wrong(self, end: str) -> bool:
-        """Whether ranks ended as they should not, or had to be killed."""
+        """Return True if ranks ended with an unexpected code, or were killed after the timeout."""
         right = CODES.get(end, (0,))
-        codes = {0, 1} if self.torchrun and right != (0,) else right  # torchrun has codes of its own
+        codes = {0, 1} if self.torchrun and right != (0,) else right  # torchrun exits with its own codes
         return any(code not in codes for code in self.codes)
 
 
 def main() -> None:
-    """Run scripts, and show a table of how they ended."""
+    """Run scripts, and print a table of their outcomes."""
     options = _options()
     uses = ALONE if options.alone else USES
     scripts = list(_scripts(options, uses))
     start = time.monotonic()
     with _busy(options.load), ThreadPoolExecutor(options.at_once) as threads:
-        nurseries: SimpleQueue[Nursery] = SimpleQueue()
+        servers: SimpleQueue[ForkServer] = SimpleQueue()
         for _ in range(options.at_once):
-            nurseries.put(Nursery(options))
+            servers.put(ForkServer(options))
 
         def run(script: Script) -> Outcome:
-            nursery = nurseries.get()
+            server = servers.get()
             try:
-                return under_torchrun(script, uses) if script.torchrun else nursery.run(script, uses)
+                return under_torchrun(script, uses) if script.torchrun else server.run(script, uses)
             finally:
-                nurseries.put(nursery)
+                servers.put(server)
 
         outcomes = []
         for outcome in threads.map(run, scripts):
@@ -230,19 +230,19 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nursery", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--runs", type=int, default=300, help="of ranks that are forked")
-    parser.add_argument("--torchrun", type=int, default=6, help="runs by torchrun, besides")
-    parser.add_argument("--ranks", default="2,4", help="of a run, in turn")
+    parser.add_argument("--fork-server", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--runs", type=int, default=300, help="runs with forked ranks")
+    parser.add_argument("--torchrun", type=int, default=6, help="further runs by torchrun")
+    parser.add_argument("--ranks", default="2,4", help="ranks of the runs, in turn")
     parser.add_argument("--load", type=int, default=6, help="processes that keep the machine busy")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
-    parser.add_argument("--late", action="store_true", help="have gloo's threads meet Python's end in each run")
+    parser.add_argument("--late", action="store_true", help="have gloo's threads outlive the interpreter in each run")
     parser.add_argument("--alone", action="store_true", help="use PyTorch alone, without this library")
     return parser.parse_args()
 
 
 def _scripts(options: argparse.Namespace, uses: dict[str, str]) -> Iterator[Script]:
-    """All uses with all ends, in an order that is drawn, as often as asked."""
+    """Yield all uses with all ends in random order, repeated up to the requested number of runs."""
     ranks = [int(n) for n in options.ranks.split(",")]
     drawn = random.Random(0)
     for count, torchrun in ((options.runs, False), (options.torchrun, True)):
@@ -256,7 +256,7 @@ def _scripts(options: argparse.Namespace, uses: dict[str, str]) -> Iterator[Scri
 
 
 def _show(scripts: Sequence[Script], outcomes: Sequence[Outcome], seconds: float) -> None:
-    """A row for each use and each end: runs, runs in which a rank aborted, and runs that ended wrongly otherwise."""
+    """Print runs, runs with an aborted rank, and runs that ended wrongly otherwise, by use, end and ranks."""
     runs, aborts, wrongs = Counter[str](), Counter[str](), Counter[str]()
     for script, outcome in zip(scripts, outcomes, strict=True):
         launch = "torchrun" if script.torchrun else "forked"
@@ -270,14 +270,14 @@ def _show(scripts: Sequence[Script], outcomes: Sequence[Outcome], seconds: float
     print(f"{seconds:.0f} s")
     bad = [(s, o) for s, o in zip(scripts, outcomes, strict=True) if o.aborted() or o.wrong(s.end)]
     for script, outcome in bad[:3]:
-        print(f"\n{script}: {outcome.codes}\n{outcome.said[-2000:]}")
+        print(f"\n{script}: {outcome.codes}\n{outcome.stderr[-2000:]}")
     sys.exit(bool(bad))
 
 
 @contextmanager
 def _busy(count: int) -> Iterator[None]:
-    """So many processes that compute for nothing, as long as this one lives."""
-    code = "import os\nos.nice(5)\nstarter = os.getppid()\nwhile os.getppid() == starter:\n    sum(range(100000))"
+    """Keep `count` processes busy within the block."""
+    code = "import os\nos.nice(5)\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100000))"
     load = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
         yield
@@ -288,71 +288,71 @@ def _busy(count: int) -> Iterator[None]:
 
 
 def under_torchrun(script: Script, uses: dict[str, str]) -> Outcome:
-    """A script, as a file that torchrun starts."""
+    """Run a script from a file by torchrun. Return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "script.py"
         file.write_text(script.text(uses))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={script.ranks}"]
-        done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=2 * SECONDS)
+        done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=2 * TIMEOUT)
     return Outcome([done.returncode], done.stderr, torchrun=True)
 
 
-class Nursery:
-    """A process from which ranks are forked."""
+class ForkServer:
+    """Process from which ranks are forked."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         alone = ["--alone"] if options.alone else []
-        command = [sys.executable, "-m", "tests.tools.endings", "--nursery", *alone]
+        command = [sys.executable, "-m", "tests.tools.endings", "--fork-server", *alone]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(self, script: Script, uses: dict[str, str]) -> Outcome:
-        """A script's ranks, from the first to the last."""
-        asked = {"script": script.text(uses), "ranks": script.ranks}
+        """Run a script on forked ranks. Return its outcome."""
+        request = {"script": script.text(uses), "ranks": script.ranks}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return Outcome(*json.loads(self.process.stdout.readline()))
 
 
-def nursery() -> dict[str, Any] | None:
-    """Start and end ranks as asked; on a rank that has just been forked, what to do."""
+def serve_forks() -> dict[str, Any] | None:
+    """Fork ranks for each request on stdin. Return the request on a forked rank, and None in the server."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for line in sys.stdin:
-        port = 20000 + (port + 1) % 12000  # below those that the system gives to connections
-        asked = json.loads(line)
-        with tempfile.TemporaryFile("w+") as said:
-            born: list[int] = []
-            for rank in range(asked["ranks"]):
+        port = 20000 + (port + 1) % 12000  # below the system's ephemeral ports
+        request = json.loads(line)
+        with tempfile.TemporaryFile("w+") as stderr:
+            processes: list[int] = []
+            for rank in range(request["ranks"]):
                 process = os.fork()
                 if not process:
-                    _be_a_rank(rank, asked["ranks"], port, said.fileno())
-                    return asked
-                born.append(process)
-            codes = _ends(born)
-            said.seek(0)
-            print(json.dumps([codes, said.read()]), flush=True)
+                    _become_rank(rank, request["ranks"], port, stderr.fileno())
+                    return request
+                processes.append(process)
+            codes = _exit_codes(processes)
+            stderr.seek(0)
+            print(json.dumps([codes, stderr.read()]), flush=True)
     return None
 
 
-def _be_a_rank(rank: int, ranks: int, port: int, said: int) -> None:
-    """What distinguishes one that was forked from one that was started."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for ours, its in ((nothing, 0), (nothing, 1), (said, 2)):
-        os.dup2(ours, its)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in places.items()}
+def _become_rank(rank: int, ranks: int, port: int, stderr: int) -> None:
+    """Give a forked process the streams and the environment of one that torchrun starts."""
+    devnull = os.open(os.devnull, os.O_RDWR)
+    for source, target in ((devnull, 0), (devnull, 1), (stderr, 2)):
+        os.dup2(source, target)
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in names.items()}
     random.seed()
 
 
-def _ends(born: Sequence[int]) -> list[int]:
-    """The exit codes of processes, which are killed if they take too long."""
+def _exit_codes(processes: Sequence[int]) -> list[int]:
+    """Wait for processes and return their exit codes. Kill them after the timeout."""
     codes: dict[int, int] = {}
-    end = time.monotonic() + SECONDS
-    while len(codes) < len(born):
-        for process in born:
+    end = time.monotonic() + TIMEOUT
+    while len(codes) < len(processes):
+        for process in processes:
             if process not in codes:
                 ended, status = os.waitpid(process, os.WNOHANG)
                 if ended:
@@ -360,11 +360,11 @@ def _ends(born: Sequence[int]) -> list[int]:
                 elif time.monotonic() > end:
                     os.kill(process, signal.SIGKILL)
         time.sleep(0.01)
-    return [codes[process] for process in born]
+    return [codes[process] for process in processes]
 
 
 if __name__ == "__main__":
-    if "--nursery" not in sys.argv:
+    if "--fork-server" not in sys.argv:
         main()
         sys.exit()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -378,7 +378,7 @@ if __name__ == "__main__":
         from transformers import LlamaForCausalLM  # noqa: F401
 
         import attnmesh.hf  # noqa: F401
-    gc.freeze()  # or most of a run would be Python's own cleaning up
-    told = nursery()
-    if told is not None:
-        exec(told["script"], globals())
+    gc.freeze()  # else garbage collection at exit takes most of a run
+    forked = serve_forks()
+    if forked is not None:
+        exec(forked["script"], globals())

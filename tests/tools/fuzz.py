@@ -1,6 +1,6 @@
-"""Draw new random problems for as long as asked: `python -m tests.tools.fuzz --seconds 600`.
+"""Check new random problems against float64 for a given time: `python -m tests.tools.fuzz --seconds 600`.
 
-With `--ranks 6` they are attention on a mesh, with `--caches` the lives of caches on several.
+`--ranks 6` draws attention on a mesh of 6 ranks, and `--caches` draws histories of caches on several meshes.
 """
 
 import argparse
@@ -15,16 +15,16 @@ from tests.support.pool import SIZES, Pool
 
 
 def main() -> None:
-    """Check problems until the time is over; a wrong one ends the run with its seed."""
+    """Check problems until the time is over. A wrong result ends the run and prints its seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--ranks", type=int, choices=SIZES, help="on a mesh of so many ranks; else on one device")
-    parser.add_argument("--caches", action="store_true", help="lives of caches, on meshes of any size")
-    parser.add_argument("--seed", type=int, help="check this one problem only")
+    parser.add_argument("--ranks", type=int, choices=SIZES, help="ranks of the mesh; one device by default")
+    parser.add_argument("--caches", action="store_true", help="histories of caches, on meshes of any size")
+    parser.add_argument("--seed", type=int, help="check only this problem")
     options = parser.parse_args()
     pool = Pool()
     check = _one_device if options.ranks is None else _on_mesh(pool, options.ranks)
-    check = _of_caches(pool) if options.caches else check
+    check = _caches(pool) if options.caches else check
     try:
         _run(check, options)
     finally:
@@ -33,19 +33,19 @@ def main() -> None:
 
 def _run(check: Callable[[int], None], options: argparse.Namespace) -> None:
     end, count = time.monotonic() + options.seconds, 0
-    where = "" if options.ranks is None else f" --ranks {options.ranks}"
-    where = " --caches" if options.caches else where
+    kind = "" if options.ranks is None else f" --ranks {options.ranks}"
+    kind = " --caches" if options.caches else kind
     while count == 0 or (options.seed is None and time.monotonic() < end):
         seed = random.getrandbits(48) if options.seed is None else options.seed
         try:
             check(seed)
         except BaseException:
-            print(f"\nwrong: python -m tests.tools.fuzz{where} --seed {seed}")
+            print(f"\nwrong: python -m tests.tools.fuzz{kind} --seed {seed}")
             raise
         count += 1
         if count % 100 == 0:
             print(f"\r{count} problems, none wrong, {max(0, end - time.monotonic()):.0f} s left  ", end="", flush=True)
-    print(f"\r{count} problems{where} against float64: none wrong")
+    print(f"\r{count} problems{kind} against float64: none wrong")
 
 
 def _one_device(seed: int) -> None:
@@ -60,7 +60,7 @@ def _on_mesh(pool: Pool, ranks: int) -> Callable[[int], None]:
     return check
 
 
-def _of_caches(pool: Pool) -> Callable[[int], None]:
+def _caches(pool: Pool) -> Callable[[int], None]:
     def check(seed: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             histories.check(histories.draw(seed), pool, Path(folder))

@@ -1,7 +1,7 @@
-"""Hostile command lines: each ends with 0, 1 or 2, says in one line why it is refused, and does nothing else.
+"""Hostile command lines: each exits with 0, 1 or 2, prints an error in one line, and does nothing else.
 
-The options are those that the command has, whatever they are by then. Stand-ins take the place of what takes time:
-ranks, measurements, weights, and the pricing of large clusters. All that parses, checks and prints is what users run.
+The options are read from the command itself. Stand-ins replace slow parts: ranks, measurements, weights, and the
+pricing of large clusters. Everything that parses, checks and prints is the real code.
 """
 
 import argparse
@@ -63,10 +63,10 @@ from attnmesh.planner.workload import Workload
 from tests.support import families
 from tests.tools.fuzz_store import mutated
 
-# --- what is typed ---
+# --- command lines ---
 
 CANARY = "canary"
-"""A file that a shell would make, if anything were given to one."""
+"""Name of a file that exists only after an injected shell command."""
 
 LIKELY: dict[str, tuple[str, ...]] = {
     "model": ("chat", "plain", "bent", "smollm2", "no.gguf", "t5"),
@@ -86,7 +86,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "plot": ("made.png", "made.svg", "[bold]made[/].svg"),
     "report": ("made.html", "made [red].HTM"),
 }
-"""Values that an option takes, by its name; one that is not here gets those of its type."""
+"""Typical values of options by name. Other options get values by their type."""
 
 NUMBERS = (
     *("0", "1", "2", "3", "7", "64", "100", "-1", "-0", "+1", " 1 ", "1_0", "0x10", "1e3", "1.5", ".5", "0.9"),
@@ -120,19 +120,19 @@ PATHS = (
     *("\udc80.svg", "\udc80.json", "$x$.png", ":x:.html"),
 )
 
-SIGNS = "0123456789xX/@:.,-+=~ ;|&$`'\"\\[](){}<>%#*?!\n\r\t\x1b\x07\x85\u00b2\u0663\u2028\udc80\U0001f9eeeEkKmMi"
+CHARACTERS = "0123456789xX/@:.,-+=~ ;|&$`'\"\\[](){}<>%#*?!\n\r\t\x1b\x07\x85\u00b2\u0663\u2028\udc80\U0001f9eeeEkKmMi"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the tree: its words, and its options."""
+    """Command of the tree: its words and options."""
 
     words: tuple[str, ...]
     options: tuple[Any, ...]
 
 
 def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[Command]:
-    """All that can be run, by the tree that is run."""
+    """Yield all commands of the tree."""
     if hasattr(group, "commands"):
         for name, inner in group.commands.items():
             yield from commands_of(inner, (*words, name))
@@ -141,15 +141,15 @@ def commands_of(group: Any, words: tuple[str, ...] = ()) -> Iterator[Command]:
 
 
 def bent(text: str, random: Random) -> str:
-    """The text with one or two signs more, less or other."""
+    """Return the text with one or two characters inserted, removed or replaced."""
     for _ in range(random.choice((1, 1, 2))):
-        place, sign = random.randrange(len(text) + 1), random.choice(SIGNS)
+        place, sign = random.randrange(len(text) + 1), random.choice(CHARACTERS)
         text = text[:place] + random.choice(("", sign, sign)) + text[place + random.choice((0, 1)) :]
     return text
 
 
 def value_of(option: Any, wild: float, random: Random) -> str:
-    """What it takes, almost that, or something hostile: the wilder, the likelier."""
+    """Return a typical value of an option, an altered one, or with probability `wild` a hostile one."""
     kind = option.type_descriptor.annotation
     pool = {int: NUMBERS, float: NUMBERS, Path: PATHS}.get(kind, WORDS)
     least = 1 if option.min is None else int(option.min)
@@ -163,7 +163,7 @@ def value_of(option: Any, wild: float, random: Random) -> str:
 
 
 def arguments(commands: list[Command], random: Random) -> list[str]:
-    """A command line."""
+    """Return a random command line."""
     command = random.choices(commands, [2 + len(command.options) for command in commands])[0]
     words: list[list[str]] = []
     rare, wild = random.choice((0.05, 0.2, 0.6)), random.choice((0.05, 0.15, 0.5))
@@ -195,27 +195,27 @@ def arguments(commands: list[Command], random: Random) -> list[str]:
                 line[place] = bent(line[place], random)
             case _:
                 random.shuffle(line)
-    return [word.replace("\0", "") for word in line]  # the system ends an argument there
+    return [word.replace("\0", "") for word in line]  # the system ends an argument at a null byte
 
 
-# --- where it is run ---
+# --- sandbox ---
 
 
 class Sandbox:
-    """A folder in which commands are run: models and files to name, and nothing else to write to."""
+    """Folder in which commands run, with models and files that they may name."""
 
     def __init__(self, top: Path) -> None:
-        self.top, self.here = top, top / "a" / "b" / "here"
-        self.here.mkdir(parents=True)
+        self.top, self.folder = top, top / "a" / "b" / "here"
+        self.folder.mkdir(parents=True)
         for name in ("folder", "folder.png", "folder.html", "made", "bent", "["):
-            (self.here / name).mkdir()
+            (self.folder / name).mkdir()
         for name in ("chat", "plain"):
-            families.CONFIGS["llama"].save_pretrained(self.here / name)
-            _tokenizer(chat=name == "chat").save_pretrained(self.here / name)
-        (self.here / "t5").mkdir()
-        (self.here / "t5" / "config.json").write_text('{"model_type": "t5"}')
-        for file in (self.here / "plain").iterdir():
-            (self.here / "bent" / file.name).write_bytes(file.read_bytes())
+            families.CONFIGS["llama"].save_pretrained(self.folder / name)
+            _tokenizer(chat=name == "chat").save_pretrained(self.folder / name)
+        (self.folder / "t5").mkdir()
+        (self.folder / "t5" / "config.json").write_text('{"model_type": "t5"}')
+        for file in (self.folder / "plain").iterdir():
+            (self.folder / "bent" / file.name).write_bytes(file.read_bytes())
         record = {"cluster": Cluster.preset("a100x4", 2).record()}
         self.files = {
             "text": b"Some text to begin with.",
@@ -224,22 +224,22 @@ class Sandbox:
             "here.json": json.dumps(record).encode(),
             "drawn.json": json.dumps(record).encode(),
             "drawn.txt": "Some text: \u00fc, \U0001f9ee.\0\r\n".encode(),
-            "bent/config.json": (self.here / "bent" / "config.json").read_bytes(),
+            "bent/config.json": (self.folder / "bent" / "config.json").read_bytes(),
         }
         self.drawn = ("drawn.json", "drawn.txt", "bent/config.json")
         for name, content in self.files.items():
-            (self.here / name).write_bytes(content)
+            (self.folder / name).write_bytes(content)
         self.kept = {file: file.read_bytes() for file in top.rglob("*") if file.is_file()}
 
     def draw(self, random: Random) -> bytes:
-        """New contents of the files that hostile hands have written, and what comes by standard input."""
+        """Write new contents of the untrusted files. Return the standard input."""
         for name in self.drawn:
             content = self.files[name]
-            (self.here / name).write_bytes(mutated(content, random) if random.random() < 0.7 else content)
+            (self.folder / name).write_bytes(mutated(content, random) if random.random() < 0.7 else content)
         return mutated(self.files["drawn.txt"], random)
 
     def tidy(self, written: set[Path]) -> None:
-        """As it was before; only files that were named are new."""
+        """Restore the folder. Raise if files exist that no option named."""
         for path in written:
             if path in self.kept:
                 path.write_bytes(self.kept[path])
@@ -250,18 +250,18 @@ class Sandbox:
 
 
 def _tokenizer(*, chat: bool) -> PreTrainedTokenizerFast:
-    """A token a byte."""
-    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={sign: n for n, sign in enumerate(signs)}, merges=[]))
+    """Return a tokenizer with one token per byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={character: n for n, character in enumerate(alphabet)}, merges=[]))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
     if chat:
-        made.chat_template = "{% for said in messages %}{{ said.content }}{% endfor %}:"
-    return made
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}:"
+    return tokenizer
 
 
 class Escaped(BaseException):
-    """Something was done that no command line may lead to."""
+    """Raised when a command starts a process, connects, or writes to a file that no option named."""
 
 
 STARTS = {
@@ -273,36 +273,36 @@ WRITES = {
     *("os.chown", "shutil.copyfile", "shutil.move", "shutil.rmtree", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
 MOVES = {"os.rename", "os.link", "os.symlink", "shutil.copyfile", "shutil.move"}
-"""What Python tells of before it is done: what is started, what is written, and of that what has two paths."""
+"""Audit events of Python: starts of processes and connections, writes, and writes with two paths."""
 
 
 class Watch:
-    """Hears of all that is written and started while a command runs; what no option for a file named, it forbids."""
+    """Audit hook that forbids starts, and writes to files that no option named, while a command runs."""
 
     def __init__(self, sandbox: Sandbox, commands: list[Command]) -> None:
-        self.sandbox, self.named, self.written, self.awake = sandbox, set[Path](), set[Path](), False
+        self.sandbox, self.named, self.written, self.active = sandbox, set[Path](), set[Path](), False
         options = [option for command in commands for option in command.options]
         files = [option for option in options if option.type_descriptor.annotation is Path]
         self.options = {name for option in files for name in option.opts}
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._audit)
 
     @contextmanager
     def over(self, line: list[str]) -> Iterator[None]:
-        """While this command line runs."""
+        """Watch within the block, in which this command line runs."""
         after = [value for name, value in pairwise(line) if name in self.options]
         after += [value for name, _, value in (word.partition("=") for word in line) if name in self.options]
         self.named, self.written = {self._place(value) for value in after}, set()
-        self.awake = True
+        self.active = True
         try:
             yield
         finally:
-            self.awake = False
+            self.active = False
 
     def _place(self, path: Any) -> Path:
-        return Path(os.path.normpath(self.sandbox.here / os.fsdecode(path)))
+        return Path(os.path.normpath(self.sandbox.folder / os.fsdecode(path)))
 
-    def _hear(self, event: str, details: tuple[Any, ...]) -> None:
-        if not self.awake:
+    def _audit(self, event: str, details: tuple[Any, ...]) -> None:
+        if not self.active:
             return
         if event in STARTS:
             raise Escaped(f"{event}: {details!r:.500}")
@@ -324,26 +324,26 @@ class Watch:
 # --- stand-ins ---
 
 TIME = Timing(10.0, 9.0, 11.0)
-HERE = Cluster.preset("local")
+LOCAL = Cluster.preset("local")
 
 SCRIPT = re.compile(
     r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
     r"(?:(?:ip|tc|export) (?:[A-Za-z0-9 .:/=_@-]|&&)+\n)*"
     r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m attnmesh\.cli\.netns /door/door &\n)+wait\n"
 )
-"""All that the script which makes hosts can be, whatever was typed."""
+"""Form of every script that makes emulated hosts."""
 
 
 def on(world: World, result: Any) -> Any:
-    """A result of ranks; on hosts that are made, what a shell would be given has no word of the user's."""
+    """Return the result of ranks. Raise if the script that makes their hosts has words of the user."""
     assert ranks_of(world) <= 16_000, world
     if isinstance(world, Hosts) and not SCRIPT.fullmatch(script(world, Path("/door"))):
-        raise Escaped(f"a script of {world}")
+        raise Escaped(f"a script for {world}")
     return result
 
 
-def answered(world: int, _: Any, request: Any, *, heard: Callable[[Any], None], **options: Any) -> list[Any]:
-    """As ranks would answer, once they have been able to take what was asked."""
+def generate_on_ranks(world: int, _: Any, request: Any, *, heard: Callable[[Any], None], **options: Any) -> list[Any]:
+    """Return an answer as the ranks would. Raise if they could not take the request."""
     assert 1 <= world <= len(request.ids)
     assert request.shape.ranks == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
@@ -360,10 +360,10 @@ def answered(world: int, _: Any, request: Any, *, heard: Callable[[Any], None], 
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, heard: Any) -> plan_bench.Report:
-    """One row."""
+    """Return a report of one row."""
     row = plan_bench.Ran("decode", "1x1x4 tree", "Tree Attention", "Striped(16)", True, 9.0, TIME, 1.0)
     heard("decode")
-    return on(world, plan_bench.Report(str(world), HERE, [row]))
+    return on(world, plan_bench.Report(str(world), LOCAL, [row]))
 
 
 @lru_cache(maxsize=10_000)
@@ -375,7 +375,7 @@ def _small(workload: Workload, cluster: Cluster) -> list[Plan] | InputError:
 
 
 def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> list[Plan]:
-    """As the planner does, on a part of the cluster that is priced in milliseconds."""
+    """Return plans for a small part of the cluster, which the planner prices in milliseconds."""
     small = cluster if cluster.world > MAX_RANKS else cluster.sized(min(2, cluster.hosts), min(2, cluster.ranks))
     found = _small(workload, small)
     if isinstance(found, InputError):
@@ -385,109 +385,116 @@ def priced(workload: Workload, cluster: Cluster, *, progress: Any = None) -> lis
     return found
 
 
-def stand_in(sandbox: Sandbox) -> None:
-    """In this process, from now on: nothing takes time."""
-    import matplotlib.font_manager  # noqa: F401 (it keeps a list of fonts in a file, and makes it only once)
+def replace(module: Any, **replacements: Any) -> None:
+    """Replace names of a module. Raise if one does not exist."""
+    assert replacements.keys() <= vars(module).keys(), replacements.keys() - vars(module).keys()
+    vars(module).update(replacements)
 
-    constants.HF_HUB_OFFLINE = True  # a name on the hub is looked for in no network
+
+def stand_in(sandbox: Sandbox) -> None:
+    """Replace the slow parts of the command in this process."""
+    import matplotlib.font_manager  # noqa: F401 (writes its file of fonts before the watch begins)
+
+    constants.HF_HUB_OFFLINE = True  # names of models cause no network access
     machine = output.machine()
     for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.app"]):
-        module.machine = lambda: machine  # type: ignore[attr-defined]
+        replace(module, machine=lambda: machine)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
     locate, config, tokenizer = load.locate, load.open_config, cache(load.open_tokenizer)
-    opened = cache(config)
-    vars(load).update(
-        locate=lambda name, *say: str(sandbox.here / "chat") if name == load.PACKAGED else locate(name, *say),
-        open_config=lambda place: (config if place == "bent" else opened)(place),
+    cached_config = cache(config)
+    replace(
+        load,
+        locate=lambda name, *say: str(sandbox.folder / "chat") if name == load.PACKAGED else locate(name, *say),
+        open_config=lambda place: (config if place == "bent" else cached_config)(place),
         open_tokenizer=tokenizer,
-        _unpack_gguf=lambda file, report: report(f"unpacking {file.name} (once)") or sandbox.here / "chat",
+        _unpack_gguf=lambda file, report: report(f"unpacking {file.name} (once)") or sandbox.folder / "chat",
     )
-    vars(generate).update(run_on_ranks=answered)
-    vars(proof).update(proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
+    replace(generate, run_on_ranks=generate_on_ranks)
+    replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
     compared = bench_kernel.Row("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
     held = bench_kernel.Memory("window", (10, 20), (1.0, None))
-    vars(bench_kernel).update(rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
+    replace(bench_kernel, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
     rows = [
         bench_prefill.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
         bench_prefill.Row("causal", "peer", note="no such mask"),
     ]
-    vars(bench_prefill).update(
+    replace(
+        bench_prefill,
         rows=lambda world, length, wanted: on(world, rows),
         memory=lambda ranks, length: [bench_prefill.Memory("full", "ring", 3.5, 3.0)],
     )
     merge = bench_decode.Row("merge", "tree", TIME, 1.0)
-    vars(bench_decode).update(
+    replace(
+        bench_decode,
         parts=lambda world: {"merges": lambda: on(world, [merge])},
         memory=lambda ranks: [bench_decode.Memory("step", "tree", 1.0)],
     )
-    said = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
-    vars(whole_model).update(rows=lambda request, threads, world: on(world, [said, said]))
-    vars(faults).update(rows=lambda request, threads: on(request.shape.ranks, [compared]))
-    vars(plan_bench).update(report=measured_plans)
-    vars(probe).update(run_on=lambda world, function: on(world, [HERE]))
-    vars(plan).update(plans_for=priced)
-    vars(schemes).update(plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
-    vars(plan_page).update(
-        grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,))
-    )
+    row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
+    replace(whole_model, rows=lambda request, threads, world: on(world, [row, row]))
+    replace(faults, rows=lambda request, threads: on(request.shape.ranks, [compared]))
+    replace(plan_bench, report=measured_plans)
+    replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
+    replace(plan, plans_for=priced)
+    replace(schemes, plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
+    replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))
 
 
-# --- the law ---
+# --- runs and their rules ---
 
 
 class Stream(io.TextIOWrapper):
-    """Standard output, or that of errors."""
+    """Standard output or standard error."""
 
     terminal = False
 
     def isatty(self) -> bool:
-        """Whether somebody reads along."""
+        """Return True if the stream poses as a terminal."""
         return self.terminal
 
 
 @dataclass
-class Ended:
-    """How a command line ended: its code, what it raised and said, and what its command was asked."""
+class Result:
+    """Exit code, error and output of a command line, and the options that its command received."""
 
     code: int = 0
     error: BaseException | None = None
     out: str = ""
     err: str = ""
-    asked: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Fuzz:
-    """The command, and a sandbox to run it in."""
+    """Command with recorded options, and a sandbox to run it in."""
 
     def __init__(self, folder: Path) -> None:
         self.sandbox = Sandbox(folder)
         stand_in(self.sandbox)
-        app.add_typer(benchmarks_app, name="benchmarks")  # so that both are asked
+        app.add_typer(benchmarks_app, name="benchmarks")  # one tree for both commands
         self.command: Any = typer.main.get_command(app)
         self.commands = list(commands_of(self.command))
-        self.asked: dict[str, Any] = {}
-        self._heed(self.command)
-        os.chdir(self.sandbox.here)
+        self.options: dict[str, Any] = {}
+        self._record_options(self.command)
+        os.chdir(self.sandbox.folder)
         os.environ["HOME"] = str(folder / "home")
         self.watch = Watch(self.sandbox, self.commands)
 
-    def _heed(self, group: Any) -> None:
-        """Know what each command is called with."""
+    def _record_options(self, group: Any) -> None:
+        """Wrap each command so that its options are recorded."""
         for inner in getattr(group, "commands", {}).values():
-            self._heed(inner)
+            self._record_options(inner)
         if not hasattr(group, "commands"):
             callback = group.callback
 
-            def heeded(**options: Any) -> Any:
-                self.asked = options
+            def recorded(**options: Any) -> Any:
+                self.options = options
                 return callback(**options)
 
-            group.callback = heeded
+            group.callback = recorded
 
     def prove(self) -> None:
-        """What a watch does not hear of, it would not find: it hears of a shell, and of a file that nobody named."""
-        for told in (
+        """Raise unless the watch detects shells and files that no option named."""
+        for forbidden in (
             lambda: os.system(f"touch {CANARY}"),
             lambda: subprocess.run(f"touch {CANARY}", shell=True, check=False),
             lambda: Path(CANARY).touch(),
@@ -495,19 +502,19 @@ class Fuzz:
             lambda: os.rename("text", CANARY),
         ):
             with suppress(Escaped), self.watch.over(["--out=text"]):
-                told()
-                raise AssertionError("the watch sleeps")
+                forbidden()
+                raise AssertionError("the watch has missed it")
         self.sandbox.tidy(set())
 
-    def run(self, line: list[str], stdin: bytes, *, terminal: bool = False) -> Ended:
-        """A command line as the system starts it."""
-        ended, self.asked = Ended(), {}
+    def run(self, line: list[str], stdin: bytes, *, terminal: bool = False) -> Result:
+        """Run a command line in this process, with its own streams. Return the result."""
+        result, self.options = Result(), {}
 
         def run() -> None:
             try:
                 self.command(prog_name="attnmesh")
             except BaseException as error:
-                ended.error = error
+                result.error = error
                 raise
 
         streams = [Stream(io.BytesIO(), "utf-8", errors) for errors in ("strict", "backslashreplace")]
@@ -518,56 +525,56 @@ class Fuzz:
             sys.argv, sys.stdin = ["attnmesh", *line], io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
             sys.stdout, sys.stderr = streams
             with self.watch.over(line):
-                ended.code = show_errors(run, verbose=bool({"-v", "--verbose"} & {*line}))
-        except SystemExit as left:
-            ended.code = left.code  # type: ignore[assignment]
+                result.code = show_errors(run, verbose=bool({"-v", "--verbose"} & {*line}))
+        except SystemExit as error:
+            result.code = error.code  # type: ignore[assignment]
         except InputError:
-            if not {"-v", "--verbose"} & {*line}:  # with it a traceback is asked for
+            if not {"-v", "--verbose"} & {*line}:  # verbose runs print the traceback
                 raise
-            ended.code = 1
+            result.code = 1
         finally:
             sys.argv, sys.stdin, sys.stdout, sys.stderr = old
         for stream in streams:
             stream.flush()
-        ended.out, ended.err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
-        ended.asked = self.asked
-        return ended
+        result.out, result.err = (stream.buffer.getvalue().decode() for stream in streams)  # type: ignore[attr-defined]
+        result.options = self.options
+        return result
 
     def check(self, seed: int) -> str:
-        """What came of an input; what may not come of it is raised."""
+        """Return the exit code of an input as text. Raise if the run breaks a rule."""
         random = Random(seed)
         line, stdin = arguments(self.commands, random), self.sandbox.draw(random)
         os.environ["COLUMNS"] = random.choice(("80", "80", "200", "30", "1", "0", "x"))
         terminal = random.random() < 0.1
         try:
-            ended = self.run(line, stdin, terminal=terminal)
-            judge(ended, told=not terminal and not {"-v", "--verbose"} & {*line})
+            result = self.run(line, stdin, terminal=terminal)
+            check_result(result, one_line=not terminal and not {"-v", "--verbose"} & {*line})
             self.sandbox.tidy(self.watch.written)
         except BaseException:
             print(f"\nseed {seed}: {line!r:.3000}", file=sys.stderr)
             raise
-        return f"code {ended.code}"
+        return f"code {result.code}"
 
 
-def judge(ended: Ended, *, told: bool) -> None:
-    """Raise unless it ended as a command may; an error is told on one line, but to a terminal and with a traceback."""
-    assert ended.code in (0, 1, 2), ended
-    if ended.code == 0 and ended.asked.get("as_json"):
-        made = json.loads(ended.out, parse_constant=_no_number)
-        assert isinstance(made, dict)
-        command = made.get("command", "")
-        assert shlex.join(shlex.split(command)) == command, f"a command to be typed again: {command!r:.500}"
-    if ended.code == 0 and (out := ended.asked.get("out")) is not None and out.is_file():
+def check_result(result: Result, *, one_line: bool) -> None:
+    """Raise if a result breaks a rule. Errors are one line, except on a terminal or in verbose runs."""
+    assert result.code in (0, 1, 2), result
+    if result.code == 0 and result.options.get("as_json"):
+        record = json.loads(result.out, parse_constant=_no_number)
+        assert isinstance(record, dict)
+        command = record.get("command", "")
+        assert shlex.join(shlex.split(command)) == command, f"not a command line: {command!r:.500}"
+    if result.code == 0 and (out := result.options.get("out")) is not None and out.is_file():
         assert isinstance(json.loads(out.read_text(), parse_constant=_no_number), dict)
-    if ended.code == 1:
-        assert isinstance(ended.error, InputError), repr(ended.error)
-        assert ended.out == "", ended
-        said = ended.err.removesuffix("\n")
-        one = said.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", said)
-        assert one or not told, ended
-    if ended.code == 2:
-        assert "Traceback" not in ended.err
-        assert ended.out or ended.err
+    if result.code == 1:
+        assert isinstance(result.error, InputError), repr(result.error)
+        assert result.out == "", result
+        message = result.err.removesuffix("\n")
+        valid = message.isprintable() and re.fullmatch(r"error: .+: expected .+, given .*\. Fix: .+\.", message)
+        assert valid or not one_line, result
+    if result.code == 2:
+        assert "Traceback" not in result.err
+        assert result.out or result.err
 
 
 def _no_number(name: str) -> None:
@@ -575,31 +582,31 @@ def _no_number(name: str) -> None:
 
 
 def main() -> None:
-    """Many inputs; the first that ends otherwise ends it."""
+    """Run many inputs. Stop at the first that breaks a rule."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write a JSON")
-    asked = parser.parse_args()
-    out = asked.out and asked.out.resolve()
+    options = parser.parse_args()
+    out = options.out and options.out.resolve()
     torch.set_num_threads(1)
     sys.dont_write_bytecode = True
-    came = Counter[str]()
+    counter = Counter[str]()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         fuzz, start = Fuzz(Path(folder).resolve() / "top"), time.monotonic()
         fuzz.prove()
-        for seed in range(asked.first, asked.first + asked.inputs):
-            came[fuzz.check(seed)] += 1
+        for seed in range(options.first, options.first + options.inputs):
+            counter[fuzz.check(seed)] += 1
             if seed % 10_000 == 0:
                 print(f"\r{seed:,} inputs", end="", file=sys.stderr, flush=True)
         os.chdir("/")
     seconds = round(time.monotonic() - start)
-    counts = dict(sorted(came.items()))
-    print(f"\n{asked.inputs:,} inputs in {seconds} s: {counts}")
+    counts = dict(sorted(counter.items()))
+    print(f"\n{options.inputs:,} inputs in {seconds} s: {counts}")
     if out:
-        command = f"python -m tests.tools.fuzz_command --inputs {asked.inputs} --first {asked.first}"
-        told = {"command": command, "machine": output.machine(), "seconds": seconds, "came": counts}
-        out.write_text(json.dumps(told, indent=2) + "\n")
+        command = f"python -m tests.tools.fuzz_command --inputs {options.inputs} --first {options.first}"
+        record = {"command": command, "machine": output.machine(), "seconds": seconds, "came": counts}
+        out.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

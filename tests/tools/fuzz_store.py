@@ -54,8 +54,8 @@ def mutated(content: bytes, random: Random) -> bytes:
     return content
 
 
-class Victim:
-    """Small saved cache whose files are damaged again and again."""
+class DamagedCache:
+    """Small saved cache whose files are damaged repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=3, value_dim=5, capacity=40, dtype=torch.bfloat16)
@@ -108,30 +108,30 @@ class Victim:
 
 
 def main() -> None:
-    """Run many inputs, up to the first that is neither read nor refused."""
+    """Run many inputs. Stop at the first that neither loads nor raises `StoreError`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write a JSON")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    start, came = time.monotonic(), Counter[str]()
+    start, counts = time.monotonic(), Counter[str]()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        victim = Victim(Path(folder) / "cache")
-        for seed in range(asked.first, asked.first + asked.inputs):
+        cache = DamagedCache(Path(folder) / "cache")
+        for seed in range(options.first, options.first + options.inputs):
             try:
-                came[victim.load(seed) if seed % 20 == 0 else victim.read(seed)] += 1
+                counts[cache.load(seed) if seed % 20 == 0 else cache.read(seed)] += 1
             except BaseException:
                 print(f"\nseed {seed}", file=sys.stderr)
                 raise
             if seed % 100_000 == 0:
                 print(f"\r{seed:,} inputs", end="", file=sys.stderr, flush=True)
     seconds = round(time.monotonic() - start)
-    print(f"\n{asked.inputs:,} inputs in {seconds} s: {dict(came)}")
-    if asked.out:
-        command = f"python -m tests.tools.fuzz_store --inputs {asked.inputs} --first {asked.first}"
-        report = {"command": command, "torch": torch.__version__, "seconds": seconds, "came": dict(came)}
-        asked.out.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"\n{options.inputs:,} inputs in {seconds} s: {dict(counts)}")
+    if options.out:
+        command = f"python -m tests.tools.fuzz_store --inputs {options.inputs} --first {options.first}"
+        report = {"command": command, "torch": torch.__version__, "seconds": seconds, "came": dict(counts)}
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,10 +34,10 @@ class KVCache(CacheProperties):
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.
 
-    By default ranks compare their first `append`, `truncate` and `reorder`, each `reserve`, and each `decode`, where
-    comparing is free; on GPUs the first call of each kind. Where calls differ, all ranks raise the same `MeshError`.
-    With checking off, a bad argument raises on its own rank only. `decode` still detects lengths, padding and orders
-    that differ, and `truncate` makes lengths equal again.
+    By default ranks compare their first `append`, `truncate` and `reorder`, and each `reserve`. They compare each
+    `decode` on a CPU, and on a GPU the first of each kind. Where calls differ, all ranks raise the same `MeshError`.
+    With checking off, a bad argument raises on its own rank only. `decode` still detects different lengths, padding
+    and orders. `truncate` makes lengths equal again.
 
     Args:
         mesh: Mesh of all ranks, or None for one device.
@@ -197,7 +197,7 @@ class KVCache(CacheProperties):
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
-        """Remove the tokens from `length` on, as after a rejected speculation. Waits for a save that is writing.
+        """Remove the tokens from `length` on, as after a rejected speculation. Wait first for a save that is writing.
 
         Args:
             length: Tokens to keep.
@@ -252,7 +252,7 @@ class KVCache(CacheProperties):
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
-        """Replace sequence b by sequence `batch_index[b]`, as beam search does. Waits for a save that is writing.
+        """Replace sequence b by sequence `batch_index[b]`, as beam search does. Wait first for a save that is writing.
 
         Args:
             batch_index: Indices of sequences, int64; there may be more or fewer than before.
@@ -275,11 +275,11 @@ class KVCache(CacheProperties):
         self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
-        """Write the cache to a folder, each rank its own tokens. The previous save stays until all is written.
+        """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
 
         Args:
             path: Folder that all ranks can write to; it is made if it is missing.
-            wait: False writes while decoding goes on; every rank then calls `wait()` on the result.
+            wait: False to decode while the files are written. Every rank then calls `wait()` on the result.
 
         Returns:
             The save, concluded if `wait`.
@@ -327,12 +327,12 @@ class KVCache(CacheProperties):
         >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saving = cache.save(folder)
+        ...     saved = cache.save(folder)
         ...     KVCache.load(folder, None).length
         5
         """
-        where = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
-        (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **where)  # type: ignore[arg-type]
+        options = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
+        (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **options)  # type: ignore[arg-type]
         return cache
 
     def _record_padding(self, more: int, token_mask: Tensor | None) -> None:

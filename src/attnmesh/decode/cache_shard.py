@@ -83,17 +83,17 @@ class TokenCounts:
         """Raise unless the fullest rank holds `length` tokens in `slots`; block-cyclic tokens always fit."""
         fullest = max(self.counts(length)) if self.start else 0
         if fullest > slots:
-            given = f"{fullest} tokens on one rank, which has room for {slots}"
-            fix = "prefill in shards of even size, or reserve a larger capacity"
+            given = f"{fullest} tokens on a rank of {slots} slots"
+            fix = f"call cache.reserve({fullest * len(self.initial)}) on every rank, or prefill in even shards"
             raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
 
 
 def check_cover(total: int, start: int, more: int) -> None:
-    """Raise unless `total` is the position sum of `start` to `start + more - 1`: each on exactly one rank."""
+    """Raise unless `total` is the position sum of `start` to `start + more - 1`, each on exactly one rank."""
     if (total - position_sum(torch.arange(start, start + more))) % 2**64:
         expected = f"positions from {start} to {start + more - 1}, each on one rank"
         fix = "pass layout.positions(length, shards, index), counted from the cache's length"
-        raise LayoutError("append_shard", expected, f"{more} others, or some twice", fix)
+        raise LayoutError("append_shard", expected, f"{more} positions with gaps or repeats", fix)
 
 
 def position_sum(positions: Tensor) -> int:
@@ -245,7 +245,7 @@ class CacheShard:
         return min(capacity, -(-capacity // self.block_cyclic.ranks) + self.sizes.block + SLACK)
 
     def _owns_none(self, more: int, token_mask: Tensor | None) -> bool:
-        """Return True if another rank owns all new tokens, as mostly; False also where a GPU would have to answer."""
+        """Return True if another rank owns all new tokens. Return False where only a GPU holds the answer."""
         if torch.compiler.is_compiling() or self.device.type == "cuda" or not more:
             return False
         if self.padding is not None or token_mask is not None:  # every rank records padding

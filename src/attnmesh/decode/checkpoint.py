@@ -1,12 +1,12 @@
 """Saved caches on disk, and loading them: each rank writes its own tokens, and any number of ranks reads them.
 
         cache.json                      the manifest, which names the current save; replaced atomically
-        7-3f../0.1.0-4096.safetensors   the seventh save: the first 4,096 tokens of one rank, all layers; the rank's
-        7-3f../0.1.4096-5000.safet..    index along the heads axis, then along the tokens axis
+        7-3f../0.1.0-4096.safetensors   seventh save: the first 4,096 tokens of one rank, all layers. The name starts
+        7-3f../0.1.4096-5000.safet..    with the rank's indices along the heads and tokens axes
         7-3f../more.safetensors         tensors that belong to no rank, such as the token mask
 
-Only `cache.json` makes a save current, so an interrupted save leaves the previous one valid. Each save has a folder of
-its own, also where several jobs save to the same place.
+Only `cache.json` makes a save current, so an interrupted save leaves the previous one valid. Each save has its own
+folder, even where several jobs save to the same place.
 """
 
 import json
@@ -54,7 +54,7 @@ class Manifest(NamedTuple):
     length: int
     heads: int  # ranks along the heads axis that saved
     ranks: int  # ranks along the tokens axis that saved
-    saving: int  # counts the saves to this folder
+    saving: int  # number of this save, counted per folder
     note: str
     name: str  # unique to this save
 
@@ -71,8 +71,8 @@ class Manifest(NamedTuple):
             raise StoreError("save note", "a str", type(self.note).__name__, "pass json.dumps(note)")
         text = json.dumps(fields)
         if len(text) > MAX_MANIFEST:
-            expected, given = f"a note of less than {MAX_MANIFEST} letters", f"{len(self.note)}"
-            raise StoreError("save", expected, given, "pass long data in more=")
+            expected, given = f"a note of less than {MAX_MANIFEST} characters", f"{len(self.note)}"
+            raise StoreError("save", expected, given, "pass long data as a tensor in more=")
         return text
 
 
@@ -82,7 +82,7 @@ def check_folder(subject: str, folder: object) -> Path:
         fix = "pass its path as a str or a pathlib.Path"
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
     if "\0" in os.fspath(folder):
-        raise StoreError(subject, "the path of a folder", repr(os.fspath(folder)), "leave the null byte out")
+        raise StoreError(subject, "the path of a folder", repr(os.fspath(folder)), "pass a path without null bytes")
     return Path(folder).absolute()
 
 
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         if version not in (None, VERSION):
-            given, fix = f"version {str(version)[:20]}", "load it with the version of attnmesh that saved it"
+            given, fix = f"version {str(version)[:20]}", "install the attnmesh that saved it"
             raise StoreError("load", f"a cache of version {VERSION}", given, fix) from error
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
@@ -120,13 +120,13 @@ def read_manifest(path: Path) -> Manifest:
 
 def _fits(manifest: Manifest, sizes: Sizes) -> bool:
     """Return True if a layer's sizes are valid and consistent with the rest of the manifest."""
-    like = sizes.block == manifest.sizes[0].block and sizes.batch == manifest.sizes[0].batch
+    alike = sizes.block == manifest.sizes[0].block and sizes.batch == manifest.sizes[0].batch
     fits = manifest.length <= sizes.capacity
-    return like and fits and sizes.fault(1) is None and not sizes.kv_heads % manifest.heads
+    return alike and fits and sizes.fault(1) is None and not sizes.kv_heads % manifest.heads
 
 
 def save_folders(path: Path) -> list[Path]:
-    """Return the folders of all saves, the newest first, interrupted ones included."""
+    """Return the folders of all saves, newest first, interrupted saves included."""
     found = []
     for other in path.iterdir():
         with suppress(FileNotFoundError):  # another job may remove it meanwhile
@@ -183,13 +183,13 @@ def load_layers(
 
     Every rank calls it. `make` is `KVCache`.
     """
-    axes, place = Mesh.of(mesh), device_for(mesh, device)
+    axes, target = Mesh.of(mesh), device_for(mesh, device)
 
     def check() -> SavedCache:
-        if fault := device_fault("load", place, device):
+        if fault := device_fault("load", target, device):
             raise fault
         check_copies(copies, axes.queries.size * axes.keys.size)
-        return inspect(path, axes, place, layers, capacity, copies)
+        return inspect(path, axes, target, layers, capacity, copies)
 
     saved = run_agreed(axes, check, lambda found: describe_call("load", of=found.manifest, capacity=capacity))
     caches = [make(mesh, **vars(sizes), device=device, checked=checked, copies=copies) for sizes in saved.sizes]
@@ -217,8 +217,8 @@ def inspect(
     folder = check_folder("load", path)
     manifest = read_manifest(folder)
     if layers not in (None, len(manifest.sizes)):
-        given, fix = f"{len(manifest.sizes)} in {folder}", "load the layers of a model with hf.ShardedCache.load"
-        raise StoreError("load", f"a cache of {layers} layer", given, fix)
+        given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
+        raise StoreError("load", f"a cache of {layers} layer{'s' * (layers != 1)}", given, fix)
     sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in manifest.sizes)
     for each in sizes:
         if fault := each.fault(mesh.heads.size):
@@ -254,7 +254,7 @@ def fill(shards: Sequence[CacheShard], path: Path, manifest: Manifest) -> None:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
     first = shards[0]
     used = first.block_cyclic.count(first.index, manifest.length)
-    found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by the saving rank's index along heads
+    found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in piece_files(path, manifest):
         file = TensorFile(piece.path)
         tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
@@ -291,6 +291,6 @@ def _copy(
 
 
 def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice] | None:
-    """Return the heads that a shard shares with a rank that saved: slices of the shard's and of the saved heads."""
+    """Return slices of the heads of a shard and of a saved file that are the same heads, or None."""
     to, source = overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
     return (to, source) if to.start < to.stop else None

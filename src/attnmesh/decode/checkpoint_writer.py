@@ -1,4 +1,4 @@
-"""Saving caches to a folder while decoding goes on, writing new tokens only.
+"""Incremental saves of caches to a folder while decoding continues.
 
 A save links to the files of the previous save, and of interrupted ones, instead of writing the same tokens again.
 """
@@ -48,12 +48,12 @@ MAX_PIECE, MIN_PIECE = 4096, 64
 
 
 class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
-    """Checksums of the files that hold a cache's slots, as long as the slots stay unchanged; and the last save."""
+    """Checksums of the saved files by slots, kept while the slots are unchanged; and the last save."""
 
     def __init__(self, caches: Sequence[object] = ()) -> None:
-        self.of = tuple(map(id, caches))  # layer by layer
+        self.cache_ids = tuple(map(id, caches))  # one per layer
         self.folder: Path | None = None  # where this process has written the files
-        self.saving: Saving | None = None
+        self.last: Saving | None = None
 
     def forget(self, used: int = 0) -> None:
         """Drop the files with slots from `used` on, before these slots change."""
@@ -62,8 +62,8 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
 
     def finish_writing(self) -> None:
         """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
-        if self.saving is not None:
-            self.saving.finish_writing()
+        if self.last is not None:
+            self.last.finish_writing()
 
 
 class Layer(Protocol):
@@ -84,13 +84,13 @@ def save_layers(
 ) -> "Saving":
     """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
 
-    `more` are tensors, the same on all ranks, and `note` a text; `load_layers` returns both.
+    `more` are tensors, the same on all ranks, and `note` is a text. `load_layers` returns both.
     """
     for cache in caches:
-        if cache.saved.saving is not None and not cache.saved.saving.concluded:
-            cache.saved.saving.wait()  # two saves at once would write the same files
+        if cache.saved.last is not None and not cache.saved.last.concluded:
+            cache.saved.last.wait()  # two saves at once would write the same files
     mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards.own for cache in caches]
-    if saved.of != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
+    if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator, used = mesh.shard == 0, shards[0].used
     prepared, call = attempt(
@@ -102,28 +102,28 @@ def save_layers(
     manifest = manifest._replace(name=f"{names[0][0]:016x}")
     write = partial(_write, folder, manifest, shards, used, saved, tensors)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
-    saved.saving = Saving(mesh, write, publish)
+    saved.last = Saving(mesh, write, publish)
     for cache in caches:
         cache.saved = saved
     if wait:
-        saved.saving.wait()
-    return saved.saving
+        saved.last.wait()
+    return saved.last
 
 
 def _prepare(
     path: str | Path, shards: Sequence[CacheShard], more: Mapping[str, Tensor], note: str, is_coordinator: bool
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
-    """Return the folder, the manifest without a name, and on the coordinator copies of what belongs to no rank."""
+    """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
     folder, first = check_folder("save", path), shards[0]
     check_more(more)
     lengths = sorted({shard.length for shard in shards})
     if len(lengths) > 1:
-        given, fix = f"layers of {lengths} tokens", "truncate them to the same length"
+        given, fix = f"layers of {lengths} tokens", f"call truncate({lengths[0]}) on each layer"
         raise StoreError("save", "layers of the same tokens", given, fix)
     token_mask, sizes = first.token_mask, tuple(shard.sizes for shard in shards)
     padded = token_mask is not None
-    where = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
-    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *where, note, f"{0:016x}")
+    saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
+    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *saved_by, note, f"{0:016x}")
     manifest.to_json()  # raises if it could not be read back
     if not is_coordinator:
         return folder, manifest, {}
@@ -147,9 +147,9 @@ def _next_number(path: Path) -> int:
                 return check_size(read_manifest(path).saving + 1)
             except ValueError as error:
                 given = error.args[2] if isinstance(error, StoreError) else str(error)
-                raise StoreError("save", "a folder of savings, or a new one", given, "name another folder") from error
+                raise StoreError("save", "a folder of saves, or a new one", given, "pass another folder") from error
         if path.exists() and not path.is_dir():
-            raise StoreError("save", "a folder that can be written to", str(path), "check the path")
+            raise StoreError("save", "a folder that can be written to", str(path), "pass another path")
     return 1
 
 
@@ -181,7 +181,7 @@ def _write(
     with _store_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         found = [other for other in save_folders(path) if other != folder]
-        others = [*found[:2], *found[2:][-1:]]  # a disk that stays full leaves many interrupted saves
+        others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
         for start, stop in pieces(used):
             tensors = {"columns": first.token_index[start:stop]}
             for number, shard in enumerate(shards):
@@ -209,11 +209,11 @@ def _publish(path: Path, manifest: Manifest) -> None:
             os.fsync(file.fileno())
         os.replace(new, path / MANIFEST)
         sync_folders(path)
-        with suppress(OSError):  # the save is published; failing to remove older ones does no harm
+        with suppress(OSError):  # this save is published, so older ones may stay
             for other in save_folders(path):
                 if other.name != manifest.folder:
                     shutil.rmtree(other, ignore_errors=True)
-            for part in path.glob(f"{MANIFEST}.*"):  # of interrupted saves
+            for part in path.glob(f"{MANIFEST}.*"):  # manifests of interrupted saves
                 if NAME.fullmatch(part.suffix[1:]):
                     part.unlink(missing_ok=True)
 
@@ -226,8 +226,8 @@ def _locked(path: Path) -> Iterator[None]:
         with suppress(OSError):
             while not _lock(handle):
                 if time.monotonic() > end:
-                    given, fix = f"{path}, where another does not end", "name another folder, or end it"
-                    raise StoreError("save", "one saving at a time in a folder", given, fix)
+                    given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
+                    raise StoreError("save", "one save at a time in a folder", given, fix)
                 time.sleep(0.02)
         yield
     finally:
@@ -246,7 +246,7 @@ def _check_complete(path: Path, manifest: Manifest) -> None:
     """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
     found = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
     if found != manifest.length:
-        given, fix = f"{found} of {manifest.length} tokens in {path}", "name one folder, on a disk that all ranks share"
+        given, fix = f"{found} of {manifest.length} tokens in {path}", "pass one folder, on a disk that all ranks share"
         raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 
@@ -256,15 +256,15 @@ def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:  # the job that publishes first removes the files of others
-        given, fix = f"{path}, where another was done first", "name a folder for each cache"
-        raise StoreError("save", "one saving at a time in a folder", given, fix) from error
+        given, fix = f"{path}, where another job saved first", "pass a folder of its own to each job"
+        raise StoreError("save", "one save at a time in a folder", given, fix) from error
     except OSError as error:
-        given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the room on the disk"
+        given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the free space"
         raise StoreError("save", "a folder that can be written to", given, fix) from error
 
 
 class Saving:
-    """Save that may still be writing. Until every rank has called `wait`, the previous save is the current one.
+    """Save that may still be writing. The previous save is current until every rank has called `wait`.
 
     >>> import tempfile, torch
     >>> import attnmesh as am
@@ -307,7 +307,7 @@ class Saving:
     def finish_writing(self) -> None:
         """Wait until all ranks' files are on the disk, or have failed, so that the cache may change.
 
-        Every rank calls it. Ranks compare their state again and again, so that a slow disk is no lost rank.
+        Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
         """
         while not self._all_done:
             self._thread.join(min(POLL_INTERVAL, (deadline() or POLL_INTERVAL) / 4))

@@ -25,6 +25,8 @@ from attnmesh.mesh.shapes import AXES
 OldShard = tuple[int, int]
 """A shard's indices in the old mesh, along heads and along tokens."""
 
+LOAD_INSTEAD = "load a save with KVCache.load(path, mesh), or prefill again"
+
 
 def recover(
     caches: Sequence[KVCache] | None,
@@ -38,8 +40,8 @@ def recover(
 ) -> list[KVCache]:
     """Return the layers' caches on another mesh, from the shards and copies that its ranks still hold.
 
-    Every rank of the mesh calls it. The caches are truncated to the tokens that all ranks hold in all layers, since
-    some ranks may have been a step ahead.
+    Every rank of the mesh calls it. Some ranks may have been a step ahead, so the caches are truncated to the tokens
+    that all ranks hold in all layers.
 
     Args:
         caches: The layers' caches on the old mesh, or None on a new rank.
@@ -48,7 +50,7 @@ def recover(
         device: As in `KVCache`.
         checked: As in `KVCache`.
         copies: As in `KVCache`.
-        **more: None: unknown arguments are refused on all ranks.
+        **more: Unknown arguments, which raise on all ranks.
 
     Returns:
         One cache per layer, its tokens block-cyclic.
@@ -72,20 +74,20 @@ def recover(
         return json.dumps(_describe(caches))
 
     text = run_agreed(axes, check, describe_call("recover", capacity=capacity, checked=checked, copies=copies))
-    by_rank = [json.loads(each) for each in texts(axes, text)]
+    by_rank = [json.loads(description) for description in texts(axes, text)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
     if fault := _fault(found, axes, capacity, length):
         raise fault  # the same on all ranks: all have the same texts
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
     sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
-    made = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
-    moves = _Moves(caches or (), made, length, _sources(by_rank))
+    new = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
+    moves = _Moves(caches or (), new, length, _sources(by_rank))
     with torch.no_grad():
         token_mask = moves.token_mask() if found[0]["padding"] < length else None
-        for layer in range(len(made)):
+        for layer in range(len(new)):
             moves.fill(layer, token_mask)
-    return made
+    return new
 
 
 class _Moves:
@@ -105,8 +107,8 @@ class _Moves:
         for layer in range(len(new)):
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
-                given, fix = f"others in layer {layer}", "load a checkpoint, or prefill once more"
-                raise MeshError("recover", f"each of {length} tokens once", given, fix)
+                given = f"gaps or repeats in layer {layer}"
+                raise MeshError("recover", f"each of {length} tokens once", given, LOAD_INSTEAD)
 
     def _counts(self, layer: int) -> dict[str, list[int]]:
         """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
@@ -188,7 +190,7 @@ class _Moves:
 
 
 def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
-    """Return this rank's sizes, lengths and shards, its own shard first, as JSON can carry them."""
+    """Return this rank's sizes, lengths and shards for JSON, its own shard first."""
     if caches is None:
         return None
     first, heads = caches[0], caches[0].mesh.heads
@@ -206,7 +208,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
 
 
 def _first_padding(cache: KVCache) -> int:
-    """Return how many tokens precede the first that is padding in some sequence; all, without padding."""
+    """Return how many tokens precede the first padding of any sequence; all tokens if there is none."""
     if (token_mask := cache.shard.token_mask) is None:
         return cache.length
     padded = (~token_mask).any(0).nonzero()
@@ -218,34 +220,34 @@ def _check(caches: object, more: dict[str, Never]) -> None:
     if caches is not None and not (
         isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)
     ):
-        fix = "pass [cache], or None on a rank that is new"
-        raise DtypeError("recover", "a list of caches, one a layer", type(caches).__name__, fix)
+        fix = "pass [cache], or None on a new rank"
+        raise DtypeError("recover", "a list of caches, one per layer", type(caches).__name__, fix)
     check_unknown_options("recover", more)
-    if len({(cache.mesh.heads, cache.tokens) for cache in caches or ()}) > 1:
-        fix = "pass the caches of one model, layer by layer"
-        raise MeshError("recover", "caches of one mesh", "caches of several", fix)
+    meshes = len({(cache.mesh.heads, cache.tokens) for cache in caches or ()})
+    if meshes > 1:
+        fix = "pass the caches of one model, one per layer"
+        raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
 
 
 def _fault(found: list[dict[str, Any]], axes: Mesh, capacity: object, length: int) -> InputError | None:
     """Return the error for ranks whose caches cannot be recovered together, or None."""
     if not found:
-        fix = "pass what is left of the caches on the ranks that had them"
-        return MeshError("recover", "caches on some rank", "None on all", fix)
+        return MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
     for name in ("sizes", "mesh"):
         if any(each[name] != found[0][name] for each in found):
-            given, fix = f"ranks whose {name} differ", "pass the caches of one model, layer by layer, on every rank"
+            given, fix = f"ranks whose {name} differ", "pass the caches of one model on every rank, one per layer"
             return MeshError("recover", "the same caches on every rank", given, fix)
-    again = "load a checkpoint, or prefill once more"
     if any(each["changes"] != found[0]["changes"] for each in found):
-        given = "ranks of which some were truncated or reordered once more"
-        return MeshError("recover", "caches that were truncated and reordered alike", given, again)
+        given = f"counts {[each['changes'] for each in found]}"
+        return MeshError("recover", "caches truncated and reordered equally often", given, LOAD_INSTEAD)
     if any(min(each["padding"], length) != min(found[0]["padding"], length) for each in found):
-        return MeshError("recover", "the same padding on every rank", "ranks whose padding differs", again)
+        return MeshError("recover", "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD)
     heads, tokens = found[0]["mesh"]
     held = {tuple(place) for each in found for place in each["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
     if lost:
-        return MeshError("recover", "a rank or a copy of each shard", f"none of {lost}, along heads and tokens", again)
+        given = f"none of {lost}, along heads and tokens"
+        return MeshError("recover", "a rank or a copy of each shard", given, LOAD_INSTEAD)
     if isinstance(capacity, int) and capacity < length:
         given, fix = f"{length} in a capacity of {capacity}", f"pass capacity={length}"
         return ShapeError("recover", "room for the tokens that are left", given, fix)

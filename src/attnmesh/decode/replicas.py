@@ -1,4 +1,4 @@
-"""Shards that one rank keeps: its own, and copies of others on the next host, so that a lost rank loses no tokens."""
+"""Shards on one rank: its own, and copies of shards of another host, so that a lost rank loses no tokens."""
 
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -42,7 +42,7 @@ class Shards:
         return other
 
     def holds(self, tokens: int) -> bool:
-        """Return True if at least `tokens` are cached and the capacity is not exceeded; waits for a GPU if unsure."""
+        """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
         length = self.known_length if self.own.device.type == "cuda" else self.own.length
         if not tokens <= length <= self.own.sizes.capacity:
             length = self.own.length
@@ -55,7 +55,7 @@ class Shards:
             self.known_length = self.own.length
         if self.known_length + more > capacity:
             given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
-            fix = "reserve a larger capacity" + (", or truncate" if self.known_length else "")
+            fix = f"call cache.reserve({self.known_length + more}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
         counts.check(subject, self.known_length + more, self.own.slots)
 
@@ -170,12 +170,12 @@ class CacheProperties:
         return self.shards.counts.start == 0
 
     def holds(self, tokens: int) -> bool:
-        """Return True if at least `tokens` are cached and the capacity is not exceeded."""
+        """Return True if at least `tokens` are cached within the capacity."""
         return self.shards.holds(tokens)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:
-    """Return the ranks that keep copies of each rank's shard: one per next host, or on too few hosts the next ranks.
+    """Return the ranks that keep copies of each rank's shard: one per next host. On too few hosts, the next ranks.
 
     >>> keepers_by_rank([[0, 1], [2, 3]], 2), keepers_by_rank([[0, 1, 2]], 2)
     ({0: [2], 1: [3], 2: [0], 3: [1]}, {0: [1], 1: [2], 2: [0]})
@@ -191,5 +191,5 @@ def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, li
 def check_copies(copies: object, ranks: int) -> None:
     """Raise unless each of `copies` copies fits on a rank of its own."""
     if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= ranks:
-        fix = "leave it out, or use more ranks along queries and keys"
+        fix = f"pass copies={ranks}, or use more ranks along queries and keys"
         raise ShapeError("KVCache copies", f"1 to {ranks}, the ranks that tokens are sharded over", repr(copies), fix)

@@ -129,6 +129,6 @@ def check_reproducible(subject: str, reproducible: object, ranks: int, merge: st
 
 def _check_block_cyclic(cache: KVCache) -> None:
     if not cache.is_block_cyclic or cache.padding is not None:
-        given = "a padded batch" if cache.padding is not None else "one that keeps what a sharded prefill made"
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
-        raise LayoutError("decode reproducible", "a cache whose tokens were dealt", given, fix)
+        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)

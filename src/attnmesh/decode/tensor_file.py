@@ -2,7 +2,7 @@
 
         8 bytes     length of the header
         header      JSON: dtype, shape and byte range of each tensor, and its checksum as metadata
-        the rest    the tensors, one behind the other
+        the rest    the tensors without gaps
 
 The `safetensors` package cannot replace this file: the core depends on torch alone, and the package verifies no
 checksums. All sizes in a header are checked against the file's own size before any memory is reserved.
@@ -36,13 +36,13 @@ DTYPES = {
 """Supported dtypes, by their names in the format."""
 
 MAX_HEADER, MAX_SIZE, MAX_DIMS = 1 << 24, 1 << 48, 8
-"""Limits of what is read: bytes of a header, any single number in it, and dimensions of a tensor."""
+"""Limits for reading: bytes of a header, any single number in it, and dimensions of a tensor."""
 
 FIX = "restore the folder from a copy, or save to another"
 
 
 class Entry(NamedTuple):
-    """A tensor in a file: its dtype, shape, byte range and checksum."""
+    """Tensor in a file: its dtype, shape, byte range and checksum."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the checksum of each tensor."""
+    """Return the checksum of each tensor by name."""
     return {name: int(digest(x)) for name, x in tensors.items()}
 
 
@@ -105,7 +105,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -
     with part.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
-            flat = x.detach().contiguous().cpu()  # named, so that the buffer's memory lives on
+            flat = x.detach().contiguous().cpu()  # a name keeps the buffer's memory alive
             file.write(_buffer(flat))
         file.flush()
         os.fsync(file.fileno())
@@ -118,7 +118,7 @@ def _buffer(x: Tensor) -> Any:
 
 
 def sync_folders(*folders: Path) -> None:
-    """Flush folders to disk: without it a power failure may lose the name of a complete file."""
+    """Flush folders to disk. Otherwise a power failure may lose the name of a complete file."""
     for folder in folders:
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -131,7 +131,7 @@ def sync_folders(*folders: Path) -> None:
 
 
 class TensorFile:
-    """A file of tensors whose header has been checked; its tensors are checked as they are read."""
+    """File of tensors with a checked header. Each tensor is checked when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,8 +203,8 @@ def check_more(more: object) -> None:
         if not isinstance(name, str) or not isinstance(x, Tensor):
             raise StoreError("save more", "tensors by their names", f"{name!r}: {type(x).__name__}", fix)
         if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > MAX_DIMS:
-            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-            expected = f"dense tensors of {kinds}, of {MAX_DIMS} dims at most"
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+            expected = f"dense tensors of {dtypes}, of {MAX_DIMS} dims at most"
             given, fix = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims", "call .to_dense() and .to() on it"
             raise StoreError("save more", expected, given, fix)
 
