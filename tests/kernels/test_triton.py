@@ -133,7 +133,7 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
     random = Random(seed)
     torch.manual_seed(seed)
     ranks = random.choice((2, 2, 3, 5))
-    memories = [torch.zeros(symmetric_memory.numbers_of(ranks)) for _ in range(ranks)]
+    memories = [torch.zeros(symmetric_memory.memory_size(ranks)) for _ in range(ranks)]
     addresses = torch.tensor([x.data_ptr() for x in memories])
     everyone = [
         symmetric_memory.SymmetricMemory(addresses, rank, torch.zeros(1, dtype=torch.int32)) for rank in range(ranks)

@@ -1,7 +1,7 @@
-"""Runs a schedule: gather, attend, merge-scatter; and back. One loop for every exchange.
+"""Run a schedule, forward and backward: gather queries and keys, attend, return results to their owners.
 
-An exchange is a value: whether keys come at once or round a ring is the schedule's number of steps, and whether heads
-go all together or group by group is a number too. What comes next is always under way while a kernel runs.
+One loop serves every exchange. Keys that arrive at once are one step, and keys that travel round a ring are several.
+Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,13 +20,13 @@ from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Schedule, Step
 
-Back = list[tuple[Tensor, Tensors]]
-"""What came back: for which of this rank's tokens, and what."""
+Returned = list[tuple[Tensor, Tensors]]
+"""Results for this rank's tokens: the indices of some tokens, and the results for them."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to run, and with what."""
+    """A schedule of this rank, and the kernel that runs it."""
 
     mesh: Mesh
     schedule: Schedule
@@ -37,32 +37,32 @@ class Task:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """One group of heads under way: the row's queries, and the column's keys and values step by step."""
+    """One group of heads under way: the queries of the row, and the keys and values of the column by step."""
 
-    heads: slice  # of the keys; the query heads are those that share them
+    heads: slice  # key heads; the query heads that share them travel with them
     rows: Callable[[], Tensors]
     keys: Iterator[Tensors]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
-    """The partial of this rank's queries over the keys of all ranks, in float32 or wider."""
-    own = identity(q, v, wide(q.dtype))
+    """Return the partial of this rank's queries over the keys of all ranks, in float32 or wider."""
+    total = identity(q, v, wide(q.dtype))
     returns = PendingReturns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
-        mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in own)
+        mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in total)
         returns.add(_attended(arrivals, task), task.schedule.row, task.mesh.keys, mine)
     returns.finish()
-    return own
+    return total
 
 
 def _attended(arrivals: "Arrivals", task: Task) -> Partial:
-    """The partial of the row's queries over the column's keys, for one group of heads."""
+    """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (rows,) = arrivals.rows()
     total: Partial | None = None
     for band in task.schedule.bands:
         keys, values = next(arrivals.keys)
         out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
-        del keys, values  # or they would live until the next ones have come
+        del keys, values  # else they would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
     assert total is not None  # every schedule has a step
@@ -70,7 +70,7 @@ def _attended(arrivals: "Arrivals", task: Task) -> Partial:
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, task: Task) -> Gradients:
-    """The gradients of this rank's q, k and v, from what it saved alone, in float32 or wider."""
+    """Return the gradients of this rank's q, k and v, in float32 or wider."""
     delta = (answer.out.to(wide(q.dtype)) * answer.dout).sum(-1)
     own = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
     returns = PendingReturns(_add_in)
@@ -83,18 +83,19 @@ def backward(q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, task: Task) 
 
 
 def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
-    """The row's dq from the column's keys, for one group of heads; dk and dv go to their owners, into `mine`.
+    """Return the row's dq from the column's keys, for one group of heads.
 
-    Those of keys that travel on go with them, and grow on their way.
+    dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
+    travel with them, and each rank adds its part.
     """
     rows, dout, lse, delta = arrivals.rows()
     answer = SavedForward(_stand_in(dout, delta), lse, dout)
     dq: Tensor | None = None
-    coming: Callable[[], Tensors] | None = None  # what the ranks before made for the keys of this step
+    coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     for band, step, onward in zip(task.schedule.bands, task.schedule.steps, task.schedule.travelling, strict=True):
         keys, values = next(arrivals.keys)
         part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.scale)
-        del keys, values  # or they would live until the next ones have come
+        del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
@@ -108,19 +109,19 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
 
 
 class PendingReturns:
-    """Results on their way back to their owners, at most one of them under way while the next is computed."""
+    """Results that return to their owners: at most one exchange is under way while the next results are computed."""
 
-    def __init__(self, put: Callable[[Back, Tensors], None]) -> None:
+    def __init__(self, put: Callable[[Returned, Tensors], None]) -> None:
         self.put = put
-        self.under_way: tuple[Callable[[], Back], Tensors] | None = None
+        self.under_way: tuple[Callable[[], Returned], Tensors] | None = None
 
     def add(self, made: Tensors, step: Step, axis: Axis, mine: Tensors) -> None:
-        """Send back what was made; what others made for this rank's tokens is to be put into `mine`."""
+        """Begin to return results. Results for this rank's tokens are put into `mine` when they arrive."""
         self.finish()
         self.under_way = return_to_owners(made, step, axis), mine
 
     def finish(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the exchange under way."""
         if self.under_way is not None:
             coming, mine = self.under_way
             self.put(coming(), mine)
@@ -128,7 +129,7 @@ class PendingReturns:
 
 
 def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arrivals]:
-    """Group after group of heads, the next one's exchanges under way before this one is attended."""
+    """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
 
     def begin(heads: slice) -> Arrivals:
         shared = _shared(heads, rows[0], k)
@@ -145,7 +146,7 @@ def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arriv
 
 
 def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
-    """The keys and values of each step, the first under way at once and the next whenever one has come."""
+    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
     steps, axis = task.schedule.steps, task.mesh.queries
     first = gather((k, v), steps[0], axis)
 
@@ -161,8 +162,8 @@ def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
     return arrivals()
 
 
-def _merge_in(parts: Back, total: Tensors) -> None:
-    """Merge what ranks of the row made, for some of this rank's queries each, into the partial for all of them."""
+def _merge_in(parts: Returned, total: Tensors) -> None:
+    """Merge partials of some of this rank's queries into the partial of all of them."""
     for tokens, part in parts:
         places = tokens.to(part[0].device)
         merged = join([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
@@ -170,7 +171,7 @@ def _merge_in(parts: Back, total: Tensors) -> None:
             whole.index_copy_(2, places, some)
 
 
-def _add_in(parts: Back, totals: Tensors) -> None:
+def _add_in(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, some in zip(totals, part, strict=True):
             total.index_add_(2, tokens.to(some.device), some)
@@ -182,15 +183,16 @@ def _add(sums: Tensors, more: Tensors) -> None:
 
 
 def _shared(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads that share some key heads."""
+    """Return the query heads that share some key heads."""
     group = q.shape[1] // k.shape[1]
     return slice(heads.start * group, heads.stop * group)
 
 
 def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """An `out` with `sum(out * dout) = delta`, all that a backward pass asks of it: delta travels, out need not.
+    """Return an `out` with `sum(out * dout) = delta`, which is all that a backward pass reads of it.
 
-    It lies along dout and is never longer than the true one, so it can be rounded as well as that.
+    So delta travels, which has one value per row, and `out` does not. The result is parallel to dout and never longer
+    than the true `out`, so rounding it loses no more.
     """
     exact = dout.to(delta.dtype)
     size = exact.abs().amax(-1, keepdim=True)

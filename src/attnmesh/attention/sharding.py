@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree, attempt, describe_call
+from attnmesh.comm.consensus import describe_call, run_agreed_with
 from attnmesh.comm.p2p import blank, swap
 from attnmesh.core.checks import check_tensor
 from attnmesh.core.layout import Layout, check_layout
@@ -13,28 +13,53 @@ from attnmesh.mesh.axes import Mesh
 
 
 def shard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, dim: int = 2) -> Tensor:
-    """The tokens of `x`, along `dim`, that this rank holds: every rank passes the same whole tensor. Differentiable.
+    """Return the tokens of a whole tensor that this rank holds, with gradients.
+
+    Args:
+        x: The whole tensor, equal on every rank.
+        mesh: The mesh whose ranks share the tokens; None for one rank.
+        layout: Which tokens each rank holds.
+        dim: Dimension of the tokens.
+
+    Returns:
+        This rank's shard, with tokens in order of position.
+
+    Raises:
+        InputError: The layout or the dimension is invalid.
 
     >>> import attnmesh as am
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
     check_layout("shard layout", layout)
-    here, dim = Mesh.of(mesh), _dim("shard", x, dim)
-    return x.index_select(dim, layout.positions(x.shape[dim], here.shape.ranks, here.shard).to(x.device))
+    place, dim = Mesh.of(mesh), _dim("shard", x, dim)
+    return x.index_select(dim, layout.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
 
 
 @torch.no_grad()
 def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int | None = None, dim: int = 2) -> Tensor:
-    """The whole tensor, on every rank, from the shards of all: the inverse of `shard`. Not differentiable.
+    """Return the whole tensor on every rank from the shards of all ranks: the inverse of `shard`, without gradients.
+
+    Args:
+        x: This rank's shard.
+        mesh: The mesh whose ranks share the tokens; None for one rank.
+        layout: Layout of the shards.
+        length: Tokens of the whole sequence; counted if it is left out.
+        dim: Dimension of the tokens.
+
+    Returns:
+        The whole tensor, equal on every rank.
+
+    Raises:
+        InputError: An argument is invalid, or the shards are not those of the layout.
 
     >>> import attnmesh as am
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    here = Mesh.of(mesh)
+    place = Mesh.of(mesh)
 
-    def look() -> int:
+    def check() -> int:
         check_layout("unshard layout", layout)
         along = _dim("unshard", x, dim)
         if x.requires_grad:
@@ -46,19 +71,19 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
         others = [n for other, n in enumerate(x.shape) if other != dim]
         return describe_call("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
 
-    dim, said = attempt(look, call)
-    counts = [row[0] for row in agree(here, said, [0 if dim is None else x.shape[dim]])]
+    dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
+    counts = [row[0] for row in table]
     positions = _positions(layout, sum(counts) if length is None else length, counts)
-    whole = _gathered(x.movedim(dim, 0), here, counts)
+    whole = _gathered(x.movedim(dim, 0), place, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
-def _gathered(x: Tensor, here: Mesh, counts: list[int]) -> Tensor:
-    """All shards in order of their number, axis after axis from the innermost."""
-    held = 1  # shards gathered so far: those from `first` on
-    for axis in reversed(here.axes):
+def _gathered(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
+    """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
+    held = 1  # shards gathered so far, from `first` on
+    for axis in reversed(place.axes):
         if axis.group is not None:
-            first = here.shard - here.shard % (held * axis.size)
+            first = place.shard - place.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
             wanted = [(blank(x, sum(counts[start : start + held]), 0),) for start in starts]
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
@@ -67,7 +92,7 @@ def _gathered(x: Tensor, here: Mesh, counts: list[int]) -> Tensor:
 
 
 def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
-    """Where the tokens of all shards stand, shard after shard; every rank sees the same counts and raises alike."""
+    """Return the positions of all tokens, shard by shard. Raise unless the counts are those of the layout."""
     parts = [layout.positions(length, len(counts), index) for index in range(len(counts))]
     if [len(part) for part in parts] != counts:
         expected = f"shards of {[len(part) for part in parts]} tokens for {layout} of length {length}"

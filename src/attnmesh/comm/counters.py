@@ -13,9 +13,10 @@ Tensors = tuple[Tensor, ...]
 
 @dataclass
 class Traffic:
-    """What a rank received: elements of q, k, v, out and their gradients; numbers a row (lse and the like); bytes.
+    """Counts of what a rank received, and the seconds of each of its merges across ranks.
 
-    And the seconds that it spent in each merge across ranks: of the ranks, the one that comes last waits least.
+    `vectors` are elements of q, k, v, out and their gradients. `scalars` are elements of lse and other values per row.
+    Merges include the wait for other ranks: the last rank to arrive waits least.
     """
 
     vectors: int = 0
@@ -40,7 +41,7 @@ def counted() -> Iterator[Traffic]:
 
 @contextmanager
 def merging() -> Iterator[None]:
-    """Time what is merged in the block, where traffic is counted."""
+    """Record the seconds of the block as one merge, if traffic is counted."""
     if (traffic := current_traffic.get()) is None:
         yield
         return
@@ -64,6 +65,6 @@ def count_received(wanted: Mapping[int, Tensors]) -> None:
 
 
 def count_messages(number: int, size: int) -> None:
-    """So many messages of so many bytes have come."""
+    """Count messages of equal size that were received."""
     if (traffic := current_traffic.get()) is not None:
         traffic.bytes += number * size

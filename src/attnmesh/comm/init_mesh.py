@@ -1,4 +1,4 @@
-"""Meshes of the ranks of a world, who agree on them before they make them: who failed alone would be waited for."""
+"""Device meshes over the ranks of a world, made after all ranks have compared their arguments."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -20,13 +20,32 @@ def init_mesh(
     q_heads: int = 1,
     kv_heads: int | None = None,
 ) -> DeviceMesh:
-    """A `DeviceMesh` of that shape whose neighbours in rank, those of one host, share the axis that carries most.
+    """Return a `DeviceMesh` of a shape, with consecutive ranks along the axis that sends most.
 
-    The shape is what `mesh_shape` gives, or any three numbers of ranks: heads, queries, keys. The model's heads tell
-    which axis carries most; left out, they count as ungrouped. `init_mesh((1, 2, 2))`, without a device type, takes
-    that of the process group. Every rank of the world asks for the same.
+    Consecutive ranks share a host, so the axis with the most traffic stays inside hosts. `init_mesh((1, 2, 2))` is
+    enough: the shape may come first.
+
+    Args:
+        device_type: "cpu" or "cuda". Left out, it is that of the process group.
+        shape: Ranks along heads, queries and keys, as `mesh_shape` returns them. All ranks of the world pass the same.
+        q_heads: Query heads of the model, which decide the axis that sends most.
+        kv_heads: Key heads of the model; as many as query heads unless they are given.
+
+    Returns:
+        A mesh with axes named heads, queries and keys.
+
+    Raises:
+        MeshError: The shape is not three counts, does not fit the world, or differs between ranks.
+        DeviceError: PyTorch does not know the device type.
+
+    >>> from attnmesh.errors import MeshError
+    >>> try:
+    ...     init_mesh((2, 2))
+    ... except MeshError as error:
+    ...     print(str(error).split(". Fix")[0])
+    init_mesh shape: expected (heads, queries, keys), three whole numbers of ranks, each 1 or more, given (2, 2)
     """
-    if shape is None and not isinstance(device_type, str):  # the shape came first
+    if shape is None and not isinstance(device_type, str):  # the shape comes first
         device_type, shape = None, device_type
     device_type = world_device_type() if device_type is None else device_type
     kv_heads = q_heads if kv_heads is None else kv_heads
@@ -51,7 +70,7 @@ def init_mesh(
 
 
 def checked_shape(subject: str, shape: object) -> Shape:
-    """The shape, or the error that says what a shape is."""
+    """Return the shape, or raise unless it is three counts of ranks."""
     if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(map(_counts, shape)):
         return Shape(*shape)
     expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
@@ -64,7 +83,7 @@ def _counts(n: object) -> bool:
 
 
 def world_device_type() -> str:
-    """The devices that the process group was made for; before there is one, those that are there."""
+    """Return the device type of the process group, or of this machine if there is no group."""
     if not torch.cuda.is_available():
         return "cpu"
     return device_type_of(dist.group.WORLD) if dist.is_initialized() else "cuda"
@@ -87,14 +106,14 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
 
 
 def everyone() -> Mesh:
-    """All ranks in line; before there are process groups, nobody can be asked."""
+    """Return a mesh of one axis with all ranks; of this rank alone before there is a process group."""
     if not dist.is_initialized():
         return Mesh.of(None)
     return Mesh(Axis(), Axis(), Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, "world"))
 
 
 def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
-    """The device asked for, if there is such, else that of the mesh."""
+    """Return the device given, if PyTorch knows it, or else the mesh's."""
     try:
         if isinstance(device, (str, torch.device)):
             found = torch.device(device)
@@ -105,13 +124,13 @@ def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
 
 
 def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
-    """What is wrong with the device asked for, of which that was found, if anything is."""
+    """Return the error of a device that was given as `device` and read as `found`, or None."""
     fix = "leave it out for the mesh's device type"
     if device is not None and str(device).split(":")[0] != found.type:
         return DeviceError(f"{subject} device", "a device that PyTorch knows", repr(device), fix)
     try:
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each of PyTorch's devices has its own
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # each device type of PyTorch raises another
         why = str(error).splitlines()[0].rstrip(".")
         return DeviceError(f"{subject} device", "a device that is there", f"{str(found)!r} ({why})", fix)
     return None

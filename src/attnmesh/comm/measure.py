@@ -1,7 +1,6 @@
-"""The constants of a running world of ranks, measured while all its ranks are at work, in seconds altogether.
+"""Measure the constants of a running world for the planner, in a few seconds.
 
-A rank that has its share of a core, of a memory or of a link is measured with that share: what is measured alone is
-seldom had in a run.
+All ranks work during each measurement, so that a rank has the share of cores, memory and links that it has in a run.
 """
 
 import os
@@ -27,20 +26,20 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK, Device, Link
 
 ROUNDS = 5
-"""Times that each figure is taken; the median counts, and of the ranks' medians the largest."""
+"""Repetitions of each measurement. The result is the largest of the ranks' medians."""
 
 SHORT = 16384
-"""Bytes of a short message, as merges send."""
+"""Bytes of a short message, as a merge sends it."""
 
 IN_A_ROW = 6
-"""Short ones that are timed together, as they follow each other in a run: ranks do not begin quite at once."""
+"""Short calls that are timed together: ranks do not begin at quite the same time."""
 
 TIMEOUT = 0.12
-"""Seconds that one long message may take."""
+"""Seconds that one long message should take at most."""
 
 
 class Figures(NamedTuple):
-    """What the device does: flop/s, bytes/s, seconds of a call that has nothing to do; times faster if others rest."""
+    """Rates of the device: flop/s, bytes/s, seconds of an empty call, and the speed-up of a rank that works alone."""
 
     forward: float
     backward: float
@@ -50,10 +49,11 @@ class Figures(NamedTuple):
     alone: float
 
 
-class Line(NamedTuple):
-    """What a class of links does, in seconds and bytes/s.
+class LinkFigures(NamedTuple):
+    """Rates of a class of links, in seconds and bytes/s.
 
-    Of a message, a short one in a merge, each further one at the same time, and each step that a collective takes.
+    Seconds are of a message, of a short message in a merge, of each further message at the same time, and of each step
+    of a collective.
     """
 
     latency: float
@@ -65,38 +65,41 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class World:
-    """The ranks in line, by host."""
+class MeasuredRanks:
+    """The ranks of an axis that are measured, by host."""
 
     axis: Axis
     device: torch.device
     hosts: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(axis: Axis, device: torch.device) -> "World":
-        """All ranks ask at once."""
+    def of(axis: Axis, device: torch.device) -> "MeasuredRanks":
+        """Return the ranks of an axis. All of them call it at once."""
         found = hosts(axis) if axis.size > 1 else [[0]]
-        return World(axis, device, tuple(map(tuple, found)))
+        return MeasuredRanks(axis, device, tuple(map(tuple, found)))
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank's host, and its place there."""
+        """Number of this rank's host, and its index on it."""
         return next((h, host.index(self.axis.index)) for h, host in enumerate(self.hosts) if self.axis.index in host)
 
     def lines(self, *, between: bool) -> list[list[int]]:
-        """The ranks of each host, or those at the same place of all hosts."""
+        """Return the ranks of each host, or with `between` the ranks with the same index on all hosts."""
         if not between:
             return [list(host) for host in self.hosts]
         return [[host[place % len(host)] for host in self.hosts] for place in range(max(map(len, self.hosts)))]
 
     def agreed(self, seconds: float) -> float:
-        """The longest that any rank took."""
+        """Return the longest time of all ranks."""
         if self.axis.group is None:
             return seconds
         return max(row[0] for row in all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
-        """Seconds of a call that all ranks begin together, until it or those of all are done; nobody's first."""
+        """Return the median seconds of a call that all ranks begin together, without the first.
+
+        With `until_all` the time runs until all ranks are done.
+        """
         times = []
         for _ in range(rounds + 1):
             self.synchronize()
@@ -107,19 +110,19 @@ class World:
         return self.agreed(statistics.median(times[1:]))
 
     def short(self, call: Callable[[], Any]) -> float:
-        """The same of a call that is short, of which more are needed to tell."""
+        """Return the median seconds of a short call, measured over several in a row."""
         return self.median(lambda: [call() for _ in range(IN_A_ROW)], 2 * ROUNDS) / IN_A_ROW
 
     def synchronize(self, *, together: bool = True) -> None:
-        """Wait for the device, and for the others."""
+        """Wait for the device, and with `together` for the other ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if together and self.axis.group is not None:
             dist.barrier(group=self.axis.group)
 
 
-def device_figures(world: World, dtype: torch.dtype) -> Figures:
-    """What a rank computes and reads when all do."""
+def device_figures(world: MeasuredRanks, dtype: torch.dtype) -> Figures:
+    """Return the rates of a rank while all ranks work."""
     gpu = world.device.type == "cuda"
     tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
@@ -143,13 +146,13 @@ def device_figures(world: World, dtype: torch.dtype) -> Figures:
     return Figures(*rates, call, max(1.0, forward / one))
 
 
-def line_figures(world: World, *, between: bool) -> Line | None:
-    """One class of links, if the world has any."""
-    here, place = world.place
+def link_figures(world: MeasuredRanks, *, between: bool) -> LinkFigures | None:
+    """Return the rates of the links inside hosts or between them, if there are any."""
+    host, place = world.place
     lines, most = world.lines(between=between), max(map(len, world.hosts))
     if max(map(len, lines)) < 2:
         return None
-    mine, at = (lines[place], here) if between else (lines[here], place)
+    mine, at = (lines[place], host) if between else (lines[host], place)
     line = [*mine[at:], *mine[:at]]
     latency = world.short(lambda: _shift(world, line, SHORT))
     several = min(15, len(line) - 1)
@@ -163,12 +166,12 @@ def line_figures(world: World, *, between: bool) -> Line | None:
     short = latency if between else world.short(lambda: _merged(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
     message = max(0.0, (many - latency) / max(1, several - 1))
-    return Line(latency, short, message, _step(world, lines, short), rank_rate, max(host_rate, rank_rate))
+    return LinkFigures(latency, short, message, _step(world, lines, short), rank_rate, max(host_rate, rank_rate))
 
 
-def _step(world: World, lines: list[list[int]], first: float) -> float:
-    """Seconds of each step of a collective along a line, whose first is never shorter than a message's."""
-    assert world.axis.group is not None  # a line has two ranks or more
+def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
+    """Return the seconds of each step of a collective, whose first step takes at least as long as a message."""
+    assert world.axis.group is not None  # there are two ranks or more
     groups = [[dist.get_global_rank(world.axis.group, rank) for rank in line] for line in lines]
     mine = next(group for group in groups if dist.get_rank() in group)
     group = dist.new_group(mine, use_local_synchronization=True)
@@ -182,17 +185,17 @@ def _step(world: World, lines: list[list[int]], first: float) -> float:
     return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
 
 
-def _shift(world: World, line: Sequence[int], size: int) -> None:
-    """Everyone sends to the next in line and hears from the one before."""
-    _trade(world, line[1:2], line[-1:] if len(line) > 1 else [], size)
+def _shift(world: MeasuredRanks, line: Sequence[int], size: int) -> None:
+    """Send to the next rank, and receive from the previous one."""
+    _exchange(world, line[1:2], line[-1:] if len(line) > 1 else [], size)
 
 
-def _spread(world: World, line: Sequence[int], several: int) -> None:
-    """Everyone sends short messages to several at once, and hears from as many."""
-    _trade(world, line[1 : several + 1], list(line[1:])[-several:], SHORT)
+def _spread(world: MeasuredRanks, line: Sequence[int], several: int) -> None:
+    """Send short messages to several ranks at once, and receive as many."""
+    _exchange(world, line[1 : several + 1], list(line[1:])[-several:], SHORT)
 
 
-def _trade(world: World, to: Sequence[int], of: Sequence[int], size: int) -> None:
+def _exchange(world: MeasuredRanks, to: Sequence[int], of: Sequence[int], size: int) -> None:
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
     group = world.axis.group
     posts = [dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in of]
@@ -201,8 +204,8 @@ def _trade(world: World, to: Sequence[int], of: Sequence[int], size: int) -> Non
         work.wait()
 
 
-def _merged(world: World, line: Sequence[int]) -> None:
-    """A short message each way within a host, as merges send them."""
+def _merged(world: MeasuredRanks, line: Sequence[int]) -> None:
+    """Send and receive a short message inside a host, as a merge does."""
     mailboxes = mailboxes_of(world.axis, world.device)
     message = torch.empty(SHORT, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
@@ -213,20 +216,20 @@ def _merged(world: World, line: Sequence[int]) -> None:
 
 
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
-    """Measure the cluster that the ranks of a mesh are on. Every rank of the mesh calls it."""
-    here, device = Mesh.of(mesh), device_of(mesh)
-    run_agreed(here, lambda: _check_dtype(dtype), describe_call("Cluster.measure", dtype=dtype))
+    """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
+    place, device = Mesh.of(mesh), device_of(mesh)
+    run_agreed(place, lambda: _check_dtype(dtype), describe_call("Cluster.measure", dtype=dtype))
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    world = World.of(axis, device)
+    world = MeasuredRanks.of(axis, device)
     sizes = {len(host) for host in world.hosts}
     if len(sizes) > 1:
         given, fix = f"hosts of {sorted(sizes)}", "start as many ranks on each host"
         raise ClusterError("Cluster.measure", "as many ranks on each host", given, fix)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     figures = device_figures(world, dtype)
-    inside, between = (_link(line_figures(world, between=far)) for far in (False, True))
+    inside, between = (_link(link_figures(world, between=far)) for far in (False, True))
     chip = Device(
         figures.forward,
         figures.backward,
@@ -249,14 +252,14 @@ def _check_dtype(dtype: object) -> None:
         raise DtypeError("Cluster.measure dtype", f"one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
-def _link(line: Line | None) -> Link:
+def _link(line: LinkFigures | None) -> Link:
     if line is None:
         return NO_LINK
     return Link(line.latency, line.rank_rate, line.host_rate, short=line.short, step=line.step, message=line.message)
 
 
-def _memory(world: World) -> float:
-    """Bytes of memory a rank has: of the GPU, or its share of the machine's."""
+def _memory(world: MeasuredRanks) -> float:
+    """Return the bytes of memory per rank: the GPU's, or a share of the host's."""
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Memory of each GPU that the other ranks of its host may write to, and the merge that takes one launch by it."""
+"""Symmetric memory: GPU memory that all ranks of a host write to, and the merge in one launch that uses it."""
 
 import math
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.world import cached_per_world
 
 ROOM = 1 << 18
-"""Numbers of the longest message: 1 MiB."""
+"""Elements of the longest message: 1 MiB of float32."""
 
 ROWS = 8
-"""Rows of a program."""
+"""Rows per program."""
 
 FLAGS = ROOM // ROWS
-"""Programs of the longest message there can be."""
+"""Programs of the longest message."""
 
 TIMEOUT = 1 << 26
-"""Looks at a flag until a rank is given up: half a minute, if a look takes half a microsecond."""
+"""Polls of a flag until a rank counts as lost: half a minute at half a microsecond per poll."""
 
 
 @dataclass(frozen=True)
 class SymmetricMemory:
-    """The memories of all ranks of an axis, by their addresses; `kept` is what has to live as long."""
+    """Addresses of the memories of all ranks of an axis. `kept` holds references that must live as long."""
 
     addresses: Tensor
     rank: int
-    steps: Tensor  # so far, counted on the device: a captured graph goes on counting
+    steps: Tensor  # merges so far, counted on the device so that a captured graph counts too
     kept: tuple[Any, ...] = ()
 
     longest = 4 * ROOM
-    """Bytes of a message that fits."""
+    """Bytes of the longest message."""
 
     def merge(
         self, message: Tensor, shape: tuple[int, ...], *, put: bool = True, take: bool = True
     ) -> tuple[Tensor, Partial]:
-        """The messages of all ranks as one partial of that shape, and the maximum of their checksums.
+        """Return the merge of the messages of all ranks, and the maximum of their checksums.
 
-        A message of no rows is that of a rank that cannot go on: it is put for all programs that others may have.
+        A message without rows comes from a rank with an error. It is sent to every program that other ranks may run.
         """
         numbers, ranks, rows = message.view(torch.float32), len(self.addresses), math.prod(shape[:-1])
         checksum, out, lse = (numbers.new_empty(size) for size in ((2,), shape, shape[:-1]))
@@ -83,28 +83,28 @@ class SymmetricMemory:
         return checksum, Partial(out, lse)
 
 
-def numbers_of(ranks: int) -> int:
-    """How many numbers a rank's memory has room for."""
+def memory_size(ranks: int) -> int:
+    """Return the float32 elements of a rank's memory."""
     return ranks * FLAGS + 2 * ranks * ROOM
 
 
 @cached_per_world()
 def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | None:
-    """The memories of an axis whose ranks share a host; all ask at the same time, and if one cannot, none does."""
+    """Return the memories of an axis whose ranks share a host, or None on all ranks. All ranks call it at once."""
     if device.type != "cuda" or axis.size == 1:
         return None
     able = len(hosts(axis)) == 1 and supports(device)
-    memory = _made(numbers_of(axis.size), device) if able else None
-    if not _all(memory is not None, axis, device):
+    memory = _allocate(memory_size(axis.size), device) if able else None
+    if not _on_all_ranks(memory is not None, axis):
         return None
     try:
         handle = import_module(SYMMETRIC).rendezvous(memory, axis.group)
     except RuntimeError:  # GPUs that do not see each other's memory
         handle = None
-    if memory is None or not _all(handle is not None, axis, device):
+    if memory is None or not _on_all_ranks(handle is not None, axis):
         return None
     memory.zero_()
-    handle.barrier()  # nobody writes before all have cleared theirs
+    handle.barrier()  # no rank writes before all have cleared their memory
     addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
     return SymmetricMemory(addresses, axis.index, torch.zeros(1, dtype=torch.int32, device=device), (memory, handle))
 
@@ -112,8 +112,8 @@ def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | N
 SYMMETRIC = "torch.distributed._symmetric_memory"
 
 
-def _made(numbers: int, device: torch.device) -> Tensor | None:
-    """Memory that others may be let into, apart from PyTorch's pools; None where there is no such."""
+def _allocate(numbers: int, device: torch.device) -> Tensor | None:
+    """Return memory that other ranks can map, outside PyTorch's pools; None where there is none."""
     try:
         made: Tensor = import_module(SYMMETRIC)._SymmetricMemory.empty_strided_p2p(
             (numbers,), (1,), torch.float32, device
@@ -123,5 +123,5 @@ def _made(numbers: int, device: torch.device) -> Tensor | None:
         return None
 
 
-def _all(said: bool, axis: Axis, device: torch.device) -> bool:
-    return all(row[0] for row in all_gather_ints([said], [axis]))
+def _on_all_ranks(flag: bool, axis: Axis) -> bool:
+    return all(row[0] for row in all_gather_ints([flag], [axis]))
