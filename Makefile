@@ -4,7 +4,7 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo test long check format docs bench fuzz chaos gpu packages clean
+.PHONY: demo quick test long check format docs wheel bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -27,10 +27,16 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
 	$(RUN)/python -m benchmarks model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 
-test: $(VENV)/ready            ## the whole suite, on the CPU (14 minutes on 2 cores)
-	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'not gpu and not long'
+QUICK := tests/core tests/kernels tests/mesh tests/planner tests/attention tests/decode
+quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2 and 4 ranks (about 1 minute on 2 cores)
+	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m 'quick and not gpu and not long' $(QUICK)
 
-long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (25 minutes)
+# Half of the tests are one process, and ranks wait for each other: two files at a time keep two cores at work.
+WORKERS ?= 2
+test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 8 minutes on 2 cores)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not long'
+
+long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about 40 minutes)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
 
 check: $(VENV)/ready           ## format, lint, types
@@ -45,6 +51,9 @@ format: $(VENV)/ready
 
 docs: $(VENV)/ready            ## the documentation, in docs/_build
 	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
+
+wheel: $(VENV)/ready           ## a wheel of the package, in dist
+	$(RUN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
 	$(RUN)/attnmesh bench kernel

@@ -1,8 +1,8 @@
-"""`python -m benchmarks plan`: what the planner foretells of a world of ranks, beside what is measured there.
+"""`python -m benchmarks plan`: predictions of the planner beside measurements, on a world of ranks.
 
-The world's constants are measured first; then every workload is planned with them, and the plans are run in turns: the
-one picked, the best of each other shape, and the shapes that have names. *Regret* is how much longer the picked one
-takes than the best measured. On shaped hosts, bytes are told by the counters of their interfaces.
+The constants of the world are measured first, and every workload is planned with them. Then plans run in turns: the
+picked one, the best of each other shape, and the best of each published scheme. *Regret* is the time of the picked plan
+over that of the best one. On shaped hosts, the counters of network interfaces measure bytes.
 """
 
 import os
@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.cli.bench_prefill import mesh_of
-from attnmesh.cli.launch import Say
-from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, wires
+from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, send_rows, wires
 from attnmesh.cli.timing import Timing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
@@ -29,11 +28,11 @@ from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 
 GLOO = 147
-"""Bytes that gloo sends with each message: that it has one, that it may come, and before its bytes."""
+"""Bytes that gloo adds to each message: an announcement, its acknowledgement and a header."""
 
 
 class Crossed(NamedTuple):
-    """Bytes of one call over the links of a class: foretold, with what gloo adds, and as interfaces counted them."""
+    """Bytes of one call between hosts: predicted, added by gloo, and counted by network interfaces."""
 
     predicted: int
     gloo: int
@@ -42,13 +41,13 @@ class Crossed(NamedTuple):
 
     @property
     def off(self) -> float:
-        """By what share the prediction misses what was counted."""
+        """Relative error of the predicted bytes."""
         return (self.predicted + self.gloo) / max(1, self.payload) - 1
 
 
 @dataclass(frozen=True)
 class Ran:
-    """One plan: what was said of it and what came of it; bytes are of all hosts together, between them."""
+    """One plan: its predictions and its measurements. Bytes are the sum over all hosts."""
 
     workload: str
     plan: str
@@ -63,7 +62,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Report:
-    """All that one world told."""
+    """Results of one world."""
 
     world: str
     cluster: Cluster
@@ -71,9 +70,9 @@ class Report:
 
 
 def workloads(length: int) -> list[Workload]:
-    """Each phase with heads of their own, in groups of 4 and of 8; decoding over 16 times the tokens."""
+    """Return workloads of each phase with 1, 4 and 8 query heads per key head; decoding over 16 times the tokens."""
     found = []
-    for phase in ("decode", "prefill", "training"):  # short steps first: each new mesh brings threads
+    for phase in ("decode", "prefill", "training"):  # short steps first: each new mesh starts threads
         for kv_heads in (8, 2, 1):
             tokens = 16 * length if phase == "decode" else length
             found.append(Workload(8, kv_heads, 64, tokens, phase=phase, dtype="float32", mask=am.Causal()))
@@ -81,33 +80,36 @@ def workloads(length: int) -> list[Workload]:
 
 
 def described(workload: Workload) -> str:
-    """A workload in few words."""
+    """Return a workload in a few words."""
     heads = f"{workload.q_heads}/{workload.kv_heads} heads of {workload.head_dim}"
     return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
 
 
-def report(world: World, length: int, most: int, rounds: int, heard: Say) -> Report:
-    """Measure a world and what is planned for it."""
-    wired = isinstance(world, Hosts)
-    cluster, rows = run_on(world, _on_rank, workloads(length), most, rounds, wired, heard=heard)[0]
-    return Report(str(world), cluster, rows)
+def report(world: World, length: int, most: int, rounds: int, show: Callable[[Report], None]) -> Report:
+    """Return the measurements of a world: its constants, and its plans. `show` is called after each."""
+    measured: list[Report] = []
+
+    def add(message: Cluster | Ran) -> None:
+        if isinstance(message, Cluster):
+            measured.append(Report(str(world), message, []))
+        else:
+            measured[0].rows.append(message)
+        show(measured[0])
+
+    run_on(world, send_rows, _on_rank, workloads(length), most, rounds, isinstance(world, Hosts), on_message=add)
+    return measured[0]
 
 
-def _on_rank(say: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
-    first, line = dist.get_rank() == 0, Shape(1, 1, dist.get_world_size())
+def _on_rank(todo: list[Workload], most: int, rounds: int, wired: bool) -> Iterator[Cluster | Ran]:
+    line = Shape(1, 1, dist.get_world_size())
     cluster = Cluster.measure(mesh_of(line, line))
-    if first:
-        say(f"measured {cluster.hosts} hosts of {cluster.ranks}")
-    rows = []
+    yield cluster
     for workload in todo:
-        rows += _contest(workload, cluster, most, rounds, wired)
-        if first:
-            say(described(workload))
-    return cluster, rows
+        yield from _contest(workload, cluster, most, rounds, wired)
 
 
 def contenders(plans: list[Plan], most: int) -> list[Plan]:
-    """The picked plan, the best of each other shape and exchange, and of each placement of the picked one."""
+    """Return the picked plan, its other placements, and the best of each other shape, exchange and scheme."""
     found: dict[tuple[Any, ...], Plan] = {}
     for each in plans:
         found.setdefault((each.shape, each.exchange), each)
@@ -151,12 +153,12 @@ def _contest(workload: Workload, cluster: Cluster, most: int, rounds: int, wired
 
 
 def _repeated(each: Plan) -> tuple[Callable[[], Any], int]:
-    """A short step is timed many times in a row, as a server makes them; all ranks count alike."""
+    """Return the call of a plan, and how often to repeat it between barriers. The count is equal on all ranks."""
     return call_of(each), max(1, min(20, int(0.1 / each.seconds)))
 
 
 def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
-    """What one call sends between hosts: of as many calls that what the counting sends does not count."""
+    """Return the bytes that one call sends between hosts, from enough calls to outweigh the counting itself."""
     per_host = max(1.0, (each.bytes.between + GLOO * each.messages) / each.cluster.hosts)
     repeat = max(1, min(200, int(1e6 / per_host)))
     quiet, busy = _quiet(), counted(lambda: [call() for _ in range(repeat)])
@@ -166,7 +168,7 @@ def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
 
 @lru_cache
 def _quiet() -> Wire:
-    """What counting sends when there is nothing to count."""
+    """Return the traffic of counting itself."""
     return counted(lambda: None)
 
 
@@ -175,21 +177,21 @@ def _headers(sent: Wire) -> int:
 
 
 def counted(call: Callable[[], Any]) -> Wire:
-    """What left all hosts while all ranks made a call, beside two barriers."""
-    _settled()
+    """Return the traffic that leaves all hosts while all ranks make a call, with two barriers."""
+    _wait_until_quiet()
     before = wires()[1]
     dist.barrier()
     call()
     dist.barrier()
-    _settled()
+    _wait_until_quiet()
     once = os.environ["LOCAL_RANK"] == "0"
     total = torch.tensor([once * x for x in wires()[1] - before])
     dist.all_reduce(total)
     return Wire(*total.tolist())
 
 
-def _settled() -> None:
-    """Until nothing is on its way any more."""
+def _wait_until_quiet() -> None:
+    """Wait until the network interfaces count nothing more."""
     dist.barrier()
     before = wires()[1]
     while True:
@@ -201,11 +203,11 @@ def _settled() -> None:
 
 
 def call_of(each: Plan) -> Callable[[], Any]:
-    """What a plan plans, to be called on every rank of its mesh."""
+    """Return the call that a plan describes. Every rank of its mesh calls it."""
     work, mesh = each.workload, mesh_of(each.shape, each.tile)
     torch.manual_seed(0)
     if work.phase == "decode":
-        return _decoding(each, mesh)
+        return _decode_call(each, mesh)
     tokens = len(each.layout.positions(work.length, each.shape.ranks, Mesh.of(mesh).shard))
     heads, dtype = (work.q_heads, work.kv_heads, work.kv_heads), getattr(torch, str(work.dtype))
     q, k, v = (torch.randn(1, n, tokens, work.head_dim).to(dtype) for n in heads)
@@ -218,12 +220,12 @@ def call_of(each: Plan) -> Callable[[], Any]:
     }
     if work.phase == "prefill":
         return lambda: am.attention(q, k, v, **options)
-    learned = [x.requires_grad_() for x in (q, k, v)]
+    inputs = [x.requires_grad_() for x in (q, k, v)]
     dout = torch.ones_like(q)
-    return lambda: torch.autograd.grad(am.attention(*learned, **options), learned, dout)
+    return lambda: torch.autograd.grad(am.attention(*inputs, **options), inputs, dout)
 
 
-def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
+def _decode_call(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
     work = each.workload
     sizes = {"batch": 1, "kv_heads": work.kv_heads, "head_dim": work.head_dim, "capacity": work.length}
     dtype = getattr(torch, str(work.dtype))
@@ -236,11 +238,11 @@ def _decoding(each: Plan, mesh: DeviceMesh) -> Callable[[], Any]:
 
 
 def summary(reports: list[Report]) -> dict[str, Any]:
-    """How often the planner was right, and every miss."""
+    """Return how often the planner was right, and every miss."""
     rows = [row for report in reports for row in report.rows]
     close = [abs(row.predicted_ms / row.timing.median - 1) <= CLOSE for row in rows]
     wired = [abs(row.between.off) for row in rows if row.between is not None]
-    missed = [told for report in reports for told in _misses(report)]
+    missed = [miss for report in reports for miss in _misses(report)]
     picked = sum(row.picked for row in rows)
     return {
         "workloads": picked,
@@ -260,4 +262,4 @@ def _misses(report: Report) -> Iterator[str]:
 
 
 REGRET, CLOSE = 1.10, 0.25
-"""What is asked of a planner: the picked plan is hardly slower than the best, and seconds are about those foretold."""
+"""Largest regret that counts as a good pick, and largest relative error that counts as a close prediction."""

@@ -1,6 +1,10 @@
-"""The documentation: what is drawn in it the library draws, while it is built."""
+"""The configuration of Sphinx. The library draws the figures of the pages while they are built."""
 
 from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 
 import attnmesh as am
 from attnmesh.mesh.figures import draw_mesh, draw_tree
@@ -13,16 +17,19 @@ myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"attnmesh {release}"
+html_math_renderer = "mathml"
 exclude_patterns = ["_build"]
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
 default_role = "code"
 
 FIGURES = Path(__file__).parent / "_figures"
 
 
 def draw() -> None:
-    """The figures of the pages."""
+    """Draw the figures of the pages."""
     FIGURES.mkdir(exist_ok=True)
     figures = {
         "layouts": draw_mesh(am.Causal(), am.Shape(1, 2, 2), [am.Contiguous(), am.Zigzag(), am.Striped()], 32),
@@ -32,6 +39,23 @@ def draw() -> None:
     }
     for name, figure in figures.items():
         figure.savefig(FIGURES / f"{name}.png")
+
+
+def inline_formula(page: Any, node: nodes.math) -> None:
+    """Write a formula as MathML, which browsers render without a script and without a network."""
+    page.body.append(tex2mathml(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_formula(page: Any, node: nodes.math_block) -> None:
+    """Write a formula on lines of its own."""
+    page.body.append(f'<div class="formula">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    """Register the renderer of formulas."""
+    app.add_html_math_renderer("mathml", (inline_formula, None), (block_formula, None))
 
 
 draw()

@@ -1,6 +1,8 @@
-"""Generate with a context that is spread over ranks: torchrun --nproc-per-node 4 examples/generate.py MODEL FILE
+"""Generate text with a context that is sharded over ranks.
 
-MODEL is a folder or a name on the hub; FILE is text to go on with.
+    torchrun --nproc-per-node 4 examples/generate.py MODEL FILE
+
+MODEL is a folder or a name on the hub. FILE is the text to continue.
 """
 
 import sys
@@ -25,7 +27,7 @@ mesh = am.init_mesh(device, am.mesh_shape(dist.get_world_size(), *heads), *heads
 
 tokenizer = AutoTokenizer.from_pretrained(name)
 ids = tokenizer(Path(file).read_text(), return_tensors="pt")["input_ids"].to(device)
-made = hf.generate(model, ids, mesh=mesh, max_new_tokens=30, do_sample=False)
+tokens = hf.generate(model, ids, mesh=mesh, max_new_tokens=30, do_sample=False)
 if dist.get_rank() == 0:
-    print(tokenizer.decode(made[0, ids.shape[1] :]))
+    print(tokenizer.decode(tokens[0, ids.shape[1] :]))
 dist.destroy_process_group()

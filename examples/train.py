@@ -1,11 +1,11 @@
-"""Train a small byte-level Llama on Python's own documentation, sequences cut over a mesh, and let it write.
+"""Train a small byte-level Llama on Python's documentation, with sequences sharded over a mesh, then generate text.
 
     python examples/train.py                                              # one device
     torchrun --nproc-per-node 4 examples/train.py --mesh 1x2x2            # data x queries x keys
     torchrun --nproc-per-node 4 examples/train.py --mesh 2x1x2 --checkpoint /tmp/run     # stop it, and start it again
 
-Along `data` ranks have other sequences, and FSDP2 shards weights and optimizer; along `queries` and `keys` they have
-other tokens of the same sequences. The loss is that of one device, whatever the mesh.
+Ranks along `data` have different sequences, and FSDP2 shards weights and optimizer over them. Ranks along `queries` and
+`keys` have different tokens of the same sequences. The loss is that of one device, whatever the mesh.
 """
 
 import argparse
@@ -49,17 +49,17 @@ CONFIG = {
 
 
 def main() -> None:
-    """Train, and write."""
-    asked = arguments()
-    world, context = started(asked)
-    model = built(world, asked)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.rate, weight_decay=0.1)
-    first = resumed(asked, model, optimizer)
+    """Train, then generate text."""
+    args = parse_arguments()
+    world, context = start(args)
+    model = build_model(world, args)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, weight_decay=0.1)
+    first = resume(args, model, optimizer)
     text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
-    losses = train(model, optimizer, text, first, world, context, asked)
-    written = write(model, context, text, asked)
+    losses = train(model, optimizer, text, first, world, context, args)
+    written = write(model, context, text, args)
     if rank() == 0:
-        if asked.json:
+        if args.json:
             print(json.dumps({"first_step": first, "losses": losses, "text": written}))
         else:
             Console().print(f"[bold]it writes:[/] {written!r}", highlight=False)
@@ -75,17 +75,17 @@ def train(
     first: int,
     world: DeviceMesh | None,
     context: DeviceMesh | None,
-    asked: argparse.Namespace,
+    args: argparse.Namespace,
 ) -> list[float]:
-    """Steps from `first` on; the loss of each."""
+    """Run the steps from `first` on. Return the loss of each."""
     losses = []
     console = Console(stderr=True, quiet=rank() != 0)
     with Progress(console=console) as progress:
-        bar = progress.add_task("training", total=asked.steps, completed=first)
-        for step in range(first, min(asked.steps, asked.until or asked.steps)):
+        bar = progress.add_task("training", total=args.steps, completed=first)
+        for step in range(first, min(args.steps, args.until or args.steps)):
             for group in optimizer.param_groups:
-                group["lr"] = rate(step, asked)
-            batch = hf.shard_batch(sequences(text, step, world, asked), context, asked.layout)
+                group["lr"] = learning_rate(step, args)
+            batch = hf.shard_batch(sequences(text, step, world, args), context, args.layout)
             loss = model(**batch).loss
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -93,31 +93,31 @@ def train(
             optimizer.zero_grad()
             losses.append(mean(loss.detach()))
             progress.update(bar, advance=1, description=f"loss {losses[-1]:.4f}, gradient {float(norm):.2f}")
-            if asked.checkpoint and ((step + 1) % asked.every == 0 or step + 1 in (asked.steps, asked.until)):
-                save(asked, model, optimizer, step + 1)
+            if args.checkpoint and ((step + 1) % args.every == 0 or step + 1 in (args.steps, args.until)):
+                save(args, model, optimizer, step + 1)
     return losses
 
 
-def sequences(text: Tensor, step: int, world: DeviceMesh | None, asked: argparse.Namespace) -> dict[str, Tensor]:
-    """This data rank's sequences of the step's batch, which does not depend on the mesh."""
-    generator = torch.Generator().manual_seed(1000 * asked.seed + step)
-    starts = torch.randint(len(text) - asked.length, (asked.batch,), generator=generator)
+def sequences(text: Tensor, step: int, world: DeviceMesh | None, args: argparse.Namespace) -> dict[str, Tensor]:
+    """Return this data rank's sequences of the step. The whole batch does not depend on the mesh."""
+    generator = torch.Generator().manual_seed(1000 * args.seed + step)
+    starts = torch.randint(len(text) - args.length, (args.batch,), generator=generator)
     share = starts if world is None else starts.chunk(world["data"].size())[world["data"].get_local_rank()]
-    ids = torch.stack([text[start : start + asked.length] for start in share.tolist()]).to(device())
+    ids = torch.stack([text[start : start + args.length] for start in share.tolist()]).to(device())
     return {"input_ids": ids, "labels": ids}
 
 
-def rate(step: int, asked: argparse.Namespace) -> float:
-    """Up over the first tenth, then down along a cosine."""
-    warm = max(1, asked.steps // 10)
+def learning_rate(step: int, args: argparse.Namespace) -> float:
+    """Return a rate that rises over the first tenth, then falls along a cosine."""
+    warm = max(1, args.steps // 10)
     if step < warm:
-        return float(asked.rate * (step + 1) / warm)
-    return float(asked.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, asked.steps - warm)))))
+        return float(args.rate * (step + 1) / warm)
+    return float(args.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, args.steps - warm)))))
 
 
-def built(world: DeviceMesh | None, asked: argparse.Namespace) -> Any:
-    """The model, its weights sharded along data and the same along all other axes."""
-    torch.manual_seed(asked.seed)
+def build_model(world: DeviceMesh | None, args: argparse.Namespace) -> Any:
+    """Return the model, with weights sharded along data and replicated along the other axes."""
+    torch.manual_seed(args.seed)
     config = LlamaConfig(**CONFIG, attn_implementation="attnmesh")
     model = LlamaForCausalLM(config).to(device())
     if world is not None:
@@ -127,24 +127,24 @@ def built(world: DeviceMesh | None, asked: argparse.Namespace) -> Any:
     return model
 
 
-def write(model: Any, context: DeviceMesh | None, text: Tensor, asked: argparse.Namespace) -> str:
-    """What the model has learned to write."""
+def write(model: Any, context: DeviceMesh | None, text: Tensor, args: argparse.Namespace) -> str:
+    """Return the text that the model generates."""
     model.eval()
-    prompt = text[: asked.length // 2][None].to(device())
-    made = hf.generate(model, prompt, mesh=context, max_new_tokens=asked.write, do_sample=False)
+    prompt = text[: args.length // 2][None].to(device())
+    made = hf.generate(model, prompt, mesh=context, max_new_tokens=args.write, do_sample=False)
     return bytes(made[0, prompt.shape[1] :].tolist()).decode(errors="replace")
 
 
 # --- ranks ---
 
 
-def started(asked: argparse.Namespace) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """Of what torchrun started the mesh of FSDP, replicas x shards, and that of attention; none for one process."""
-    sizes = tuple(int(size) for size in asked.mesh.split("x"))
+def start(args: argparse.Namespace) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the mesh of FSDP (replicas x shards) and the mesh of attention, or None twice for one process."""
+    sizes = tuple(int(size) for size in args.mesh.split("x"))
     if math.prod(sizes) == 1:
         return None, None
     if "RANK" not in os.environ:
-        sys.exit(f"--mesh {asked.mesh} needs torchrun --nproc-per-node {math.prod(sizes)} {sys.argv[0]}")
+        sys.exit(f"--mesh {args.mesh} needs torchrun --nproc-per-node {math.prod(sizes)} {sys.argv[0]}")
     if device().type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
@@ -157,17 +157,17 @@ def started(asked: argparse.Namespace) -> tuple[DeviceMesh | None, DeviceMesh | 
 
 
 def device() -> torch.device:
-    """Where to compute."""
+    """Return the device type."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def rank() -> int:
-    """The number of this process."""
+    """Return the number of this process."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def mean(loss: Tensor) -> float:
-    """Over all ranks: the loss of the whole batch."""
+    """Return the mean over all ranks: the loss of the whole batch."""
     if dist.is_initialized():
         dist.all_reduce(loss)
         loss = loss / dist.get_world_size()
@@ -177,55 +177,55 @@ def mean(loss: Tensor) -> float:
 # --- checkpoints ---
 
 
-def settings(asked: argparse.Namespace) -> dict[str, int]:
-    """What has to stay the same for a run to be the run that it was."""
-    return {name: getattr(asked, name) for name in ("steps", "batch", "length", "seed")}
+def settings(args: argparse.Namespace) -> dict[str, int]:
+    """Return the options that a resumed run has to keep."""
+    return {name: getattr(args, name) for name in ("steps", "batch", "length", "seed")}
 
 
-def save(asked: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Write all that resuming needs; the old checkpoint goes when the new one is whole."""
+def save(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write a checkpoint. Remove the old one when the new one is complete."""
     weights, state = get_state_dict(model, optimizer)
-    scratch = asked.checkpoint / f"{step}.part"
+    scratch = args.checkpoint / f"{step}.part"
     with quiet():
         dcp.save(
-            {"model": weights, "optimizer": state, "step": step, "settings": settings(asked)}, checkpoint_id=scratch
+            {"model": weights, "optimizer": state, "step": step, "settings": settings(args)}, checkpoint_id=scratch
         )
     if rank() == 0:
-        old = [path for path in asked.checkpoint.iterdir() if path.name.isdigit()]
-        scratch.rename(asked.checkpoint / str(step))
+        old = [path for path in args.checkpoint.iterdir() if path.name.isdigit()]
+        scratch.rename(args.checkpoint / str(step))
         for path in old:
             shutil.rmtree(path)
     if dist.is_initialized():
         dist.barrier()
 
 
-def resumed(asked: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The step to go on with, from the last checkpoint if there is one: also of another mesh."""
-    folder = asked.checkpoint
+def resume(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the last checkpoint, if any, also of another mesh. Return the step to continue with."""
+    folder = args.checkpoint
     steps = [int(path.name) for path in folder.iterdir() if path.name.isdigit()] if folder else []
     if not steps:
         return 0
     weights, state = get_state_dict(model, optimizer)
-    kept: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0, "settings": settings(asked)}
+    kept: dict[str, Any] = {"model": weights, "optimizer": state, "step": 0, "settings": settings(args)}
     with quiet():
         dcp.load(kept, checkpoint_id=folder / str(max(steps)))
-    if kept["settings"] != settings(asked):
+    if kept["settings"] != settings(args):
         sys.exit(
-            f"--checkpoint: the run in {folder} has {kept['settings']}, given {settings(asked)}: use another folder"
+            f"--checkpoint: the run in {folder} has {kept['settings']}, given {settings(args)}: use another folder"
         )
     set_state_dict(model, optimizer, model_state_dict=kept["model"], optim_state_dict=kept["optimizer"])
     return int(kept["step"])
 
 
 def quiet() -> Any:
-    """One process alone is told so by PyTorch each time."""
+    """Silence a warning that PyTorch gives in one process at each save."""
     import warnings
 
     return nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore")
 
 
-def arguments() -> argparse.Namespace:
-    """What was asked for, checked."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the checked arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mesh", default="1x1x1", help="data x queries x keys")
     parser.add_argument("--steps", type=int, default=200)
@@ -239,22 +239,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--write", type=int, default=120, help="bytes to generate at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object with the losses on standard output")
-    asked = parser.parse_args()
-    sizes = asked.mesh.split("x")
+    args = parser.parse_args()
+    sizes = args.mesh.split("x")
     if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
-        parser.error(f"--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given {asked.mesh!r}")
-    if asked.batch % int(sizes[0]):
-        parser.error(f"--batch: expected a multiple of the {sizes[0]} data ranks, given {asked.batch}")
+        parser.error(f"--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given {args.mesh!r}")
+    if args.batch % int(sizes[0]):
+        parser.error(f"--batch: expected a multiple of the {sizes[0]} data ranks, given {args.batch}")
     ranks = int(os.environ.get("WORLD_SIZE", math.prod(map(int, sizes))))
     if ranks != math.prod(map(int, sizes)):
-        parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {asked.mesh}")
+        parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {args.mesh}")
     longest = CONFIG["max_position_embeddings"]
-    if not 2 <= asked.length <= longest:
-        parser.error(f"--length: expected 2 to {longest} bytes, the model's context, given {asked.length}")
-    asked.layout = {"contiguous": am.Contiguous, "zigzag": am.Zigzag, "striped": am.Striped}[asked.layout]()
-    if asked.checkpoint:
-        asked.checkpoint.mkdir(parents=True, exist_ok=True)
-    return asked
+    if not 2 <= args.length <= longest:
+        parser.error(f"--length: expected 2 to {longest} bytes, the model's context, given {args.length}")
+    args.layout = {"contiguous": am.Contiguous, "zigzag": am.Zigzag, "striped": am.Striped}[args.layout]()
+    if args.checkpoint:
+        args.checkpoint.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 if __name__ == "__main__":

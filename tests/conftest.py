@@ -3,17 +3,28 @@ from collections.abc import Iterator
 
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 
+import multiprocessing as mp
+
 import hypothesis
 import pytest
 import torch
 
 import tests.support.interpreted  # noqa: F401 (first of all)
-from tests.support.pool import Pool
+from attnmesh.cli.launch import _start_forkserver
+from tests.support.pool import PRELOADED, Pool
 
 collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid
 
 hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("project")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the process that all ranks are forked from, while tests are collected: it imports what most ranks need."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # of several workers each has its own, and whoever hands out the tests runs none
+    mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    _start_forkserver()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
+from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.hardware import BOUNDLESS, Link
 from attnmesh.planner.workload import Workload
 
@@ -39,7 +39,7 @@ def ring_decode(cluster: Cluster, shard: float) -> float:
 
 def algorithm_3(cluster: Cluster, shard: float, heads: int, width: int) -> float:
     """A shard attended, then three all-reduces: of the maximum, the numerator, the denominator."""
-    line, payload = Line(cluster.world, cluster.ranks), Payload(heads * FLOAT, width)
+    line, payload = MergeGroup(cluster.world, cluster.ranks), Payload(heads * FLOAT, width)
     return attended(cluster, shard) + merge_seconds("allreduce", line, payload, cluster)
 
 

@@ -15,7 +15,7 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
+from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.workload import Workload
 from benchmarks.papers import baselines
 from benchmarks.papers.llama import LLAMA_1B, LLAMA_8B, Llama, generated, generated_best
@@ -161,7 +161,7 @@ def messages() -> list[Row]:
     spent = cost(Candidate(Shape(1, 1, 8), Shape(1, 1, 8), am.Striped(16), "allreduce"), workload, DGX)
     volume = one(baselines.tree_volume(8, HEADS * WIDTH, HEADS) / 1e3)
     three = baselines.algorithm_3(DGX, 0.0, HEADS, WIDTH) - DGX.device.call
-    direct = merge_seconds("direct", Line(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)
+    direct = merge_seconds("direct", MergeGroup(8, 8), Payload(HEADS * 4.0, WIDTH), DGX)
     case = "8 H100, one layer: "
     return [
         Row(f"{case}bytes a rank, by its formula", "kB", volume, one(spent.inside / 8e3), why=WIDE),

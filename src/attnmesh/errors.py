@@ -1,14 +1,20 @@
-"""What attnmesh raises when it is asked for something it cannot do exactly.
+"""Errors that attnmesh raises.
 
-Every message says what was expected, what was given and how to fix it. All but a lost rank are `ValueError`s, and
-picklable, so that one rank can tell another what went wrong.
+Each message has one form: `subject: expected X, given Y. Fix: Z.` Every error except `RankFailure` is a `ValueError`.
+All of them can be pickled, so that one rank can send its error to the others.
 """
 
 from collections.abc import Sequence
 
 
 class InputError(ValueError):
-    """Something given to attnmesh contradicts itself or the rest.
+    """Base class of the errors for arguments that contradict themselves or each other.
+
+    Args:
+        subject: The function and argument at fault, such as "attend q".
+        expected: The values that are accepted.
+        given: The value that was passed.
+        fix: A change to the call, which starts with a verb.
 
     >>> raise ShapeError("q", "4 dims", "3 dims", "add the batch with q[None]")
     Traceback (most recent call last):
@@ -20,60 +26,66 @@ class InputError(ValueError):
 
     def __str__(self) -> str:
         subject, expected, given, fix = self.args
-        given = f":\n{given}\n" if given.startswith("    ") else f" {given}. "  # a table of who gave what
+        given = f":\n{given}\n" if given.startswith("    ") else f" {given}. "  # indented: a table of values per rank
         return f"{subject}: expected {expected}, given{given}Fix: {fix}."
 
 
 class ShapeError(InputError):
-    """Dims, lengths, widths or head counts that disagree."""
+    """Raised when dims, lengths, widths or head counts disagree."""
 
 
 class DtypeError(InputError):
-    """A dtype that is not supported, or dtypes that disagree."""
+    """Raised when a dtype is not supported, or when dtypes disagree."""
 
 
 class DeviceError(InputError):
-    """Tensors that live on different devices."""
+    """Raised when tensors are on different devices."""
 
 
 class MaskError(InputError):
-    """A mask that means nothing, or not for this length."""
+    """Raised when a mask is not valid, or does not fit the length."""
 
 
 class LayoutError(InputError):
-    """A layout, or positions, that do not describe the tokens given."""
+    """Raised when a layout, or positions, do not fit the tokens given."""
 
 
 class MeshError(InputError):
-    """A mesh that does not fit what is asked of it, or ranks that disagree."""
+    """Raised when a mesh does not fit the call, or when ranks disagree."""
 
 
 class KernelError(InputError):
-    """A kernel that is unknown, or cannot serve what was asked of it."""
+    """Raised when a kernel is unknown or does not support the call."""
 
 
 class ArgumentError(InputError, TypeError):
-    """An argument that no function here has; a `TypeError` too, as to every function of Python."""
+    """Raised when a function has no such argument; also a `TypeError`, as for any Python function."""
 
 
 class UnforeseenError(InputError):
-    """What no check foresaw, as that there is no memory: others raise this where one rank raises what it met."""
+    """Raised on the other ranks when one rank fails unexpectedly, for example out of memory."""
 
 
 class ModelError(InputError):
-    """A model that is not there, or is none that generates text, or a prompt that it cannot take."""
+    """Raised when a model is missing, does not generate text, or does not accept the prompt."""
 
 
 class StoreError(InputError):
-    """Files that are not those of a cache, or are damaged."""
+    """Raised when files are damaged, or are not those of a cache."""
 
 
 class ClusterError(InputError):
-    """Hosts, links or devices that cannot be, or a workload that does not fit them."""
+    """Raised when hosts, links or devices are not possible, or a workload does not fit them."""
 
 
 class RankFailure(RuntimeError):
-    """Ranks that others wait for are dead, stopped or cut off; every survivor raises it, and can only start anew.
+    """Raised on every surviving rank when ranks are dead, stopped or disconnected. Start the ranks again.
+
+    Args:
+        ranks: World ranks that are missing. Empty if they are unknown.
+        step: The operation that failed, such as "gathering keys".
+        axis: The mesh axis along which the ranks communicated.
+        why: The error of the backend, or the timeout.
 
     >>> raise RankFailure([3], "gathering keys", "queries", "Connection closed by peer")
     Traceback (most recent call last):
@@ -85,22 +97,22 @@ class RankFailure(RuntimeError):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that are missing, as the world numbers them; none where nobody can tell."""
+        """World ranks that are missing. Empty if they are unknown."""
         ranks: tuple[int, ...] = self.args[0]
         return ranks
 
     @property
     def step(self) -> str:
-        """What was being done."""
+        """The operation that failed."""
         return str(self.args[1])
 
     @property
     def axis(self) -> str:
-        """The axis of the mesh along which it was done."""
+        """The mesh axis along which the ranks communicated."""
         return str(self.args[2])
 
     def __str__(self) -> str:
         ranks, step, axis, why = self.args
-        who = {0: "some rank is", 1: f"rank {ranks[0] if ranks else ''} is"}.get(len(ranks))
-        who = who or f"ranks {', '.join(map(str, ranks))} are"
-        return f"{who} lost along the {axis} axis, {step}: {why}"
+        lost = f"ranks {', '.join(map(str, ranks))} are" if len(ranks) > 1 else "some rank is"
+        lost = f"rank {ranks[0]} is" if len(ranks) == 1 else lost
+        return f"{lost} lost along the {axis} axis, {step}: {why}"

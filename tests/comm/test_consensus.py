@@ -132,8 +132,8 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     asked, share = [], p2p.all_gather_ints
     with (
-        mock.patch("attnmesh.attention.attention.asked_each_time", return_value=on_cpu),
-        mock.patch("attnmesh.comm.consensus.share", lambda *told: (asked.append(1), share(*told))[1]),
+        mock.patch("attnmesh.comm.consensus.cheap_to_compare", return_value=on_cpu),
+        mock.patch("attnmesh.comm.consensus.all_gather_ints", lambda *told: (asked.append(1), share(*told))[1]),
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
@@ -159,7 +159,7 @@ def test_attention_asks_when_it_is_told_to(
 def unasked() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.comm.consensus.share", side_effect=AssertionError("they ask")):
+    with mock.patch("attnmesh.comm.consensus.all_gather_ints", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 
@@ -214,7 +214,7 @@ def told_otherwise(kind: str) -> str:
     other = dist.get_rank() == 1
     if kind == "padding":
         real = torch.tensor([[False, True, True, False] if other else [True, False, False, True]]).expand(4, 4)
-        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), real=real)
+        cache.append(*torch.ones(2, 4, 2, 4, 4).unbind(), token_mask=real)
     else:
         cache.reorder(torch.tensor([2, 0, 1, 3] if other else [0, 3, 1, 2]))
     try:
@@ -249,7 +249,9 @@ def test_a_scale_is_the_same_as_a_float(pool: Pool) -> None:
 
 def without_memory() -> str:
     """The second rank has no room for a cache."""
-    room = mock.patch("attnmesh.decode.cache.Room", side_effect=MemoryError("no more") if dist.get_rank() else None)
+    room = mock.patch(
+        "attnmesh.decode.cache.CacheShard", side_effect=MemoryError("no more") if dist.get_rank() else None
+    )
     try:
         with room:
             am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=1, kv_heads=2, head_dim=4, capacity=40, dtype=F32)

@@ -48,7 +48,7 @@ def test_harm_is_survived_or_named(trouble: Trouble, outcomes: dict[Trouble, Out
     outcome = outcomes[trouble]
     assert not outcome.failed, (trouble, outcome)
     for what in (what for what in outcome.said.values() if what.kind == "RankFailure"):
-        assert what.step in ("gathering", "giving back", "swapping", "agreeing", "merging"), (trouble, what)
+        assert what.step in ("gathering", "returning results", "swapping", "agreeing", "merging"), (trouble, what)
         assert what.axis in ("heads", "queries", "keys", "queries x keys"), (trouble, what)
 
 

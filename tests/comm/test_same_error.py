@@ -402,7 +402,7 @@ ALIKE: Table = {
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
     ],
     new_cache: [
-        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"batch": 0}, ShapeError, r"KVCache batch: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"kv_heads": True}, ShapeError, r"KVCache kv_heads: expected a whole number, 1 or more, given True"),
         ({"head_dim": "4"}, ShapeError, r"KVCache head_dim: expected a whole number, 1 or more, given '4'"),
         ({"value_dim": -1}, ShapeError, r"KVCache value_dim: expected a whole number, 1 or more, given -1"),
@@ -429,12 +429,24 @@ ALIKE: Table = {
             DtypeError,
             r"append k: expected torch.float32 on cpu, given torch.float64 on cpu\. Fix: call \.to",
         ),
-        ({"k": LEARNED}, KernelError, r"append k: expected a tensor without gradients, given one that asks for"),
+        ({"k": LEARNED}, KernelError, r"append k: expected a tensor without gradients, given one with requires_grad"),
         ({"k": T(1, 6, 1, 4)}, MeshError, r"append: expected the same call .*:\n    shards  k\n(.*\n)*.*of digest"),
         ({"k": T(1, 6, 30, 4), "v": T(1, 6, 30, 4)}, ShapeError, r"append: expected room for the new tokens, given 10"),
-        ({"real": T(1, 1)}, ShapeError, r"append real: expected torch.bool \(1, 1\), given torch.float32 \(1, 1\)"),
-        ({"real": [True]}, ShapeError, r"append real: expected torch.bool \(1, 1\), given list\. Fix: pass"),
-        ({"real": T(1, 1) > 0}, MeshError, r"append: expected the same call .*:\n    shards  real\n(.*\n)*.*bool"),
+        (
+            {"token_mask": T(1, 1)},
+            ShapeError,
+            r"append token_mask: expected torch.bool \(1, 1\), given torch.float32 \(1, 1\)",
+        ),
+        (
+            {"token_mask": [True]},
+            ShapeError,
+            r"append token_mask: expected torch.bool \(1, 1\), given list\. Fix: pass",
+        ),
+        (
+            {"token_mask": T(1, 1) > 0},
+            MeshError,
+            r"append: expected the same call .*:\n    shards  token_mask\n(.*\n)*.*bool",
+        ),
     ],
     append_shard: [
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
@@ -446,8 +458,12 @@ ALIKE: Table = {
             LayoutError,
             r"append_shard: expected positions from 10 to 1\d, each on one rank, given \d others, or some twice\. Fix",
         ),
-        ({"real": T(2, 4) > 0}, ShapeError, r"append_shard real: expected torch.bool \(1, 4\), given torch.bool"),
-        ({"real": T(1, 9) > 0}, MeshError, r"append_shard: expected the same .*:\n    shards  .*padding.*\n"),
+        (
+            {"token_mask": T(2, 4) > 0},
+            ShapeError,
+            r"append_shard token_mask: expected torch.bool \(1, 4\), given torch.bool",
+        ),
+        ({"token_mask": T(1, 9) > 0}, MeshError, r"append_shard: expected the same .*:\n    shards  .*padding.*\n"),
     ],
     truncate: [
         ({"length": 11}, ShapeError, r"truncate: expected a length from 0 to 10, given 11 of type int\. Fix: pass"),
@@ -618,14 +634,14 @@ OF_TRANSFORMERS: Table = {
     generate: [
         ({"input_ids": "what?"}, DtypeError, r"generate input_ids: expected int64 token ids .*, given str\. Fix"),
         ({"input_ids": prompt(0)}, ShapeError, r"generate input_ids: expected at least one token, given an empty"),
-        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token a rank, given 1 on 2 ranks"),
+        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token per rank, given 1 on 2 ranks"),
         ({"input_ids": prompt(2049)}, ShapeError, r"generate input_ids: expected at most 2048 tokens, .*given 2049"),
         ({"input_ids": prompt(41)}, MeshError, r"generate: expected the same .*:\n    shards  prompt\n(.*\n)*.*41\]"),
         ({"attention_mask": T(1, 1, 4, 4)}, ShapeError, r"generate attention_mask: expected 2D, .* given \(1, 1, 4"),
         (
             {"attention_mask": T(1, 40)},
             MaskError,
-            r"generate attention_mask: expected real tokens at the end .*padding",
+            r"generate attention_mask: expected no padding at the end .*padding",
         ),
         (
             {"attention_mask": T(1, 40).numpy()},
@@ -635,8 +651,8 @@ OF_TRANSFORMERS: Table = {
         ({"cache": "a stock cache"}, KernelError, r"generate cache: expected a ShardedCache, given DynamicCache"),
         ({"model": torch.nn.ReLU()}, KernelError, r"generate: expected a causal language model .*given ReLU\. Fix"),
         ({"model": "a stock model"}, KernelError, r"generate: expected attn_implementation 'attnmesh', given 'sd"),
-        ({"max_time": 0.5}, ArgumentError, r"generate: expected options that can .*, given max_time=0.5\. Fix: "),
-        ({"use_cache": False}, ArgumentError, r"generate: expected options that can .*, given use_cache=False\."),
+        ({"max_time": 0.5}, ArgumentError, r"generate: expected options that work .*, given max_time=0.5\. Fix: "),
+        ({"use_cache": False}, ArgumentError, r"generate: expected options that work .*, given use_cache=False\."),
         ({"position_ids": T(1)}, ArgumentError, r"generate: expected options of transformers.*, given position_ids"),
         ({"max_new_tokens": 3}, MeshError, r"generate: expected the same .*:\n    shards  max_new_tokens\n(.*\n)*"),
         ({"checkpoint": Path("x")}, ArgumentError, r"generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
@@ -652,28 +668,36 @@ OF_TRANSFORMERS: Table = {
         ({"input_ids": prompt(1)}, ShapeError, r"shard_batch input_ids: expected a sequence, .*\(1, 1\) on 2"),
         ({"labels": prompt(39)}, ShapeError, r"shard_batch labels: expected shape \(1, 40\), given \(1, 39\)"),
         ({"pixels": T(1)}, ArgumentError, r"shard_batch: expected some of input_ids, .*, given 'pixels'\. Fix"),
-        ({"attention_mask": T(1, 40)}, MaskError, r"shard_batch labels: expected -100 where .*, given labels"),
+        ({"attention_mask": T(1, 40)}, MaskError, r"shard_batch labels: expected -100 at .*, given labels"),
         ({"num_items_in_batch": "all"}, DtypeError, r"shard_batch num_items_in_batch: expected a .*given 'all'"),
         ({"num_items_in_batch": 7}, MeshError, r"shard_batch: .*:\n    shards  num_items_in_batch\n(.*\n)*.* 7"),
         ({"labels": prompt() * 0}, MeshError, r"shard_batch: .*:\n    shards  labels\n(.*\n)*.*of digest"),
     ],
     forward: [
-        ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
+        ({"output_attentions": True}, KernelError, r"attnmesh.hf output_attentions: expected exact softmax"),
     ],
     forward_again: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
         (
             {"use_cache": False, "position_ids": torch.arange(40)[None]},
             KernelError,
-            r"use_cache: expected a cache that is used, given use_cache=False",
+            r"use_cache: expected use_cache=True with a ShardedCache, given use_cache=False",
         ),
-        ({"attention_mask": PADDED}, MaskError, r"attention_mask: expected the padding that the cache has, given ano"),
+        (
+            {"attention_mask": PADDED},
+            MaskError,
+            r"attention_mask: expected the padding of the cached tokens, given other",
+        ),
     ],
     forward_anew: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     save_all: [
-        ({"more": {"held": T(3)}}, StoreError, r"save more: expected names but held, given held\. Fix: name it other"),
+        (
+            {"more": {"held": T(3)}},
+            StoreError,
+            r"save more: expected names other than held, given held\. Fix: rename it",
+        ),
         ({"more": [1]}, StoreError, r"save more: expected tensors by their names, given list\. Fix: pass a dict"),
     ],
     recover_all: [
@@ -684,11 +708,11 @@ OF_TRANSFORMERS: Table = {
         ),
     ],
     prefill_again: [
-        ({"cu_seq_lens_q": T(3)}, KernelError, r"in transformers: cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
+        ({"cu_seq_lens_q": T(3)}, KernelError, r"attnmesh.hf cu_seq_lens_q: expected .*given .*a tensor \(3,\)"),
     ],
     train: [
-        ({"output_attentions": True}, KernelError, r"in transformers: output_attentions: expected exact softmax"),
-        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no loss of routers on shards"),
+        ({"output_attentions": True}, KernelError, r"attnmesh.hf output_attentions: expected exact softmax"),
+        ({"output_router_logits": True}, KernelError, r"output_router_logits: expected no router loss on shards"),
     ],
 }
 
@@ -720,19 +744,19 @@ ALONE: Table = {
     ],
     workload: [
         ({"q_heads": 3}, ShapeError, r"Workload: expected whole groups .*, given 3 query heads on 2 key heads\. Fix"),
-        ({"length": 0}, ClusterError, r"Workload length: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"length": 0}, ClusterError, r"Workload length: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"dtype": "int8"}, DtypeError, r"Workload dtype: expected one of .*, given 'int8'\. Fix: name"),
         ({"phase": "dreaming"}, KernelError, r"Workload phase: expected one of training, .*, given 'dreaming'\. Fix"),
         ({"mask": None}, MaskError, r"Workload mask: expected Full.*, given None\. Fix: use Full"),
     ],
     preset: [
-        ({"name": "abacus"}, ClusterError, r"Cluster.preset: expected one of .*, given 'abacus'\. Fix: take one"),
-        ({"hosts": 0}, ClusterError, r"Cluster hosts: expected a whole number, 1 or more, given 0\. Fix: count"),
+        ({"name": "abacus"}, ClusterError, r"Cluster.preset: expected one of .*, given 'abacus'\. Fix: pass one"),
+        ({"hosts": 0}, ClusterError, r"Cluster hosts: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"ranks": 64}, ClusterError, r"expected at most 4 ranks a host, given 64 ranks a host\. Fix: take more hosts"),
     ],
     plan: [
-        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: as in"),
-        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix: as"),
+        ({"workload": 7}, ClusterError, r"plan: expected a Workload and a Cluster, given int and Cluster\. Fix: call"),
+        ({"cluster": None}, ClusterError, r"expected a Workload and a Cluster, given Workload and NoneType\. Fix"),
     ],
     set_deadline: [
         ({"seconds": -1}, MeshError, r"set_deadline: expected more than 0 seconds, or None, given -1\. Fix: pass"),

@@ -97,7 +97,7 @@ def _talk(rounds: int) -> int:
 @here
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
-    assert pool.run(ranks, _talk, 40) == [0] * ranks
+    assert pool.run(ranks, _talk, 80 // ranks) == [0] * ranks
     assert not list(shared_memory.FOLDER.glob("attnmesh-*"))  # no names are left, only memory that is in use
 
 

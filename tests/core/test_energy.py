@@ -4,6 +4,8 @@ import torch
 import attnmesh as am
 from attnmesh import errors
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
@@ -30,7 +32,7 @@ def test_energies_of_disjoint_keys_add_by_logsumexp() -> None:
     torch.testing.assert_close(torch.logaddexp(*parts), am.energy(q, k, v, source))
 
 
-def test_a_source_of_another_shape_is_refused() -> None:
+def test_a_source_of_another_shape_raises() -> None:
     q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
     with pytest.raises(
         errors.ShapeError, match=r"expected source of .* \(1, 2, 6, 4\), given \(1, 2, 5, 4\)\. Fix: use"

@@ -1,4 +1,4 @@
-"""Bad input at the public edge: the right error, with what was expected, what was given and how to fix it."""
+"""Errors for bad arguments of public functions: type, and message with expected value, given value and fix."""
 
 import pickle
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
+
+pytestmark = pytest.mark.quick
 
 T = torch.zeros
 
@@ -111,7 +113,7 @@ BAD = [
         errors.MaskError,
         r"k_positions: expected positions inside the documents, given position 6 and 6 tokens .*Fix: let",
     ),
-    # attention's own
+    # arguments of attention
     (
         attention(exchange="tree"),
         errors.KernelError,
@@ -201,7 +203,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), BAD)
-def test_bad_input_is_refused_by_name(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_bad_arguments_raise(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message) as caught:
         call()
     assert isinstance(caught.value, ValueError)
@@ -211,7 +213,7 @@ def test_bad_input_is_refused_by_name(call: Callable[[], Any], kind: type[Except
 @pytest.mark.parametrize(
     "name", ["dropout_p", "softcap", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"]
 )
-def test_what_other_attentions_take_is_refused_by_name(name: str) -> None:
+def test_options_of_other_attention_functions_raise(name: str) -> None:
     for call in (attention, attend):
         with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=. Fix: "):
             call(**{name: 0.1})()
@@ -220,7 +222,7 @@ def test_what_other_attentions_take_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # PyTorch's own jvp
-def test_forward_mode_is_refused_and_not_silently_zero() -> None:
+def test_forward_mode_raises() -> None:
     q, k, v = heads()
     with pytest.raises(
         errors.KernelError, match=r"without a forward-mode tangent, given a dual number\. Fix: use reverse-mode"
@@ -230,8 +232,8 @@ def test_forward_mode_is_refused_and_not_silently_zero() -> None:
         torch.func.jvp(lambda x: am.attention(q, k, v, sinks=x), (T(4),), (T(4),))
 
 
-def test_errors_travel_between_processes() -> None:
-    error = errors.MaskError("here", "one thing", "another", "change it")
+def test_errors_can_be_pickled() -> None:
+    error = errors.MaskError("attend mask", "one thing", "another", "change it")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is errors.MaskError
-    assert str(again) == str(error) == "here: expected one thing, given another. Fix: change it."
+    assert str(again) == str(error) == "attend mask: expected one thing, given another. Fix: change it."

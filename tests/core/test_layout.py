@@ -7,6 +7,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 
+pytestmark = pytest.mark.quick
+
 layouts = st.one_of(
     st.builds(am.Contiguous), st.builds(am.Zigzag), st.builds(am.Striped), st.builds(am.Striped, st.integers(1, 9))
 )
@@ -41,7 +43,7 @@ def test_one_shard_is_the_order_of_the_tokens(layout: Layout, length: int) -> No
 
 
 @pytest.mark.parametrize("arguments", [(-1, 2, 0), (4, 0, 0), (4, 2, 2), (4, 2, -1)])
-def test_shards_that_do_not_exist_are_refused(arguments: tuple[int, int, int]) -> None:
+def test_shards_that_do_not_exist_raise(arguments: tuple[int, int, int]) -> None:
     with pytest.raises(
         errors.LayoutError, match=r"expected length >= 0, .* given length .*\. Fix: pass this rank's index"
     ):
@@ -49,6 +51,6 @@ def test_shards_that_do_not_exist_are_refused(arguments: tuple[int, int, int]) -
 
 
 @pytest.mark.parametrize("block", [0, -2, 1.5, True])
-def test_blocks_of_no_tokens_are_refused(block: object) -> None:
+def test_blocks_of_no_tokens_raise(block: object) -> None:
     with pytest.raises(errors.LayoutError, match="Striped block: expected a whole number, 1 or more, given"):
         am.Striped(block)

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 import attnmesh as am
 from attnmesh import Causal, Documents, Full, Mask, Window, errors
 
+pytestmark = pytest.mark.quick
+
 TOTAL = 40
 
 
@@ -35,22 +37,8 @@ def _filled(sizes: list[int]) -> list[int]:
     return [*kept, TOTAL - sum(kept)]
 
 
-ranges = st.builds(range, st.integers(0, TOTAL), st.integers(0, TOTAL), st.integers(1, 7))
-
-
-@given(masks(), ranges, ranges)
-def test_verdicts_agree_with_the_points(mask: Mask, queries: range, keys: range) -> None:
-    verdict = mask.verdict(queries, keys)
-    seen = mask.visible(torch.tensor([*queries], dtype=torch.long), torch.tensor([*keys], dtype=torch.long))
-    truth = "empty" if not seen.any() else "full" if seen.all() else "mixed"
-    if queries.step == keys.step == 1:
-        assert verdict == truth
-    else:  # with a step "mixed" may be said of a block that is empty, and nothing else may differ
-        assert verdict == truth or (verdict, truth) == ("mixed", "empty")
-
-
 @given(masks(), masks())
-def test_and_is_both_at_once(one: Mask, other: Mask) -> None:
+def test_and_is_the_intersection(one: Mask, other: Mask) -> None:
     tokens = torch.arange(TOTAL)
     assert torch.equal(
         (one & other).visible(tokens, tokens), one.visible(tokens, tokens) & other.visible(tokens, tokens)
@@ -66,14 +54,14 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 
 @given(masks())
-def test_a_mask_reads_as_the_calls_that_make_it_and_survives_its_code(mask: Mask) -> None:
+def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
     names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents")}
     tokens = torch.arange(TOTAL)
     assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
     assert Mask.decode(mask.encode()) == mask
 
 
-def test_each_mask_means_what_it_says() -> None:
+def test_each_mask_equals_its_definition() -> None:
     i, j = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)
     document = torch.tensor([0] * 7 + [1] * 0 + [2] * 33)
     expected = {
@@ -88,7 +76,7 @@ def test_each_mask_means_what_it_says() -> None:
         assert torch.equal(mask.visible(torch.arange(TOTAL), j), visible), mask
 
 
-def test_reaches_beyond_every_position_are_no_bound() -> None:
+def test_a_reach_beyond_every_position_is_no_bound() -> None:
     assert Window(2**63 - 1, 10**30) == Full()
 
 
@@ -113,11 +101,11 @@ def test_lengths_may_be_any_integers() -> None:
         ),
     ],
 )
-def test_bad_masks_are_refused(make: object, message: str) -> None:
+def test_bad_masks_raise(make: object, message: str) -> None:
     with pytest.raises(errors.MaskError, match=message):
         make()
 
 
-def test_other_things_do_not_join() -> None:
+def test_and_with_another_type_raises() -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         Causal() & True

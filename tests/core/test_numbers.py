@@ -5,6 +5,8 @@ import torch
 
 from tests.tools import numbers
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("case", list(numbers.cases()), ids=lambda case: f"{case.name} {case.dtype}")

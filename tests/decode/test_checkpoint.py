@@ -1,4 +1,4 @@
-"""Saving: the last stays until the next is whole, decoding goes on meanwhile, and files are not trusted."""
+"""Saving: the previous save stays until the next is complete, decoding continues, and files are not trusted."""
 
 import json
 import math
@@ -21,10 +21,10 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.core.digest import digest
-from attnmesh.decode import checkpoint_writer as saving
-from attnmesh.decode import tensor_file
-from attnmesh.decode.cache import load_layers, save_layers
-from attnmesh.decode.tensor_file import Stored, link_or_write
+from attnmesh.decode import checkpoint_writer, tensor_file
+from attnmesh.decode.checkpoint import load_layers
+from attnmesh.decode.checkpoint_writer import save_layers
+from attnmesh.decode.tensor_file import TensorFile, link_or_write
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
@@ -68,7 +68,7 @@ def test_a_disk_that_is_full_leaves_what_was_saved_before(tmp_path: Path) -> Non
 
 
 def one_cannot_write(path: Path) -> list[str]:
-    """The second of two ranks is out of room: both say so, and both still read what was there."""
+    """Fill the disk of the second of two ranks: both raise, and both still load the previous save."""
     first, second = cache_of(20, 2), cache_of(20_000, 2)
     first.save(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -110,8 +110,10 @@ def test_decoding_goes_on_while_a_cache_is_saved(pool: Pool, tmp_path: Path) -> 
 def test_what_is_being_saved_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`truncate` and `reorder` wait for the files: what comes after would lie where they are read from."""
     cache, twin = cache_of(3000), cache_of(3000)
-    slow = saving.link_or_write
-    monkeypatch.setattr(saving, "link_or_write", lambda *told: (torch.randn(700_000).sort(), slow(*told)))
+    link_or_write = checkpoint_writer.link_or_write
+    monkeypatch.setattr(
+        checkpoint_writer, "link_or_write", lambda *args: (torch.randn(700_000).sort(), link_or_write(*args))
+    )
     under_way = cache.save(tmp_path, wait=False)
     cache.truncate(100)
     assert under_way.written
@@ -227,7 +229,7 @@ def test_the_files_are_what_others_read_too(tmp_path: Path) -> None:
     }
     link_or_write(tmp_path / "ours", tensors)
     theirs = safetensors.load_file(tmp_path / "ours")
-    ours = Stored(tmp_path / "ours")
+    ours = TensorFile(tmp_path / "ours")
     for name, x in tensors.items():
         assert torch.equal(theirs[name], x)
         assert torch.equal(ours.read(name), x)
@@ -318,7 +320,7 @@ def test_what_a_saving_that_was_cut_short_left_is_not_taken_for_the_next(tmp_pat
     """Which tokens were real: the next has no padding."""
     sizes = {**SIZES, "batch": 2}
     padded, plain = am.KVCache(None, **sizes), am.KVCache(None, **sizes)
-    padded.append(*torch.ones(2, 2, 2, 9, 8).unbind(), real=torch.rand(2, 9) > 0.5)
+    padded.append(*torch.ones(2, 2, 2, 9, 8).unbind(), token_mask=torch.rand(2, 9) > 0.5)
     plain.append(*torch.ones(2, 2, 2, 9, 8).unbind())
     padded.save(tmp_path)
     (tmp_path / "cache.json").unlink()
@@ -446,7 +448,7 @@ def test_signs_that_have_changed_are_saved(tmp_path: Path) -> None:
 def test_a_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     cache_of(20).save(tmp_path)
     file = saved_in(tmp_path) / "0.0.0-20.safetensors"
-    stored = Stored(file)
+    stored = TensorFile(file)
     tensors = {name: stored.read(name) for name in stored.entries}
     tensors["columns"][5] = 4
     tensor_file.write(file, tensors, {name: int(digest(x)) for name, x in tensors.items()})
@@ -474,7 +476,7 @@ def test_shapes_that_cannot_be_are_refused(tmp_path: Path, shape: list[int]) -> 
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + size)
     with pytest.raises(StoreError):
-        Stored(tmp_path / "file").read("x")
+        TensorFile(tmp_path / "file").read("x")
 
 
 @pytest.mark.parametrize(("note", "message"), [("n" * (1 << 20), "a note of less than"), ({1, 2}, "a str, given set")])
@@ -497,7 +499,7 @@ def test_a_saving_that_is_over_keeps_no_tensors(tmp_path: Path) -> None:
 def test_a_saving_whose_end_was_interrupted_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     under_way = cache_of(20).save(tmp_path, wait=False)
     under_way.finish_writing()
-    monkeypatch.setattr(saving, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(checkpoint_writer, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             under_way.wait()
@@ -512,7 +514,7 @@ def test_what_is_saved_is_what_was_given(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir("/")
     go.set()
     under_way.wait()
-    _, found, _ = load_layers(tmp_path / "here", None)
+    _, found, _ = load_layers(am.KVCache, tmp_path / "here", None)
     assert torch.equal(found["real"], torch.zeros(3))
 
 
@@ -522,16 +524,16 @@ def test_layers_in_another_order_are_other_layers(tmp_path: Path) -> None:
     other.append(*torch.ones(2, 1, 2, 300, 8).unbind())
     for caches in ([one, other], [other, one]):
         save_layers(caches, tmp_path)
-        loaded, _, _ = load_layers(tmp_path, None)
+        loaded, _, _ = load_layers(am.KVCache, tmp_path, None)
         assert all(torch.equal(answer(a), answer(b)) for a, b in zip(loaded, caches, strict=True))
 
 
 def saved_by_a_slow_disk(path: Path) -> int:
     """The second of two ranks writes for longer than the deadline, and the first publishes for longer."""
     cache = cache_of(20, 2)
-    name = "keep" if dist.get_rank() == 1 else "_check_whole"
-    really = getattr(saving, name)
-    setattr(saving, name, lambda *told: (time.sleep(3), really(*told))[1])
+    name = "link_or_write" if dist.get_rank() == 1 else "_check_complete"
+    really = getattr(checkpoint_writer, name)
+    setattr(checkpoint_writer, name, lambda *told: (time.sleep(3), really(*told))[1])
     before = am.set_deadline(1.0)
     try:
         cache.save(path)
@@ -587,7 +589,7 @@ def test_jobs_that_save_to_one_folder_leave_one_of_their_savings(tmp_path: Path)
 
 
 def test_a_job_that_does_not_end_is_not_waited_for_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "TIMEOUT", 0.2)
+    monkeypatch.setattr(checkpoint_writer, "TIMEOUT", 0.2)
     cache, held = cache_of(20), os.open(tmp_path, os.O_RDONLY)
     flock(held, LOCK_EX)
     with pytest.raises(StoreError, match=r"expected one saving at a time in a folder, given .* does not end"):

@@ -37,9 +37,9 @@ def filled(mesh: Any, copies: int, padded: bool, seed: int = 0) -> am.KVCache:
     """By a prefill in shards, new tokens, a cut, another order, and more room."""
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=copies)
     here = Mesh.of(mesh)
-    (k, v), real = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
+    (k, v), mask = new_tokens(37, seed), torch.rand(2, 37, generator=torch.Generator().manual_seed(0)) > 0.3
     mine = am.Zigzag().positions(37, here.shape.ranks, here.shard)
-    cache.append_shard(k[:, :, mine], v[:, :, mine], mine, real=real if padded else None)
+    cache.append_shard(k[:, :, mine], v[:, :, mine], mine, token_mask=mask if padded else None)
     cache.append(*new_tokens(20, seed + 1))
     cache.truncate(50)
     cache.reorder(torch.tensor([1, 0]))
@@ -132,7 +132,7 @@ def called_wrong(kind: str) -> str:
         "a cut": ([cache], {}),
     }
     if kind == "a cut" and one:
-        cache.changes += 1  # as if it had been cut, and had grown again
+        cache.changes += 1  # as if it had been truncated, and had grown again
     caches, options = given[kind]
     try:
         am.recover(caches, mesh, **options)
@@ -146,9 +146,9 @@ WRONG = {
     "no cache": "recover: expected a list of caches, one a layer, given list. Fix: pass [cache]",
     "an option": "recover: expected the arguments of its signature, given block=. Fix: see help",
     "copies": "recover: expected the same call on every rank, given:\n    shards  copies\n    0       1\n    1   ",
-    "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: say",
+    "capacity": "recover: expected room for the tokens that are left, given 61 in a capacity of 30. Fix: pass capa",
     "nobody": "recover: expected caches on some rank, given None on all. Fix: pass what is left",
-    "a cut": "recover: expected caches whose tokens only grew since all were alike, given ranks of which some were cut",
+    "a cut": "recover: expected caches that were truncated and reordered alike, given ranks of which some were trunc",
     "other layers": "recover: expected the same caches on every rank, given ranks whose sizes differ. Fix: pass",
 }
 
@@ -189,7 +189,7 @@ def unlike_layers(kind: str) -> float | str:
         case "padding ahead":
             caches[0].checker.checked = False
             if rank == 0:
-                caches[0].append(*new_tokens(1, 5), real=torch.zeros(2, 1) > 0)
+                caches[0].append(*new_tokens(1, 5), token_mask=torch.zeros(2, 1) > 0)
         case "recovered by some":
             old = [dealt(mesh, 0, zigzag=True), dealt(mesh, 1, zigzag=True)]
             new = am.recover(old, mesh, copies=2)
@@ -225,7 +225,7 @@ def grown_at_the_second_try() -> list[Any]:
     mesh = meshed((1, 1, 2))
     cache = am.KVCache(mesh, **SIZES, dtype=torch.float32, block=4, copies=2)
     cache.append(*new_tokens(100, 0))
-    (copy,) = cache.copies.rooms.values()
+    (copy,) = cache.shards.copies.values()
     grow, said = copy.grow, []
     copy.grow = lambda _: (_ for _ in ()).throw(MemoryError("none left"))
     if dist.get_rank() == 0:
@@ -237,7 +237,7 @@ def grown_at_the_second_try() -> list[Any]:
     copy.grow = grow
     cache.reserve(300)
     cache.append(*new_tokens(100, 1))
-    return [*said, [room.length for room in cache.rooms], sum(room.used for room in cache.rooms)]
+    return [*said, [shard.length for shard in cache.shards.all], sum(shard.used for shard in cache.shards.all)]
 
 
 def test_room_that_could_not_be_made_is_made_when_it_can(pool: Pool) -> None:
@@ -248,13 +248,15 @@ def test_room_that_could_not_be_made_is_made_when_it_can(pool: Pool) -> None:
 
 @pytest.mark.parametrize("copies", [0, 2, True, "two"])
 def test_copies_that_cannot_be_are_refused(copies: Any) -> None:
-    with pytest.raises(ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are dealt to, given"):
+    with pytest.raises(
+        ValueError, match="KVCache copies: expected 1 to 1, the ranks that tokens are sharded over, given"
+    ):
         am.KVCache(None, **SIZES, dtype=torch.float32, copies=copies)
 
 
 def keeps(shape: tuple[int, int, int]) -> list[list[int]]:
     cache = filled(meshed(shape), 2, False)
-    return [cache.copies.keepers, [*cache.copies.rooms]]
+    return [cache.shards.keepers, [*cache.shards.copies]]
 
 
 def test_copies_lie_on_the_next_rank(pool: Pool) -> None:
@@ -264,7 +266,7 @@ def test_copies_lie_on_the_next_rank(pool: Pool) -> None:
 
 # --- a rank is killed while a model writes ---
 
-NEW, WHEN = 300, 40
+NEW, WHEN = 150, 40
 
 
 def prompt() -> Tensor:

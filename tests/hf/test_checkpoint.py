@@ -1,4 +1,4 @@
-"""A generation that is broken off and gone on with says what it would have said, on any ranks."""
+"""A generation that continues from a checkpoint gives the tokens of an uninterrupted one, on any ranks."""
 
 import copy
 import json
@@ -22,6 +22,7 @@ from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.options import Settings
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.cli.test_generate import run
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -33,8 +34,8 @@ def prompt(length: int = 45) -> Tensor:
     return torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(1))
 
 
-def said(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
-    """The new tokens, with a checkpoint every four of them."""
+def new_tokens(folder: Path | None, shape: tuple[int, int, int], new: int, sample: bool, **more: Any) -> list[int]:
+    """Return the new tokens, with a checkpoint every four tokens."""
     mesh = named_mesh(Shape(*shape), AXES) if Shape(*shape).ranks > 1 else None
     torch.manual_seed(5)
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": sample, **more}
@@ -43,30 +44,30 @@ def said(folder: Path | None, shape: tuple[int, int, int], new: int, sample: boo
     if folder is not None:
         options["checkpoint"] = hf.Checkpoint(folder, every=4)
     ids = options.pop("ids", prompt())
-    made = hf.generate(families.model("llama", "attnmesh"), ids, mesh=mesh, **options)
-    return made[0, ids.shape[1] :].tolist()
+    output = hf.generate(families.model("llama", "attnmesh"), ids, mesh=mesh, **options)
+    return output[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 1, 1), (1, 1, 1)), ((1, 2, 2), (1, 1, 2)), ((1, 1, 2), (1, 3, 1))])
-def test_the_tokens_are_those_of_a_run_that_was_not_broken_off(
+def test_continued_tokens_are_those_of_an_uninterrupted_run(
     pool: Pool, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], sample: bool
 ) -> None:
-    (whole,) = pool.run(1, said, None, (1, 1, 1), NEW, sample)
+    (whole,) = pool.run(1, new_tokens, None, (1, 1, 1), NEW, sample)
     assert len(set(whole)) > 3
     for length in (10, 14):
-        for tokens in pool.run(Shape(*before).ranks, said, tmp_path, before, length, sample):
+        for tokens in pool.run(Shape(*before).ranks, new_tokens, tmp_path, before, length, sample):
             assert tokens == whole[:length]
     report = json.loads((tmp_path / MANIFEST).read_text())
-    assert report["length"] == 45 + 12 - 1, "the last token that was kept is one that the cache has not seen yet"
-    for tokens in pool.run(Shape(*after).ranks, said, tmp_path, after, NEW, sample):
+    assert report["length"] == 45 + 12 - 1, "the cache lacks the last saved token"
+    for tokens in pool.run(Shape(*after).ranks, new_tokens, tmp_path, after, NEW, sample):
         assert tokens == whole
-    (again,) = pool.run(1, said, tmp_path, (1, 1, 1), 5, sample)
-    assert again == whole[:5], "more are there than are asked for"
+    (again,) = pool.run(1, new_tokens, tmp_path, (1, 1, 1), 5, sample)
+    assert again == whole[:5], "the checkpoint has more tokens than the call"
 
 
-def broken_off_in_the_prompt(folder: Path) -> list[int]:
-    """After two of three chunks; then gone on with: how many tokens the model was given."""
+def lengths_after_interrupted_prefill(folder: Path) -> list[int]:
+    """Return the lengths of forward passes that continue a prefill, which was interrupted after two of three chunks."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     model, ids = families.model("llama", "attnmesh"), prompt(130)
     checkpoint = hf.Checkpoint(folder)
@@ -74,16 +75,16 @@ def broken_off_in_the_prompt(folder: Path) -> list[int]:
     assert torch.equal(checkpoint.begin(model, ids, cache, Settings(model, {"do_sample": False})), ids)
     hf.prefill(model, ids[:, :65], cache, chunk_size=32, after=lambda n: checkpoint.save(cache, ids[:, :n]))
     checkpoint.wait()
-    seen: list[int] = []
-    model.register_forward_pre_hook(lambda _, __, more: seen.append(more["input_ids"].shape[1]), with_kwargs=True)
+    lengths: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, more: lengths.append(more["input_ids"].shape[1]), with_kwargs=True)
     made = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False, checkpoint=hf.Checkpoint(folder))
     alone = hf.generate(model, ids, mesh=mesh, max_new_tokens=3, do_sample=False)
     assert torch.equal(made, alone)
-    return seen[: len(seen) - 4]
+    return lengths[: len(lengths) - 4]
 
 
 def test_a_prompt_is_not_computed_twice(pool: Pool, tmp_path: Path) -> None:
-    first, second = pool.run(2, broken_off_in_the_prompt, tmp_path)
+    first, second = pool.run(2, lengths_after_interrupted_prefill, tmp_path)
     assert sum(first[:-2]) + sum(second[:-2]) == 67, "the rest of the prompt, and the last token on both"
 
 
@@ -91,43 +92,44 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another prompt in "),
     "sampled": ({"do_sample": True}, "this model, prompt and options, given other options and another seed in "),
     "never twice": ({"no_repeat_ngram_size": 3}, "this model, prompt and options, given other options in "),
-    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be gone on with, given encoder_repetition_penalty=. Fix"),
-    "as a dict": ({"return_dict_in_generate": True}, "options that can be gone on with, given return_dict_in_gener"),
+    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be continued, given encoder_repetition_penalty=. Fix"),
+    "as a dict": ({"return_dict_in_generate": True}, "options that can be continued, given return_dict_in_gener"),
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
-    "stopping": ({"stopping_criteria": [len]}, "options that can be gone on with, given stopping_crit"),
-    "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be gone on with, given prompt_lookup_num_tokens="),
-    "early exit": ({"assistant_early_exit": 1}, "options that can be gone on with, given assistant_early_exit="),
+    "stopping": ({"stopping_criteria": [len]}, "options that can be continued, given stopping_crit"),
+    "looked up": ({"prompt_lookup_num_tokens": 3}, "options that can be continued, given prompt_lookup_num_tokens="),
+    "early exit": ({"assistant_early_exit": 1}, "options that can be continued, given assistant_early_exit="),
     "a name": ({"checkpoint": "folder"}, "generate checkpoint: expected an hf.Checkpoint, given str. Fix: pass hf.Ch"),
     "a path": ({"checkpoint": Path("folder")}, "generate checkpoint: expected an hf.Checkpoint, given PosixPath"),
     "a number": ({"checkpoint": 5}, "generate checkpoint: expected an hf.Checkpoint, given int"),
     "no name": ({"checkpoint": False}, "generate checkpoint: expected an hf.Checkpoint, given bool"),
-    "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given some"),
+    "padding": ({"attention_mask": torch.arange(45)[None].gt(3).long()}, "a prompt without padding, given padding"),
 }
 
 
 def refused(folder: Path, more: dict[str, Any]) -> str:
+    """Return the error of a call with these options."""
     given = dict(more)
-    sample, own = given.pop("do_sample", False), "checkpoint" in given
+    sample, has_checkpoint = given.pop("do_sample", False), "checkpoint" in given
     try:
-        said(None if own else folder, (1, 1, 2), 6, sample, **given)
+        new_tokens(None if has_checkpoint else folder, (1, 1, 2), 6, sample, **given)
     except InputError as error:
         return str(error)
     return "nothing"
 
 
-def test_what_cannot_be_gone_on_with_is_refused(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, said, tmp_path, (1, 1, 2), 6, False)
-    for name, (more, told) in REFUSED.items():
+def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, new_tokens, tmp_path, (1, 1, 2), 6, False)
+    for name, (more, expected) in REFUSED.items():
         one, other = pool.run(2, refused, tmp_path, more)
         assert one == other, name
-        assert told in one, name
+        assert expected in one, name
     with pytest.raises(InputError, match="Checkpoint every: expected a whole number of tokens, given 0"):
         hf.Checkpoint(tmp_path, every=0)
 
 
-def not_as_often(folder: Path) -> str:
-    """Ranks that would save at different tokens, and wait for each other."""
+def error_of_unequal_every(folder: Path) -> str:
+    """Return the error of ranks that would save after different tokens."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     checkpoint = hf.Checkpoint(folder, every=4 + dist.get_rank())
     with pytest.raises(InputError) as raised:
@@ -135,14 +137,14 @@ def not_as_often(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_ranks_agree_on_how_often_is_saved(pool: Pool, tmp_path: Path) -> None:
-    one, other = pool.run(2, not_as_often, tmp_path)
+def test_ranks_agree_on_every(pool: Pool, tmp_path: Path) -> None:
+    one, other = pool.run(2, error_of_unequal_every, tmp_path)
     assert one == other
     assert "expected the same call on every rank, given:\n    shards  checkpoint\n" in one
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-ASK = [
+COMMAND = [
     "generate",
     "--model",
     PACKAGED,
@@ -150,12 +152,12 @@ ASK = [
     "Tell me a story about a whale.",
     "--json",
     "--max-new-tokens",
-    "48",
+    "32",
 ]
 
 
 def workers(parent: int) -> list[int]:
-    """The processes that a process has started."""
+    """Return the ids of a process's children."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with pytest.MonkeyPatch.context(), open(stat) as file:
@@ -166,11 +168,10 @@ def workers(parent: int) -> list[int]:
 
 @pytest.mark.timeout(200)
 def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
-    """And then with fewer ranks: in all the tokens are those of a run that nothing happened to."""
-    command = [sys.executable, "-m", "attnmesh", *ASK]
-    whole = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    """Also with fewer ranks afterwards. The tokens are those of an uninterrupted run."""
+    whole = json.loads(run(*COMMAND).stdout)
     kept = ["--checkpoint", str(tmp_path / "kept"), "--every", "6"]
-    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *ASK, *kept]
+    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *COMMAND, *kept]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
         manifest = tmp_path / "kept" / MANIFEST
         while not (manifest.exists() and json.loads(manifest.read_text())["saving"] >= 2):
@@ -181,46 +182,46 @@ def test_torchrun_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     assert running.returncode == 0, error
     assert "going on from" in error
     assert json.loads(out)["tokens"] == whole["tokens"]
-    done = subprocess.run([*command, *kept], capture_output=True, text=True, check=True, timeout=300)
+    done = run(*COMMAND, *kept)
     assert json.loads(done.stdout)["tokens"] == whole["tokens"]
     assert "going on from" in done.stderr
 
 
 def stopped_at(length: int) -> int:
-    """Criteria are objects of each rank's own, and yet the same."""
+    """Return the length at which each rank's criterion stops."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(Shape(1, 1, 2), AXES)
     criteria = [MaxLengthCriteria(length)]
     made = hf.generate(model, prompt(), mesh=mesh, max_new_tokens=NEW, do_sample=False, stopping_criteria=criteria)
     return made.shape[1]
 
 
-def test_criteria_of_the_callers_own_are_asked_on_every_rank(pool: Pool) -> None:
+def test_stopping_criteria_of_the_caller_stop_every_rank(pool: Pool) -> None:
     assert pool.run(2, stopped_at, 51) == [51, 51]
 
 
 def used_twice(folder: Path) -> list[bool]:
-    """One checkpoint for two prompts, then for one that says nothing of how long it is to be."""
+    """Use one checkpoint for two prompts, then without max_new_tokens. Return what holds."""
     model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(folder / "a", every=4)
     first = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
-    said = []
+    holds = []
     try:
         hf.generate(model, prompt(50), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
     except InputError as error:
-        said.append("another prompt in" in str(error))
+        holds.append("another prompt in" in str(error))
     again = hf.generate(model, prompt(), max_new_tokens=9, do_sample=False, checkpoint=checkpoint)
-    said.append(torch.equal(first, again))
+    holds.append(torch.equal(first, again))
     for more in ({}, {"max_length": 60}):
         alone = hf.generate(model, prompt(), do_sample=False, **more)
         kept = [
             hf.generate(model, prompt(), do_sample=False, checkpoint=hf.Checkpoint(folder / str(more), every=4), **more)
             for _ in range(2)
         ]
-        said += [torch.equal(alone, each) for each in kept]
-    return said
+        holds += [torch.equal(alone, each) for each in kept]
+    return holds
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
-def test_models_that_differ_in_their_configuration_are_others(tmp_path: Path) -> None:
+def test_another_configuration_is_refused(tmp_path: Path) -> None:
     ids, options = prompt(), {"max_new_tokens": 6, "do_sample": False}
     for name, other in (("rope", "another model"), ("suppressed", "other options")):
         model = copy.deepcopy(families.model("llama", "attnmesh"))
@@ -234,7 +235,7 @@ def test_models_that_differ_in_their_configuration_are_others(tmp_path: Path) ->
 
 
 def with_other_weights(folder: Path) -> str:
-    """The second rank's model is another: all hear of it."""
+    """Return the error of ranks with different weights."""
     model, mesh = copy.deepcopy(families.model("llama", "attnmesh")), named_mesh(Shape(1, 1, 2), AXES)
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -246,14 +247,14 @@ def with_other_weights(folder: Path) -> str:
     return "nothing"
 
 
-def test_ranks_of_other_models_are_told(pool: Pool, tmp_path: Path) -> None:
+def test_ranks_with_different_models_raise(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, with_other_weights, tmp_path)
     assert one == other
     assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    shards  model\n")
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(60), torch.zeros(1, 60), torch.zeros(1, 3, dtype=torch.int64)])
-def test_tokens_that_cannot_be_are_refused(tmp_path: Path, tokens: torch.Tensor) -> None:
+def test_invalid_saved_tokens_are_refused(tmp_path: Path, tokens: torch.Tensor) -> None:
     model, checkpoint = families.model("llama", "attnmesh"), hf.Checkpoint(tmp_path, every=2)
     hf.generate(model, prompt(), max_new_tokens=6, do_sample=False, checkpoint=checkpoint)
     cache = hf.ShardedCache(model.config)
@@ -264,12 +265,12 @@ def test_tokens_that_cannot_be_are_refused(tmp_path: Path, tokens: torch.Tensor)
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
-def test_the_same_call_says_the_same_however_often(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_used_again(tmp_path: Path) -> None:
     assert used_twice(tmp_path) == [True] * 6
 
 
-def broken_off_between_layers(length: int) -> bool:
-    """An error in the second of three layers; then the prompt goes on with what is there."""
+def continues_after_interrupted_layer(length: int) -> bool:
+    """Interrupt a forward pass in the second layer. Return True if the continuation gives the right tokens."""
     model, ids = families.model("llama", "attnmesh"), prompt()
     cache = hf.ShardedCache(model.config)
     hf.prefill(model, ids, cache)
@@ -282,5 +283,5 @@ def broken_off_between_layers(length: int) -> bool:
     return torch.equal(made, hf.generate(model, ids, max_new_tokens=length, do_sample=False))
 
 
-def test_layers_that_are_uneven_are_levelled() -> None:
-    assert broken_off_between_layers(8)
+def test_layers_of_different_lengths_are_truncated() -> None:
+    assert continues_after_interrupted_layer(8)

@@ -1,4 +1,4 @@
-"""Ropes that depend on the length of a sequence: on shards it is the length of the whole, as in stock transformers."""
+"""Length-dependent ropes use the length of the whole sequence on shards, as in stock transformers."""
 
 from copy import deepcopy
 from typing import Any
@@ -12,14 +12,14 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.mesh.shapes import Shape
-from tests.hf.test_training import learned
+from tests.hf.test_training import loss_and_gradients
 from tests.support.families import SIZES, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 AXES = ("heads", "queries", "keys")
 SWITCH = 64
-"""The length at which each of these ropes changes."""
+"""Length at which each rope changes."""
 
 THETA = {"rope_theta": 1e4}
 SHORT = {**SIZES, "max_position_embeddings": SWITCH}
@@ -52,14 +52,14 @@ CONFIGS: dict[str, Any] = {
 def model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation=attention)
-    return made.to(dtype).eval()
+        result = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), attn_implementation=attention)
+    return result.to(dtype).eval()
 
 
 def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, dict[str, Tensor]]:
     ids = prompt(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
-    return learned(model(name, "attnmesh", torch.float64).train(), batch)
+    return loss_and_gradients(model(name, "attnmesh", torch.float64).train(), batch)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, d
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_has_the_rope_of_the_whole_sequence(name: str, length: int, layout: Any, pool: Pool) -> None:
     ids = prompt(length, batch=2)
-    loss, gradients = learned(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
+    loss, gradients = loss_and_gradients(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
     answers = pool.run(4, trained, name, length, Shape(1, 2, 2), layout)
     assert sum(answer[0] for answer in answers) / 4 == pytest.approx(loss, rel=1e-6)
     for weights, expected in gradients.items():
@@ -78,18 +78,18 @@ def test_training_has_the_rope_of_the_whole_sequence(name: str, length: int, lay
         assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), weights
 
 
-def written(name: str, shape: Shape) -> list[Any]:
-    """Prompts on both sides of the switch, in chunks and in turns, each by a model that is new."""
-    mesh, said = named_mesh(shape, AXES), []
+def generated(name: str, shape: Shape) -> list[Any]:
+    """Return tokens of prompts on both sides of the switch, each with a new model; then of turns on one cache."""
+    mesh, outputs = named_mesh(shape, AXES), []
     for length, options in CALLS:
-        said.append(hf.generate(model(name, "attnmesh"), prompt(length), mesh=mesh, **options).tolist())
+        outputs.append(hf.generate(model(name, "attnmesh"), prompt(length), mesh=mesh, **options).tolist())
     ours = model(name, "attnmesh")
     cache, ids = hf.ShardedCache(ours.config, mesh), prompt(30)
     for more in TURNS:
         ids = hf.generate(ours, ids, cache=cache, do_sample=False, max_new_tokens=8)
-        said.append(ids.tolist())
+        outputs.append(ids.tolist())
         ids = torch.cat((ids, prompt(more, seed=more)), 1)
-    return said
+    return outputs
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -108,10 +108,10 @@ def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, 
         ids = model(name, "sdpa").generate(ids, do_sample=False, max_new_tokens=8)
         expected.append(ids.tolist())
         ids = torch.cat((ids, prompt(more, seed=more)), 1)
-    assert pool.run(shape.ranks, written, name, shape) == [expected] * shape.ranks
+    assert pool.run(shape.ranks, generated, name, shape) == [expected] * shape.ranks
 
 
-def test_a_rope_that_has_grown_is_not_mixed_with_keys_from_before() -> None:
+def test_keys_of_another_rope_are_recomputed() -> None:
     ours, stock = model("dynamic", "attnmesh"), model("dynamic", "sdpa")
     cache, options = hf.ShardedCache(ours.config), {"do_sample": False, "max_new_tokens": 6}
     for length, kept in ((100, cache), (250, None), (100, cache), (100, cache)):
@@ -142,8 +142,8 @@ def crossed() -> str:
 
 def test_generation_across_the_switch_is_refused(pool: Pool) -> None:
     expected = "ShapeError: generate: expected tokens on one side of 64, where the model's longrope changes, given a pr"
-    for said in pool.run(2, crossed):
-        assert said.startswith(expected), said
+    for error in pool.run(2, crossed):
+        assert error.startswith(expected), error
 
 
 ROBERTA = RobertaConfig(
@@ -155,11 +155,11 @@ ROBERTA = RobertaConfig(
 def roberta(attention: str) -> PreTrainedModel:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(deepcopy(ROBERTA), attn_implementation=attention)
-    return made.double().train()
+        result = AutoModelForCausalLM.from_config(deepcopy(ROBERTA), attn_implementation=attention)
+    return result.double().train()
 
 
-def learned_by_roberta(token: int) -> float | str:
+def roberta_loss(token: int) -> float | str:
     ids = prompt(41)
     ids[0, 17] = token
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(Shape(1, 1, 2), AXES))
@@ -169,10 +169,10 @@ def learned_by_roberta(token: int) -> float | str:
         return str(error)
 
 
-def test_positions_that_begin_after_padding_are_those_of_the_whole(pool: Pool) -> None:
+def test_positions_that_begin_after_padding_are_those_of_the_whole_sequence(pool: Pool) -> None:
     ids = prompt(41)
     ids[0, 17] = 5
     expected = roberta("eager")(input_ids=ids, labels=ids).loss.item()
-    assert sum(pool.run(2, learned_by_roberta, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
-    for said in pool.run(2, learned_by_roberta, 1):  # positions do not count it, nor does this know how many do
-        assert said.startswith("attnmesh in transformers: input_ids: expected padding at the end of a sequence, if any")
+    assert sum(pool.run(2, roberta_loss, 5)) / 2 == pytest.approx(expected, rel=1e-6)  # losses are float32
+    for error in pool.run(2, roberta_loss, 1):  # positions do not count padding
+        assert error.startswith("attnmesh.hf input_ids: expected padding at the end of a sequence, if any")

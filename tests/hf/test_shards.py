@@ -1,4 +1,4 @@
-"""Arguments of a shard stand whatever a model or a trainer does with them: the right answer, or attnmesh's error."""
+"""Shard tensors return results of the whole sequence, or raise, whatever a model or trainer does with them."""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
 from attnmesh.hf.mask import MaskSpec
-from attnmesh.hf.opaque import Opaque
+from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import ItemCount, ShardMask, ShardPositions
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
@@ -32,7 +32,7 @@ def batch(**more: Any) -> dict[str, Any]:
     return hf.shard_batch({"input_ids": ids, "labels": ids, **more}, None)
 
 
-MASK_ANSWERS: dict[str, Callable[[Any], Any]] = {
+MASK_METADATA: dict[str, Callable[[Any], Any]] = {
     "shape": lambda mask: mask.shape == (2, 21),
     "size": lambda mask: mask.size(1) == 21 and mask.dim() == mask.ndim == 2 and len(mask) == 2,
     "sum": lambda mask: int(mask.sum()) == 42,
@@ -43,12 +43,12 @@ MASK_ANSWERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MASK_ANSWERS)
-def test_a_mask_of_a_shard_tells_what_does_not_depend_on_other_shards(name: str) -> None:
-    assert MASK_ANSWERS[name](batch()["attention_mask"])
+@pytest.mark.parametrize("name", MASK_METADATA)
+def test_mask_metadata_can_be_read(name: str) -> None:
+    assert MASK_METADATA[name](batch()["attention_mask"])
 
 
-READINGS: dict[str, Callable[[Any], Any]] = {
+MASK_READS: dict[str, Callable[[Any], Any]] = {
     "index": lambda mask: mask[:, None, None, :],
     "rows": lambda mask: mask[0],
     "cumsum": lambda mask: mask.long().cumsum(-1) - 1,
@@ -71,15 +71,13 @@ READINGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READINGS)
-def test_a_mask_of_a_shard_that_is_read_raises(name: str) -> None:
-    with pytest.raises(
-        errors.KernelError, match="expected a model whose layers leave their attention_mask to attnmesh"
-    ):
-        READINGS[name](batch()["attention_mask"])
+@pytest.mark.parametrize("name", MASK_READS)
+def test_reading_a_mask_raises(name: str) -> None:
+    with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnmesh"):
+        MASK_READS[name](batch()["attention_mask"])
 
 
-LOOKS: dict[str, Callable[[Any], Any]] = {
+OPAQUE_READS: dict[str, Callable[[Any], Any]] = {
     "index": lambda x: x[:, :, :3],
     "length": len,
     "truth": bool,
@@ -96,22 +94,22 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("name", OPAQUE_READS)
 @pytest.mark.parametrize("value", [Opaque(), MaskSpec(Causal(), 4, 0, 0)], ids=["keys", "mask"])
-def test_what_goes_through_a_model_as_it_is_raises_when_it_is_read(name: str, value: Any) -> None:
-    with pytest.raises(errors.KernelError, match="hands masks and cached keys to attention as they are, given one"):
-        LOOKS[name](value)
+def test_reading_an_opaque_value_raises(name: str, value: Any) -> None:
+    with pytest.raises(errors.KernelError, match="passes masks and cached keys to attention unread, given one"):
+        OPAQUE_READS[name](value)
 
 
-def test_a_mask_gives_its_last_rows() -> None:
+def test_a_mask_can_be_cut_to_its_last_rows() -> None:
     whole = MaskSpec(Causal(), 9, 4, 0)
     assert whole[:, :, slice(0, None), :] == whole
     assert whole[:, :, slice(-2, None), :] == MaskSpec(Causal(), 2, 11, 0)
     assert whole.contiguous() is whole
 
 
-def test_positions_have_the_maximum_of_the_whole_and_give_plain_tensors() -> None:
-    positions = ShardPositions.within(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
+def test_positions_have_the_maximum_of_the_whole_sequence_and_return_plain_tensors() -> None:
+    positions = ShardPositions.of_sequence(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
     assert int(torch.max(positions)) == int(positions[:, None].long().max()) == 40
     assert positions.max(-1).values.tolist() == [5]
     assert type(positions[:, None, :].float() @ torch.ones(1, 2, 3)) is Tensor
@@ -124,8 +122,8 @@ def test_counts_keep_their_precision() -> None:
     assert float((count + 1001).to(torch.bfloat16)) == 1041.0  # bfloat16 has 1040 and 1048
 
 
-def own_losses() -> list[float]:
-    """Losses that a rank makes itself from logits and shift_labels."""
+def custom_losses() -> list[float]:
+    """Return losses computed from logits and shift_labels: sum, mean over the batch, mean over the rank."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     labels = part["shift_labels"]
     with torch.no_grad():
@@ -135,17 +133,18 @@ def own_losses() -> list[float]:
     return [float(total), float(total / float(part["num_items_in_batch"])), float(total / learned)]
 
 
-def test_a_loss_of_ones_own_is_divided_by_what_it_is_divided_by(pool: Pool) -> None:
+def test_a_custom_loss_keeps_its_divisor(pool: Pool) -> None:
     whole = families.model("llama", "sdpa")
     with torch.no_grad():
         loss = float(whole(prompt(21), labels=prompt(21)).loss)
-    totals, means, own = zip(*pool.run(2, own_losses), strict=True)
+    totals, means, rank_means = zip(*pool.run(2, custom_losses), strict=True)
     assert sum(totals) / 20 == pytest.approx(loss, rel=1e-5)
     assert sum(means) / 2 == pytest.approx(loss, rel=1e-5)
-    assert [total / mean for total, mean in zip(totals, own, strict=True)] == pytest.approx([10, 10])
+    assert [total / mean for total, mean in zip(totals, rank_means, strict=True)] == pytest.approx([10, 10])
 
 
-def foreign_count(count: Any) -> float | str:
+def loss_with_count(count: Any) -> float | str:
+    """Return the loss of a model that is called with another count, or the error."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     try:
         return float(families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": count}).loss.detach())
@@ -157,26 +156,26 @@ def foreign_count(count: Any) -> float | str:
 def test_a_count_of_the_whole_batch_may_be_passed_to_the_model(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa")(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, foreign_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
+    assert sum(pool.run(2, loss_with_count, count)) / 2 == pytest.approx(loss, rel=1e-5)
 
 
-def in_pieces() -> list[float]:
-    """A loss that is made in pieces, beside the model's own."""
+def chunked_loss() -> list[float]:
+    """Return the model's loss, and a loss computed in chunks."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     with torch.no_grad():
-        made = families.model("llama", "attnmesh")(**part)
-    pieces = zip(made.logits[0].split(4), part["shift_labels"][0].split(4), strict=True)
-    total = sum(nn.functional.cross_entropy(logits, labels, reduction="sum") for logits, labels in pieces)
-    return [float(made.loss), float(total / part["num_items_in_batch"])]
+        output = families.model("llama", "attnmesh")(**part)
+    chunks = zip(output.logits[0].split(4), part["shift_labels"][0].split(4), strict=True)
+    total = sum(nn.functional.cross_entropy(logits, labels, reduction="sum") for logits, labels in chunks)
+    return [float(output.loss), float(total / part["num_items_in_batch"])]
 
 
-def test_a_loss_may_be_made_more_than_once(pool: Pool) -> None:
-    for own, pieces in pool.run(2, in_pieces):
-        assert pieces == pytest.approx(own, rel=1e-5)
+def test_a_loss_can_be_computed_twice(pool: Pool) -> None:
+    for loss, chunked in pool.run(2, chunked_loss):
+        assert chunked == pytest.approx(loss, rel=1e-5)
 
 
-def in_layers_of_fsdp(count: Any) -> float:
-    """FSDP copies the arguments of a layer whose inputs it casts."""
+def fsdp_loss(count: Any) -> float:
+    """Return the loss under FSDP, which copies the arguments of layers whose inputs it casts."""
     model = families.model("llama", "attnmesh").train()
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -193,58 +192,64 @@ def in_layers_of_fsdp(count: Any) -> float:
 def test_layers_of_fsdp_in_bfloat16_have_the_loss_of_one_device(count: Any, pool: Pool) -> None:
     with torch.no_grad():
         loss = float(families.model("llama", "sdpa").bfloat16()(prompt(21), labels=prompt(21)).loss)
-    assert sum(pool.run(2, in_layers_of_fsdp, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
+    assert sum(pool.run(2, fsdp_loss, count)) / 2 == pytest.approx(loss, rel=2e-2)  # bfloat16's rounding
 
 
 def compiled() -> list[float]:
-    """Losses and a gradient, without and with the compiler."""
+    """Return the loss and a gradient norm, without and with torch.compile."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
-    found = []
+    results = []
     for wrap in (lambda model: model, partial(torch.compile, backend="aot_eager")):
         model = families.model("llama", "attnmesh").train()
         loss = wrap(model)(**part).loss
         loss.backward()
-        found += [loss.item(), float(model.lm_head.weight.grad.norm())]
-    return found
+        results += [loss.item(), float(model.lm_head.weight.grad.norm())]
+    return results
 
 
-def test_a_compiled_model_learns_the_same(pool: Pool) -> None:
-    for loss, norm, *again in pool.run(2, compiled):
-        assert again == pytest.approx([loss, norm], rel=1e-5)
+def test_a_compiled_model_has_the_same_loss_and_gradient(pool: Pool) -> None:
+    for loss, norm, *compiled_results in pool.run(2, compiled):
+        assert compiled_results == pytest.approx([loss, norm], rel=1e-5)
 
 
-def one_batch_for_two() -> str:
-    """A model without attention, called after another on the same batch."""
+def error_of_model(model: nn.Module, part: dict[str, Any]) -> str:
+    """Return the error of a model on a batch."""
+    try:
+        model(**part)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def error_of_second_model() -> str:
+    """Return the error of a model without attention, called after another model on the same batch."""
     part = hf.shard_batch({"input_ids": prompt(21), "labels": prompt(21)}, named_mesh(Shape(1, 1, 2), AXES))
     families.model("llama", "attnmesh")(**part)
     torch.manual_seed(0)
     config = RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
-    try:
-        AutoModelForCausalLM.from_config(config)(**part)
-    except errors.KernelError as error:
-        return str(error)
-    return "nothing"
+    return error_of_model(AutoModelForCausalLM.from_config(config), part)
 
 
-def test_another_model_on_the_same_batch_is_checked_too(pool: Pool) -> None:
-    for said in pool.run(2, one_batch_for_two):
-        assert "a model whose layers all ask attnmesh for their attention, given one of which no layer does" in said
+def test_a_second_model_on_the_same_batch_is_checked(pool: Pool) -> None:
+    for error in pool.run(2, error_of_second_model):
+        assert error.startswith("KernelError: ")
+        assert "a model whose layers all call attnmesh for attention, given one in which no layer does" in error
 
 
-def mean_of_few() -> str:
+def error_of_uneven_mean() -> str:
+    """Return the error of a mean loss where one rank has no labels."""
     ids = prompt(21)
     batch = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(21) < 15, -100)}
     part = hf.shard_batch(batch, named_mesh(Shape(1, 1, 2), AXES))
-    try:
-        families.model("llama", "attnmesh")(**{**part, "num_items_in_batch": None})
-    except errors.ArgumentError as error:
-        return str(error)
-    return "nothing"
+    return error_of_model(families.model("llama", "attnmesh"), {**part, "num_items_in_batch": None})
 
 
-def test_a_mean_over_a_ranks_own_tokens_is_refused_where_ranks_have_more_or_fewer(pool: Pool) -> None:
-    for said in pool.run(2, mean_of_few):
-        assert "expected a loss in which the tokens of all ranks weigh alike, given a mean over its own" in said
+def test_a_mean_over_one_ranks_tokens_is_refused_if_ranks_have_unequal_labels(pool: Pool) -> None:
+    for error in pool.run(2, error_of_uneven_mean):
+        assert error.startswith("ArgumentError: ")
+        assert (
+            "expected a loss that weighs the tokens of all ranks equally, given a mean over one rank's tokens" in error
+        )
 
 
 def test_arguments_can_be_copied() -> None:
@@ -255,7 +260,7 @@ def test_arguments_can_be_copied() -> None:
 SEQUENCES = [{"input_ids": prompt(n, seed=n)[0].tolist()} for n in (10, 33, 21)]
 
 
-def test_what_collators_without_padding_pass_is_accepted() -> None:
+def test_batches_of_padding_free_collators_are_accepted() -> None:
     packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(SEQUENCES)
     assert {"cu_seq_lens_q", "max_length_k", "seq_idx", "position_ids"} <= packed.keys()
     part = hf.shard_batch(packed, None)
@@ -273,15 +278,15 @@ def test_what_collators_without_padding_pass_is_accepted() -> None:
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
 def test_lengths_that_contradict_positions_are_refused(name: str) -> None:
     packed = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(SEQUENCES)
-    with pytest.raises(errors.MaskError, match=f"{name}: expected .0, 10, 43, 64., as position_ids begin, given .0"):
+    with pytest.raises(errors.MaskError, match=f"{name}: expected .0, 10, 43, 64., as in position_ids, given .0"):
         hf.shard_batch({**packed, name: torch.tensor([0, 64])}, None)
     del packed["position_ids"]
-    with pytest.raises(errors.MaskError, match="expected position_ids beside it, and no attention_mask"):
+    with pytest.raises(errors.MaskError, match="expected position_ids and no attention_mask"):
         hf.shard_batch(packed, None)
 
 
 class Wrapped(nn.Module):
-    """A model in another, as DDP and others have it."""
+    """A module with the model inside, like DDP."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -289,7 +294,7 @@ class Wrapped(nn.Module):
 
 
 class Adapters(nn.Module):
-    """A model with adapters, as PEFT has it."""
+    """A module with a model and adapters, like PEFT's."""
 
     def __init__(self, model: nn.Module, prompts: bool) -> None:
         super().__init__()
@@ -299,15 +304,15 @@ class Adapters(nn.Module):
         return self.model
 
 
-def test_generate_takes_the_model_out_of_what_is_wrapped_around_it() -> None:
+def test_generate_unwraps_the_model() -> None:
     model, options = families.model("llama", "attnmesh"), {"max_new_tokens": 3, "do_sample": False}
     expected = hf.generate(model, prompt(20), **options).tolist()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's own, when it imports its compiler
+        warnings.simplefilter("ignore")  # PyTorch warns when it imports its compiler
         compiled = torch.compile(model)
     for wrapped in (Wrapped(model), compiled, Wrapped(compiled), Adapters(model, False)):
         assert hf.generate(wrapped, prompt(20), **options).tolist() == expected
-    with pytest.raises(errors.KernelError, match="generate: expected adapters without tokens of their own"):
+    with pytest.raises(errors.KernelError, match="generate: expected adapters without virtual tokens"):
         hf.generate(Adapters(model, True), prompt(20), **options)
     with pytest.raises(errors.KernelError, match="expected a causal language model of transformers, given Line"):
         hf.generate(Wrapped(nn.Linear(2, 2)), prompt(20), **options)

@@ -1,4 +1,4 @@
-"""The example that trains: one loss on any mesh, and a run that was stopped is a run that was not."""
+"""The training example has the same losses on any mesh, and after it continues from a checkpoint."""
 
 import json
 import subprocess
@@ -7,58 +7,74 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.scripts import run_script
+
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 
-SMALL = ("--json", "--length", "200", "--write", "30")
+STEPS = 30
+
+SMALL = ("--json", "--length", "200", "--write", "30", "--steps", STEPS)
 
 
 def train(*arguments: object, ranks: int = 1) -> dict:
-    """What a run says."""
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
-        launch += ["--rdzv-endpoint", "localhost:0"]
-    run = subprocess.run(
-        [*launch, str(TRAIN), *SMALL, *map(str, arguments)], capture_output=True, text=True, timeout=110, check=False
-    )
+    """Return the report of a run."""
+    run = run_script(TRAIN, *SMALL, *arguments, ranks=ranks)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict:
-    """50 steps on one device."""
-    return train("--steps", 50)
+    """Return the report of all steps on one device."""
+    return train()
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("1x2x2", marks=pytest.mark.long), "2x1x2"])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["1x2x2", "2x1x2"])
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
-    together = train("--steps", 50, "--mesh", mesh, ranks=4)
-    assert len(together["losses"]) == 50
+    """`make test` has both meshes in the next test, a part of the steps each."""
+    together = train("--mesh", mesh, ranks=4)
+    assert len(together["losses"]) == STEPS
     assert together["losses"] == pytest.approx(alone["losses"], abs=1e-4)
-    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
     assert together["text"] == alone["text"]
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_it_had_not(alone: dict, tmp_path: Path) -> None:
-    keep = ("--steps", 50, "--checkpoint", tmp_path)
-    begun = train(*keep, "--until", 20, "--mesh", "1x2x2", ranks=4)
-    same = train(*keep, "--until", 35, "--mesh", "1x2x2", ranks=4)
-    other = train(*keep)  # and with another number of ranks
-    assert (begun["first_step"], same["first_step"], other["first_step"]) == (0, 20, 35)
-    assert begun["losses"] + same["losses"] + other["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+@pytest.mark.parametrize(
+    ("first", "second"), [("2x1x2", "1x2x2"), pytest.param("1x2x2", "1x2x2", marks=pytest.mark.long)]
+)
+def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(
+    first: str, second: str, alone: dict, tmp_path: Path
+) -> None:
+    """Continue on another mesh, then on another number of ranks."""
+    keep = ("--checkpoint", tmp_path)
+    begun = train(*keep, "--until", 8, "--mesh", first, ranks=4)
+    on = train(*keep, "--until", 14, "--mesh", second, ranks=4)
+    other = train(*keep)
+    assert (begun["first_step"], on["first_step"], other["first_step"]) == (0, 8, 14)
+    assert begun["losses"] + on["losses"] + other["losses"] == pytest.approx(alone["losses"], abs=1e-4)
+    assert alone["losses"][-1] < 0.7 * alone["losses"][0]
+    assert other["text"] == alone["text"]
+
+
+@pytest.mark.long
+def test_torchrun_trains(alone: dict) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
+    words = [*launch, "--rdzv-endpoint", "localhost:0", str(TRAIN), *map(str, SMALL), "--mesh", "1x2x2"]
+    run = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1])["losses"] == pytest.approx(alone["losses"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (("--mesh", "2x2"), "--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given '2x2'"),
         (("--mesh", "3x1x1"), "--batch: expected a multiple of the 3 data ranks, given 4"),
         (("--mesh", "1x2x2"), "--mesh 1x2x2 needs torchrun --nproc-per-node 4"),
     ],
 )
-def test_what_cannot_be_is_said(arguments: tuple[str, ...], said: str) -> None:
-    run = subprocess.run([sys.executable, str(TRAIN), *arguments], capture_output=True, text=True, check=False)
+def test_invalid_arguments_are_refused(arguments: tuple[str, ...], error: str) -> None:
+    run = run_script(TRAIN, *arguments)
     assert run.returncode != 0
-    assert said in run.stderr
+    assert error in run.stderr
     assert "Traceback" not in run.stderr

@@ -1,4 +1,4 @@
-"""`Trainer` on a mesh, by an override of `compute_loss` that cuts the batch there, has the losses of one process."""
+"""`Trainer` has the losses of one process on a mesh, with `shard_batch` in `compute_loss`."""
 
 import os
 from typing import Any
@@ -20,14 +20,14 @@ STEPS = 3
 
 
 class OneLoader(Trainer):
-    """The same batches on every rank, in order."""
+    """A trainer with the same batches on every rank, in order."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, collate_fn=self.data_collator)
 
 
 class OnMesh(OneLoader):
-    """A trainer that cuts each batch over a mesh where it computes the loss."""
+    """A trainer that shards each batch when it computes the loss."""
 
     mesh: Any = None
 
@@ -36,14 +36,14 @@ class OnMesh(OneLoader):
 
 
 def examples() -> list[dict[str, Any]]:
-    """Sequences of which different numbers of tokens are learned."""
-    made = []
+    """Return sequences with different numbers of labels."""
+    sequences = []
     for number in range(4 * STEPS):
         ids = prompt(45, seed=number)[0]
         labels = ids.clone()
         labels[: 3 * number] = -100
-        made.append({"input_ids": ids, "labels": labels})
-    return made
+        sequences.append({"input_ids": ids, "labels": labels})
+    return sequences
 
 
 def losses(kind: type[Trainer], family: str, attention: str, folder: str, **options: Any) -> list[float]:
@@ -58,7 +58,7 @@ def losses(kind: type[Trainer], family: str, attention: str, folder: str, **opti
 
 
 RECIPE = {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
-"""Weights of float32, autocast to bfloat16, and gradient checkpointing, as most train."""
+"""Common settings: float32 weights, autocast to bfloat16, and gradient checkpointing."""
 
 CASES: dict[str, tuple[dict[str, Any], float]] = {
     "plain": ({}, 2e-5),
@@ -69,8 +69,8 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 
 def on_rank(shape: Shape, family: str, folder: str, options: dict[str, Any]) -> list[float]:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    told = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         OnMesh.mesh = named_mesh(shape, AXES)
         return losses(OnMesh, family, "attnmesh", folder, **options)
@@ -79,12 +79,12 @@ def on_rank(shape: Shape, family: str, folder: str, options: dict[str, Any]) -> 
 
         AcceleratorState._reset_state()
         PartialState._shared_state.clear()
-        for name in told:
+        for name in variables:
             os.environ.pop(name)
 
 
 def sampled() -> list[Any]:
-    """Each case on one mesh; all on all where there is time."""
+    """Return each case on one mesh; the rest is marked long."""
     meshes = {"llama": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 2)}
     short = {("recipe", "llama"), ("plain", "gpt-oss"), ("counts of each rank", "gpt-oss")}
     return [

@@ -1,4 +1,4 @@
-"""Training a transformers model on shards of a batch: loss and gradients as on one device."""
+"""Training on shards of a batch has the loss and gradients of one device."""
 
 from typing import Any
 
@@ -13,13 +13,11 @@ from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
-from tests.support.families import CONFIGS, STOCK, prompt
+from tests.support.families import STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 AXES = ("heads", "queries", "keys")
-
-SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
 Batch = dict[str, Any]
 
@@ -30,7 +28,7 @@ def plain() -> Batch:
 
 
 def masked_labels() -> Batch:
-    """A question whose tokens are not to be learned, and right padding."""
+    """Return a batch with a prompt without labels, and padding on the right."""
     ids, mask = prompt(59, batch=2), torch.ones(2, 59, dtype=torch.long)
     mask[1, 40:] = 0
     labels = ids.masked_fill(mask == 0, -100)
@@ -39,7 +37,7 @@ def masked_labels() -> Batch:
 
 
 def packed() -> Batch:
-    """Three sequences in a row, as transformers' flattening collator packs them."""
+    """Return three packed sequences, as from DataCollatorWithFlattening."""
     ids = prompt(64)
     positions = torch.cat([torch.arange(n) for n in (10, 33, 21)])[None]
     labels = ids.masked_fill(positions == 0, -100)
@@ -49,41 +47,40 @@ def packed() -> Batch:
 BATCHES = {"plain": plain, "masked labels": masked_labels, "packed": packed}
 
 
-def learned(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The loss, and the gradients of all weights."""
+def loss_and_gradients(model: torch.nn.Module, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss, and the gradients of all weights."""
     loss = model(**batch).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def truth(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
-    """By stock transformers on one device; packed sequences one by one, as not every family there tells them apart."""
+def stock_results(family: str, name: str) -> tuple[float, dict[str, Tensor]]:
+    """Return the results of stock transformers. It gets packed sequences one by one, because some families mix them."""
     stock = families.model(family, STOCK[family], torch.float64).train()
     batch = {**BATCHES[name](), "use_cache": False}
     if name != "packed":
-        return learned(stock, batch)
+        return loss_and_gradients(stock, batch)
     count, loss = (batch["labels"] != -100).sum(), 0.0
     for ids, labels in zip(*(batch[x].split((10, 33, 21), 1) for x in ("input_ids", "labels")), strict=True):
-        more, gradients = learned(stock, {"input_ids": ids, "labels": labels, "num_items_in_batch": count})
+        more, gradients = loss_and_gradients(stock, {"input_ids": ids, "labels": labels, "num_items_in_batch": count})
         loss += more
     return loss, gradients
 
 
 def on_ranks(family: str, shape: Shape, layout: Layout) -> dict[str, tuple[float, dict[str, Tensor]]]:
-    mesh, found = named_mesh(shape, AXES), {}
+    mesh, results = named_mesh(shape, AXES), {}
     for name, batch in BATCHES.items():
         model = families.model(family, "attnmesh", torch.float64).train()
-        found[name] = learned(model, hf.shard_batch(batch(), mesh, layout))
-    return found
+        results[name] = loss_and_gradients(model, hf.shard_batch(batch(), mesh, layout))
+    return results
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "shape"), families_on_meshes())
 def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, pool: Pool) -> None:
     layout = am.Zigzag() if len(family) % 2 else am.Striped(4)
     answers = pool.run(shape.ranks, on_ranks, family, shape, layout)
     for name in BATCHES:
-        loss, gradients = truth(family, name)
+        loss, gradients = stock_results(family, name)
         assert sum(answer[name][0] for answer in answers) / shape.ranks == pytest.approx(loss, rel=1e-6), name
         for weights, expected in gradients.items():
             given = sum(answer[name][1][weights] for answer in answers) / shape.ranks
@@ -91,7 +88,7 @@ def test_loss_and_gradients_are_those_of_one_device(family: str, shape: Shape, p
             assert (given - expected).abs().max() <= 1e-5 * max(1, float(expected.abs().max())), (name, weights)
 
 
-def test_positions_and_labels_are_those_of_the_whole() -> None:
+def test_positions_and_labels_are_those_of_the_whole_sequence() -> None:
     part = hf.shard_batch(plain(), None)
     assert part["position_ids"][0].tolist() == list(range(61))
     assert part["shift_labels"][:, :-1].equal(plain()["labels"][:, 1:])
@@ -151,7 +148,7 @@ WRONG: dict[str, tuple[Batch, str]] = {
     ),
     "learned padding": (
         {"input_ids": prompt(9), "labels": prompt(9), "attention_mask": torch.arange(9)[None].lt(5).long()},
-        "MaskError: shard_batch labels: expected -100 where there is padding, given labels of padding",
+        "MaskError: shard_batch labels: expected -100 at padding, given labels of padding",
     ),
     "rows": (
         {"input_ids": prompt(9, batch=2), "position_ids": torch.stack((torch.arange(9), torch.arange(9) % 4))},
@@ -162,10 +159,10 @@ WRONG: dict[str, tuple[Batch, str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
-    batch, said = WRONG[name]
+    batch, error = WRONG[name]
     answers = pool.run(2, _refused, batch)
     assert answers[0] == answers[1]
-    assert answers[0].startswith(said), answers[0]
+    assert answers[0].startswith(error), answers[0]
 
 
 def _refused_another() -> str:
@@ -180,15 +177,15 @@ def test_ranks_with_different_batches_all_raise(pool: Pool) -> None:
 
 FOREIGN = {
     "stock attention": LlamaConfig(**families.SIZES),
-    "attention of its own": BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2),
+    "custom attention": BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2),
     "recurrent states": MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1),
 }
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_another_attention_does_not_take_a_shard_for_the_whole(name: str) -> None:
+def test_other_attention_raises_on_a_shard(name: str) -> None:
     model = AutoModelForCausalLM.from_config(FOREIGN[name])
-    with pytest.raises(errors.KernelError, match="expected a model whose layers leave their attention_mask to attnme"):
+    with pytest.raises(errors.KernelError, match="expected a model whose layers leave attention_mask to attnme"):
         model(**hf.shard_batch(plain(), None))
 
 
@@ -201,11 +198,11 @@ def _stablelm(attention: str) -> Any:
 
 
 def _of_stablelm(shape: Shape) -> float:
-    return learned(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
+    return loss_and_gradients(_stablelm("attnmesh"), hf.shard_batch(plain(), named_mesh(shape, AXES)))[0]
 
 
-def test_layers_that_hand_on_no_more_than_a_mask_are_served(pool: Pool) -> None:
-    loss, _ = learned(_stablelm("sdpa"), plain())
+def test_layers_that_pass_only_a_mask_are_supported(pool: Pool) -> None:
+    loss, _ = loss_and_gradients(_stablelm("sdpa"), plain())
     assert sum(pool.run(4, _of_stablelm, Shape(1, 2, 2))) / 4 == pytest.approx(loss, rel=1e-6)
 
 
@@ -218,6 +215,6 @@ def _routers() -> str:
     return "nothing"
 
 
-def test_a_loss_of_routers_is_refused_on_shards(pool: Pool) -> None:
-    for said in pool.run(2, _routers):
-        assert said.startswith("attnmesh in transformers: output_router_logits: expected no loss of routers on shards")
+def test_a_router_loss_is_refused_on_shards(pool: Pool) -> None:
+    for error in pool.run(2, _routers):
+        assert error.startswith("attnmesh.hf output_router_logits: expected no router loss on shards")

@@ -9,6 +9,8 @@ from attnmesh.core.mask import Band, Mask
 from attnmesh.kernels.blocks import TILE, Block, cut, tiles
 from tests.support.problems import draw
 
+pytestmark = pytest.mark.quick
+
 
 def covered(blocks: list[Block], rows: int, keys: int) -> torch.Tensor:
     """How often each pair is in a block."""

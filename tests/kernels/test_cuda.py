@@ -33,7 +33,7 @@ BLOCKS = {
 
 @pytest.fixture
 def eager_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch asked about tensors that do not exist would say no: say what it says on a recent GPU."""
+    """Replace PyTorch's support checks, which refuse meta tensors, by their results on a recent GPU."""
     monkeypatch.setattr(cuda, "can_use_flash_attention", lambda params: params.query.dtype in HALF)
     monkeypatch.setattr(cuda, "can_use_efficient_attention", lambda params: params.query.dtype != torch.float64)
 
@@ -69,26 +69,26 @@ def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() 
 def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
     block = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
     q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
-    out, lse = cuda.Cudnn().forward(q, k, v, block, 0.1)
+    out, lse = cuda.Cudnn().attend(q, k, v, block, 0.1)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
-    assert not cuda.Cudnn().takes(q, k, v, block)  # it is for GPUs alone, of some age, and once proved
+    assert not cuda.Cudnn().takes(q, k, v, block)  # on recent GPUs only, once checked
     gradients = cuda.Cudnn().backward(q, k, v, SavedForward(out, lse, out), block, 0.1)
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
-def test_an_operator_that_is_wrong_is_left_out_and_said_so() -> None:
+def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
     class Wrong(cuda.Cudnn):
-        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
             return Partial(q, q[..., 0].float())
 
     class Right(cuda.Cudnn):
-        def forward(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
             return Reference().attend(q, k, v, block, scale)
 
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
-    with pytest.warns(UserWarning, match="does without PyTorch's wrong operator for torch.bfloat16"):
-        assert not cuda._proved(Wrong(), *where)
-    assert cuda._proved(Right(), *where)
+    with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
+        assert not cuda._is_correct(Wrong(), *where)
+    assert cuda._is_correct(Right(), *where)
 
 
 @pytest.mark.parametrize("mask", [am.Window(20), am.Causal() & am.Documents([70] * 20)])
@@ -98,14 +98,14 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
     assert len(cuda.CUDA().cut(band, x, x, x)) > 1  # without Triton: as many calls as there are blocks
     with interpreting("triton"):
         (block,) = cuda.CUDA().cut(band, x, x, x)
-        assert cuda.name_of(x, x, x, block) == "triton"
+        assert cuda.operator_name(x, x, x, block) == "triton"
         short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
         ours = cuda.CUDA().attend(tokens, tokens, tokens, short, 0.25)
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
     assert torch.allclose(ours.out, theirs.out, atol=1e-6)
 
 
-def test_float64_and_other_devices_are_refused_with_the_reason() -> None:
+def test_float64_and_other_devices_have_a_reason() -> None:
     with FakeTensorMode():
         x = torch.empty(1, 2, 100, 64, dtype=torch.float64, device="cuda")
         assert "float64 of width 64" in str(cuda.CUDA().unsupported_reason(x, x, x))
@@ -137,7 +137,7 @@ def test_special_inputs_on_the_gpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it runs for minutes where there is a GPU")
-def test_without_a_gpu_make_gpu_tells_what_it_would_do() -> None:
+def test_without_a_gpu_make_gpu_prints_its_commands() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.gpu"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("PyTorch sees no GPU here. On one, this would run:\n")
     assert [line.split(" ")[1] for line in done.stdout.splitlines()[1:]] == ["every", "the", "decoding,", "all"]

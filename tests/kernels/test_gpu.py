@@ -38,16 +38,16 @@ def test_random_problems_on_a_mesh(nccl: Pool, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_random_lives_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int) -> None:
+def test_random_histories_of_a_cache(nccl: Pool, tmp_path: Path, dtype: torch.dtype, seed: int) -> None:
     histories.check(histories.draw(seed, (1,), (dtype,)), nccl, tmp_path)
 
 
-def spoken() -> list[list[int]]:
+def gathered() -> list[list[int]]:
     return all_gather_ints([3, 4], [Axis(1, 0, dist.group.WORLD)])
 
 
-def test_numbers_are_shared_by_nccl(nccl: Pool) -> None:
-    assert nccl.run(1, spoken) == [[[3, 4]]]
+def test_nccl_gathers_ints(nccl: Pool) -> None:
+    assert nccl.run(1, gathered) == [[[3, 4]]]
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(40)])
@@ -79,7 +79,7 @@ def test_a_captured_step_serves_a_cache_that_grows(mask: am.Mask, reproducible: 
 
 
 def cache_of(tokens: int) -> am.KVCache:
-    """Always the same."""
+    """Return a cache with the same tokens at each call."""
     sizes = {"batch": 2, "kv_heads": 2, "head_dim": 64, "capacity": 400, "dtype": torch.bfloat16, "device": "cuda"}
     cache = am.KVCache(None, **sizes)
     generator = torch.Generator("cuda").manual_seed(0)
@@ -93,7 +93,9 @@ def cache_of(tokens: int) -> am.KVCache:
 def test_a_step_waits_for_nothing(padded: bool) -> None:
     cache = cache_of(100)
     if padded:
-        cache.append(*torch.randn(2, 2, 2, 3, 64, dtype=torch.bfloat16, device="cuda"), real=torch.rand(2, 3) < 0.5)
+        cache.append(
+            *torch.randn(2, 2, 2, 3, 64, dtype=torch.bfloat16, device="cuda"), token_mask=torch.rand(2, 3) < 0.5
+        )
     new = torch.randn(2, 2, 2, 1, 64, dtype=torch.bfloat16, device="cuda")
     q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16, device="cuda")
     am.decode(q, cache)

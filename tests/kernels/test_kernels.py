@@ -1,6 +1,7 @@
 """Each kernel, forward and gradients, against float64: random problems, then the inputs that break kernels."""
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,9 +14,20 @@ from attnmesh.kernels.select import KERNELS, choose
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
-HERE = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
-each_kernel = pytest.mark.parametrize("kernel", HERE)
+pytestmark = pytest.mark.quick
+
+SUPPORTED = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
+each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """`make test` gives each process one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(400))
@@ -52,7 +64,7 @@ def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: 
 
 @each_kernel
 @each_dtype
-def test_rows_that_see_nothing(kernel: str, dtype: torch.dtype) -> None:
+def test_empty_rows(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 3, 100, 8, dtype=dtype, requires_grad=True) for _ in range(3))
     late, early = torch.arange(50, 150), torch.arange(100)
     out, lse = am.attend(q, k, v, mask=am.Window(3), q_positions=late, k_positions=early, kernel=kernel)
@@ -84,7 +96,7 @@ def test_nan_gives_nan_in_the_rows_that_see_it(kernel: str, dtype: torch.dtype, 
 
 @each_kernel
 @each_dtype
-def test_keys_infinitely_far_away_weigh_nothing(kernel: str, dtype: torch.dtype) -> None:
+def test_keys_with_logit_minus_infinity_have_weight_0(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
     q[..., 0] = 1.0
     k[:, :, 30:, 0] = -math.inf
@@ -122,8 +134,8 @@ def test_infinite_values_stay_infinite(kernel: str, dtype: torch.dtype) -> None:
 
 @each_kernel
 @each_dtype
-def test_zeros_are_not_taken_for_nothing(kernel: str, dtype: torch.dtype) -> None:
-    """A row that sees one key of logit 0 has lse 0: a careless kernel says the same of a row that sees none."""
+def test_lse_0_is_not_taken_for_an_empty_row(kernel: str, dtype: torch.dtype) -> None:
+    """A row that sees one key of logit 0 has lse 0, which some kernels also return for an empty row."""
     q, k, v = (torch.zeros(1, 4, 100, 8, dtype=dtype), *torch.randn(2, 1, 2, 100, 8).to(dtype).unbind())
     out, lse = am.attend(q, k, v, mask=am.Causal(), kernel=kernel)
     expected = torch.arange(1, 101, dtype=lse.dtype).log().expand(1, 4, 100)
@@ -154,7 +166,7 @@ def test_few_queries_at_the_end_of_many_keys(dtype: torch.dtype, rows: int, mask
         expected.check(name, given)
 
 
-def test_auto_takes_the_first_kernel_that_serves() -> None:
+def test_auto_takes_the_first_supported_kernel() -> None:
     q, k, v = torch.zeros(3, 1, 1, 1, 8).unbind()
     assert choose("auto", q, k, v).name == "cpu"
     assert choose("auto", *(x.to("meta") for x in (q, k, v))).name == "reference"
@@ -209,7 +221,7 @@ def test_a_loss_scale_on_lse_does_not_overflow_float16(kernel: str) -> None:
 
 
 @each_kernel
-def test_rows_that_see_nothing_ask_for_nothing_whatever_their_gradient(kernel: str) -> None:
+def test_gradients_of_empty_rows_are_ignored(kernel: str) -> None:
     q, k, v = (torch.randn(1, 2, 200, 8, requires_grad=True) for _ in range(3))
     out, lse = am.attend(q, k, v, mask=am.Causal(), k_positions=torch.arange(200) + 100, kernel=kernel)
     blind = torch.isneginf(lse)
@@ -222,7 +234,7 @@ def test_rows_that_see_nothing_ask_for_nothing_whatever_their_gradient(kernel: s
 
 
 @each_kernel
-def test_doubtful_rows_are_settled_a_tile_at_a_time(kernel: str) -> None:
+def test_doubtful_rows_are_recomputed_by_tiles(kernel: str) -> None:
     x = torch.rand(1, 1, 6000, 8)
     calls = lambda: am.attend(x, torch.full_like(x, -torch.inf), x, kernel=kernel)  # noqa: E731
     assert torch.isneginf(calls().lse).all()

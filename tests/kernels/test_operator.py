@@ -1,4 +1,4 @@
-"""`attend` as an operator: what PyTorch's own machinery asks of one."""
+"""`attend` as an operator: opcheck, gradcheck, torch.compile and activation checkpointing."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.attend import attend_backward_op, attend_op
+
+pytestmark = pytest.mark.quick
 
 
 def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
@@ -35,11 +37,13 @@ def test_opcheck(rest: tuple[object, ...], sinks: bool, dtype: torch.dtype) -> N
     assert set(checks.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("rest", ARGUMENTS)
-def test_gradcheck(rest: tuple[object, ...]) -> None:
+def test_gradcheck(rest: tuple[object, ...], fast: bool) -> None:
+    """Along random directions; element by element where there is time."""
     tensors = [x[:1, :, :, :3].detach().requires_grad_() for x in inputs(torch.float64)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks))
+    assert torch.autograd.gradcheck(lambda *x: attend_op(*x, *rest[1:]), (*tensors, sinks), fast_mode=fast)
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(9) & am.Documents((30, 40))])
@@ -66,7 +70,7 @@ def test_masks_may_be_made_inside_a_compiled_function() -> None:
         torch.testing.assert_close(compiled(reach), am.attention(q, k, v, mask=am.Window(reach)))
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
+def test_a_gradient_of_a_gradient_raises() -> None:
     q, k, v = inputs()
     (dq,) = torch.autograd.grad(am.attend(q, k, v).out.sum(), q, create_graph=True)
     with pytest.raises(KernelError, match=r"given a gradient of a gradient\. Fix: differentiate energy"):
@@ -89,6 +93,6 @@ def test_activation_checkpointing(create: object) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-def test_results_lie_in_memory_as_an_output_projection_reads_them() -> None:
+def test_out_is_contiguous_per_token() -> None:
     out = am.attend(*inputs()).out
     assert out.transpose(1, 2).is_contiguous()

@@ -13,7 +13,7 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
-from attnmesh.mesh.figures import _colours, computed, draw_mesh, draw_tree, heard, pairs_of_ranks
+from attnmesh.mesh.figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from attnmesh.mesh.schedule import Problem
 from tests.mesh.test_schedule import problems
 
@@ -32,7 +32,7 @@ def places(layout: Layout, shape: am.Shape, length: int) -> Tensor:
 
 
 def formula(problem: Problem) -> Tensor:
-    """The pair of a query held at (r1, c1) and a key held at (r2, c2) is computed at (r1, c2)."""
+    """The pair of a query held at (r1, c1) and a key held at (r2, c2) is computed_blocks at (r1, c2)."""
     (r, _), (_, c) = (
         places(layout, problem.shape, length)
         for layout, length in ((problem.layout, problem.length), (problem.key_layout, problem.key_length))
@@ -59,7 +59,7 @@ def test_also_with_other_keys_than_queries(problem: Problem) -> None:
 @settings(max_examples=25)  # tests/mesh/test_schedule.py tries the schedules themselves more often
 def test_every_visible_pair_has_one_owner_and_no_other_pair_has_any(problem: Problem) -> None:
     count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
-    for _, queries, keys, visible in computed(problem):
+    for _, queries, keys, visible in computed_blocks(problem):
         count[queries[:, None], keys] += visible
     tokens = torch.arange(problem.length), torch.arange(problem.key_length)
     assert torch.equal(count, problem.mask.visible(*tokens).long())
@@ -86,7 +86,7 @@ def test_the_panel_shows_the_owners_and_the_text_their_balance() -> None:
     assert (len(pairs), len(pairs[0])) == (4, 4)
     assert pairs[1][0] == pytest.approx(early, abs=1e-6)
     assert pairs[2][0] == pytest.approx(late, abs=1e-6)
-    assert min(pairs[0][3]) > 0.9  # nobody looks: nearly white
+    assert min(pairs[0][3]) > 0.9  # an invisible pair: nearly white
     assert axes.texts[0].get_text() == "shares 30.0, 70.0 %; busiest rank 1.40 of the mean"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["rank (0, 0)", "rank (1, 0)"]
 
@@ -116,22 +116,22 @@ def test_ranks_differ_in_colour_and_all_are_in_the_legend_in_the_figure(sizes: t
         ({"mask": am.Documents([3])}, "documents that add up to 8 tokens"),
     ],
 )
-def test_refuses_what_it_cannot_draw(changes: dict[str, object], message: str) -> None:
+def test_bad_arguments_raise(changes: dict[str, object], message: str) -> None:
     arguments = {"mask": am.Causal(), "shape": am.Shape(1, 2, 2), "layouts": [am.Zigzag()], "length": 8}
     with pytest.raises(InputError, match=message):
         draw_mesh(**arguments | changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("hosts", [[[0, 1]], [[0, 1, 2]], [[0, 1, 2, 3], [4, 5, 6, 7]], [[0], [1, 2], [3, 4, 5, 6]]])
-def test_what_is_drawn_of_a_tree_reaches_everyone(hosts: list[list[int]]) -> None:
+def test_the_messages_of_a_tree_reach_every_rank(hosts: list[list[int]]) -> None:
     ranks = sum(map(len, hosts))
-    knows = [{rank} for rank in range(ranks)]
-    for pairs in heard(hosts):
-        knows = [own.union(*(knows[a] for a, b in pairs if b == rank)) for rank, own in enumerate(knows)]
-    assert knows == [set(range(ranks))] * ranks
+    merged = [{rank} for rank in range(ranks)]
+    for pairs in tree_messages(hosts):
+        merged = [own.union(*(merged[a] for a, b in pairs if b == rank)) for rank, own in enumerate(merged)]
+    assert merged == [set(range(ranks))] * ranks
     assert len(draw_tree(hosts).axes[0].texts) >= ranks
 
 
-def test_no_tree_is_drawn_of_one_rank() -> None:
+def test_a_tree_of_one_rank_raises() -> None:
     with pytest.raises(errors.MeshError, match="draw_tree: expected two ranks or more"):
         draw_tree([[0]])

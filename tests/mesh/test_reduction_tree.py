@@ -4,11 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnmesh.mesh.reduction_tree import by_residue, tree
+from attnmesh.mesh.reduction_tree import bit_reversed, tree
+
+pytestmark = pytest.mark.quick
 
 
 def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
-    """What each rank holds after each of its rounds, if all start with their own number."""
+    """Return the contributions that each rank has merged after each of its rounds."""
     rounds = tree(hosts)
     held = {rank: [frozenset([rank])] for rank in rounds}
     waiting = dict.fromkeys(rounds, 0)
@@ -22,17 +24,17 @@ def played(hosts: list[list[int]]) -> dict[int, list[frozenset[int]]]:
                     if held[rank][-1] not in sent.setdefault((rank, peer), []):
                         sent[rank, peer].append(held[rank][-1])
         for rank, count in before.items():
-            if count < len(rounds[rank]) and (letters := sent.get((rounds[rank][count].hear, rank))):
-                heard = letters.pop(0)
-                assert not heard & held[rank][-1], "a partial that is merged twice would count twice"
-                held[rank].append(held[rank][-1] | heard)
+            if count < len(rounds[rank]) and (letters := sent.get((rounds[rank][count].recv, rank))):
+                received = letters.pop(0)
+                assert not received & held[rank][-1], "a partial that is merged twice would count twice"
+                held[rank].append(held[rank][-1] | received)
                 waiting[rank] += 1
         assert waiting != before, "all wait for each other"
     return held
 
 
 @pytest.mark.parametrize("ranks", range(1, 34))
-def test_everyone_hears_everyone_once_in_few_rounds(ranks: int) -> None:
+def test_every_rank_receives_every_partial_once_in_few_rounds(ranks: int) -> None:
     held = played([list(range(ranks))])
     for steps in held.values():
         assert steps[-1] == frozenset(range(ranks))
@@ -49,13 +51,13 @@ def test_inside_hosts_before_between_them(sizes: list[int]) -> None:
         for rank in host:
             assert held[rank][-1] == frozenset(range(sum(sizes)))
             crossing = [after for after in held[rank] if not after <= frozenset(host)]
-            assert inside <= set(held[rank]), "a host is whole before it speaks to another"
+            assert inside <= set(held[rank]), "a host is merged before it sends to another"
             assert len(crossing) <= (len(hosts) - 1).bit_length()
 
 
 def test_halves_are_residues() -> None:
     for ranks in (1, 2, 4, 8, 16):
-        order = by_residue(ranks)
+        order = bit_reversed(ranks)
         assert sorted(order) == list(range(ranks))
         for size in (2, 4, 8):
             for start in range(0, ranks, size) if size <= ranks else ():

@@ -1,4 +1,4 @@
-"""Python ends once gloo's threads are at rest: a rank that has done its work does not abort."""
+"""A rank waits for gloo's threads before Python exits, and does not abort."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnmesh.mesh import shutdown
-from attnmesh.mesh.shutdown import come_to_rest
+from attnmesh.mesh.shutdown import wait_until_idle
 
 LATE = """
 import hashlib, sys, threading, time, weakref
@@ -38,13 +38,13 @@ del tensor
 begun.wait(60)
 print("done", flush=True)
 """
-"""A script in which a thread of gloo still lets go of a tensor, for long, when Python ends."""
+"""A script in which a gloo thread is still releasing a tensor when Python exits."""
 
 linux = pytest.mark.skipif(not shutdown.TASKS.is_dir(), reason="threads are looked at on Linux alone")
 
 
 def ends(*arguments: str) -> list[tuple[int | None, str, str]]:
-    """How each of two ranks ends, and what it says."""
+    """Return the exit code, stdout and stderr of two ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
@@ -59,15 +59,15 @@ def ends(*arguments: str) -> list[tuple[int | None, str, str]]:
         for rank in range(2)
     ]
     try:
-        said = [process.communicate(timeout=90) for process in started]
-        return [(process.returncode, *texts) for process, texts in zip(started, said, strict=True)]
+        texts = [process.communicate(timeout=90) for process in started]
+        return [(process.returncode, *text) for process, text in zip(started, texts, strict=True)]
     finally:
         for process in started:
             process.kill()
 
 
 @linux
-def test_a_rank_whose_threads_are_late_ends_well() -> None:
+def test_a_rank_with_late_threads_exits_with_0() -> None:
     for code, out, error in ends("ours"):
         assert (code, out) == (0, "done\n"), error
 
@@ -75,12 +75,12 @@ def test_a_rank_whose_threads_are_late_ends_well() -> None:
 @linux
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python has such threads wait")
 def test_pytorch_alone_aborts_there() -> None:
-    """Else this library need not do anything about it any more."""
+    """If this fails, the wait is no longer needed."""
     assert -signal.SIGABRT in [code for code, _, _ in ends("theirs")]
 
 
 def task(folder: Path, number: int, name: str, state: str, turns: int) -> None:
-    """A thread, as Linux tells of it."""
+    """Write the status file of a thread."""
     text = f"Name:\t{name}\nState:\t{state}\nvoluntary_ctxt_switches:\t{turns}\nnonvoluntary_ctxt_switches:\t0\n"
     (folder / str(number)).mkdir(exist_ok=True)
     (folder / str(number) / "status").write_text(text)
@@ -95,27 +95,27 @@ def task(folder: Path, number: int, name: str, state: str, turns: int) -> None:
         (("S (sleeping)", 1), ("D (disk sleep)", 1), False),
     ],
 )
-def test_all_sleep_at_two_looks_and_none_runs_between(
+def test_threads_are_idle_if_they_sleep_at_two_polls(
     first: tuple[str, int], second: tuple[str, int], rest: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = iter([first, second])
+    polls = iter([first, second])
 
     def sleep(_: float) -> None:
-        task(tmp_path, 8, "pt_gloo_runloop", *next(looks))
+        task(tmp_path, 8, "pt_gloo_runloop", *next(polls))
 
     monkeypatch.setattr(shutdown, "TASKS", tmp_path)
     task(tmp_path, 7, "python", "R (running)", 1)
     task(tmp_path, 9, "pt_gloo_runloop", "S (sleeping)", 5)
     sleep(0.0)
     monkeypatch.setattr(time, "sleep", sleep)
-    assert come_to_rest(0.0) == rest
+    assert wait_until_idle(0.0) == rest
 
 
-def test_without_threads_of_gloo_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gloo_threads_there_is_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sleep(_: float) -> None:
         raise AssertionError("it waited")
 
     monkeypatch.setattr(time, "sleep", sleep)
     for folder in (tmp_path, tmp_path / "missing"):
         monkeypatch.setattr(shutdown, "TASKS", folder)
-        assert come_to_rest()
+        assert wait_until_idle()

@@ -1,4 +1,4 @@
-"""What is said of memory, held against the tensors that live while a backward pass runs."""
+"""Predicted memory beside the tensors that live during a backward pass."""
 
 import sys
 from weakref import finalize
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attnmesh as am
-from attnmesh.cli import bench_prefill
+from attnmesh.cli import bench_peers, bench_prefill
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
@@ -18,12 +18,14 @@ from attnmesh.planner.cost import cost
 from attnmesh.planner.memory import peak_activations
 from tests.support.pool import Pool
 
+pytestmark = pytest.mark.quick
+
 TOKENS, WIDTH = 32, 64
 SHAPES = [Shape(1, r, c) for r in (1, 2, 3, 6) for c in (1, 2, 3, 6) if r * c == 6]
 
 
-class Living(TorchDispatchMode):
-    """The bytes of all tensors that operators made and that live; the most of them at once."""
+class LiveTensors(TorchDispatchMode):
+    """Peak bytes of the live tensors that operators allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,34 +45,34 @@ class Living(TorchDispatchMode):
         return made
 
 
-def most_held(shape: Shape, exchange: str, kv_heads: int) -> float:
-    """In elements for each token of a shard and each column of a head, as the formula counts."""
+def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
+    """Return the peak in elements per token of a shard and per column of a head, as `peak_activations` does."""
     module = sys.modules["attnmesh.attention.operator"]
-    living, backward = Living(), module.backward
+    tensors, backward = LiveTensors(), module.backward
 
     def watched(*arguments: object) -> object:
-        with living:
+        with tensors:
             return backward(*arguments)
 
-    case = bench_prefill.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
+    case = bench_peers.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
     module.backward = watched
     try:
-        bench_prefill._ours(case, bench_prefill._whole(case), bench_prefill.Contender(shape, shape, exchange))()
+        bench_prefill.attention_call(case, bench_peers.inputs(case), bench_prefill.Contender(shape, shape, exchange))()
     finally:
         module.backward = backward
-    return living.most / 4 / TOKENS / WIDTH
+    return tensors.most / 4 / TOKENS / WIDTH
 
 
-def all_held(kv_heads: int) -> list[float]:
-    return [most_held(shape, exchange, kv_heads) for exchange in EXCHANGES for shape in SHAPES]
+def all_peaks(kv_heads: int) -> list[float]:
+    return [measured_peak(shape, exchange, kv_heads) for exchange in EXCHANGES for shape in SHAPES]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
-def test_the_formula_for_memory(pool: Pool, kv_heads: int) -> None:
-    """It leaves out lse and delta, a column in 64 each, and takes all that a rank may hold at a moment for held."""
-    foretold = [peak_activations(shape, 8, kv_heads, exchange) for exchange in EXCHANGES.values() for shape in SHAPES]
-    for living, said in zip(pool.run(6, all_held, kv_heads)[0], foretold, strict=True):
-        assert living == pytest.approx(said, rel=0.15)
+def test_predicted_memory_is_the_measured_peak(pool: Pool, kv_heads: int) -> None:
+    """The formula leaves out lse and delta, one column of 64 each, and counts all that a rank may hold at once."""
+    predicted = [peak_activations(shape, 8, kv_heads, exchange) for exchange in EXCHANGES.values() for shape in SHAPES]
+    for peak, expected in zip(pool.run(6, all_peaks, kv_heads)[0], predicted, strict=True):
+        assert peak == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (32, 8), (32, 32)])
@@ -82,12 +84,12 @@ def test_pipelined_holds_about_what_a_ring_does(heads: tuple[int, int]) -> None:
         assert pipelined <= 1.3 * ring
 
 
-@pytest.mark.parametrize(("batch", "leanest"), [(1, False), (4096, True)])
-def test_auto_takes_the_fastest_of_those_that_hold_little(batch: int, leanest: bool) -> None:
+@pytest.mark.parametrize(("batch", "by_memory"), [(1, False), (4096, True)])
+def test_auto_takes_the_fastest_exchange_within_the_memory_share(batch: int, by_memory: bool) -> None:
     shape = Shape(1, 4, 1)
     workload = am.Workload(8, 8, 64, 4096, batch=batch, dtype="float32")
     cluster = am.Cluster.preset("local")
     costs = {name: cost(Candidate(shape, shape, am.Zigzag(), name), workload, cluster) for name in EXCHANGES}
     picked = best_exchange(cluster, shape, shape, am.Zigzag(), workload)
-    first = min(costs, key=lambda name: costs[name].memory if leanest else costs[name].seconds)
+    first = min(costs, key=lambda name: costs[name].memory if by_memory else costs[name].seconds)
     assert picked == EXCHANGES[first]

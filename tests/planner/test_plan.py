@@ -1,4 +1,4 @@
-"""The planner, its clusters and what travels: laws that hold on any machine, and what is refused."""
+"""The planner, its clusters and its traffic: laws that hold on any machine, and errors."""
 
 import math
 from dataclasses import replace
@@ -18,12 +18,14 @@ from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MERGES, Line, Payload, merge_cost
+from attnmesh.planner.decode_cost import MERGES, MergeGroup, Payload, merge_cost
 from attnmesh.planner.hardware import PRESETS, Device, Link
-from attnmesh.planner.plan import ways
-from attnmesh.planner.traffic import FLOWS, placed, tiles, traffic
+from attnmesh.planner.plan import candidates
+from attnmesh.planner.traffic import FLOWS, rank_grid, tiles, traffic
 from attnmesh.planner.workload import Workload
 from tests.support.pool import Pool
+
+pytestmark = pytest.mark.quick
 
 MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41])]
 SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
@@ -31,12 +33,12 @@ SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", [am.Zigzag(), am.Contiguous(), am.Striped(2)], ids=str)
-def test_what_travels_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
-    """Counted for all ranks at once, and in the schedules rank by rank: the same, whichever ranks share a host."""
+def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zigzag) -> None:
+    """Counts for all ranks at once equal the sums over schedules, whichever ranks share a host."""
     for shape in SHAPES:
         problem = Problem(mask, shape, layout, layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
-        bulk, ring = ([schedule(problem, *place, way) for place in places] for way in (False, True))
+        bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
         rows = sum(count for one in bulk for _, count in one.row.receive)
         columns = sum(count for one in bulk for _, count in one.steps[0].receive)
         hops = sum(count for one in ring for step in one.steps for _, count in step.receive)
@@ -87,7 +89,7 @@ def test_a_long_problem_is_counted_on_a_short_one(mask: Mask) -> None:
 
 @pytest.mark.parametrize(("length", "left"), [(4096, 16), (100_000, 16), (10**6, 100), (10**8, 1024), (10**9, 1024)])
 def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
-    """By hand: each query has left + 1 pairs, and each of 3 edges between runs is crossed by as many keys as that."""
+    """By hand: each query has left + 1 pairs, and left keys cross each of the 3 edges between runs."""
     shape = Shape(1, 4, 1)
     moves = traffic(Problem(am.Window(left), shape, am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 4 * (left + 1), rel=0.05)
@@ -96,7 +98,7 @@ def test_a_short_window_in_a_long_sequence(length: int, left: int) -> None:
 
 @pytest.mark.parametrize("length", [10**5, 10**7])
 def test_short_documents_in_a_long_sequence(length: int) -> None:
-    """By hand: a document of 50 has 50 * 51 / 2 pairs; of keys travel those of documents on an edge between runs."""
+    """By hand: a document of 50 has 50 * 51 / 2 pairs; only keys of documents on an edge between runs travel."""
     mask = am.Causal() & am.Documents([50] * (length // 50))
     moves = traffic(Problem(mask, Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length), Shape(1, 1, 1))
     assert moves.pairs.most == pytest.approx(length / 50 / 8 * 50 * 51 / 2, rel=0.05)
@@ -105,21 +107,21 @@ def test_short_documents_in_a_long_sequence(length: int) -> None:
 
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
 def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None:
-    """In float32, where all that travels is as wide, beside what goes with each row."""
+    """In float32, where all elements have one width, apart from lse and delta of each row."""
     work, local = Workload(8, 2, 64, 960, dtype="float32", mask=am.Full()), am.Cluster.preset("local")
     for shape in (Shape(1, 4, 4), Shape(2, 3, 2), Shape(1, 1, 8), Shape(1, 6, 1)):
         one = shape.ranks, Shape(1, 1, 1)
-        spent = cost(Candidate(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
+        total = cost(Candidate(shape, one[1], am.Contiguous(), exchange), work, local.sized(*(one[0], 1)))
         rows = 4 * 8 * (shape.keys - 1) * 3  # lse forward, lse and delta backward
         formula = 960 * (4 * 64 * sum(elements(shape, 8, 2)) + rows)
-        agreed = spent.between - formula
-        assert 0 <= agreed < 0.01 * formula
+        compared = total.between - formula
+        assert 0 <= compared < 0.01 * formula
 
 
 def test_a_host_holds_a_tile() -> None:
     for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
         for tile in tiles(shape, ranks):
-            grid = placed(shape, tile)
+            grid = rank_grid(shape, tile)
             assert sorted(grid.flatten().tolist()) == list(range(shape.ranks))
             h, r, c = (slice(0, n) for n in tile)
             assert sorted(grid[h, r, c].flatten().tolist()) == list(range(ranks))
@@ -127,22 +129,22 @@ def test_a_host_holds_a_tile() -> None:
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
 @pytest.mark.parametrize("world", [(1, 1), (2, 4), (3, 2), (7, 1)])
-def test_every_way_is_planned_once_and_best_comes_first(phase: str, world: tuple[int, int]) -> None:
+def test_every_candidate_is_planned_once_and_fastest_comes_first(phase: str, world: tuple[int, int]) -> None:
     work, cluster = Workload(8, 4, 64, 4096, phase=phase), am.Cluster.preset("dgx-h100", *world)
     plans = am.plan(work, cluster)
     found = [(one.shape, one.tile, one.exchange, one.layout) for one in plans]
-    assert len(set(found)) == len(found) == len(list(ways(work, cluster)))
+    assert len(set(found)) == len(found) == len(list(candidates(work, cluster)))
     assert [one.seconds for one in plans] == sorted(one.seconds for one in plans)
     assert all(one.shape.ranks == cluster.world and one.tile.ranks == cluster.ranks for one in plans)
     assert all(sum(dict(one.parts).values()) == pytest.approx(one.seconds) for one in plans)
 
 
-def test_the_best_is_best_for_a_reason() -> None:
+def test_explanations_name_the_runner_up() -> None:
     plans = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("a100x4"))
-    told = plans[0].explain()
-    assert plans[0].name in told
-    assert plans[1].name in told
-    assert "times as fast" in told
+    explained = plans[0].explain()
+    assert plans[0].name in explained
+    assert plans[1].name in explained
+    assert "times as fast" in explained
     assert plans[-1].explain().count(plans[0].name) >= 1
     alone = am.plan(Workload(1, 1, 64, 100), am.Cluster.preset("h100x1", hosts=1))
     assert "one device" in alone[0].explain()
@@ -152,13 +154,13 @@ def test_slower_links_between_hosts_never_help_and_faster_devices_never_hurt() -
     work, cluster = Workload(16, 4, 128, 65536), am.Cluster.preset("dgx-h100", hosts=2)
     slow = replace(cluster, between=replace(cluster.between, rate=1e9, host_rate=8e9))
     fast = replace(cluster, device=replace(cluster.device, forward_rate=1e16, backward_rate=1e16))
-    for way in ways(work, cluster):
-        seconds = cost(way, work, cluster).seconds
-        assert cost(way, work, slow).seconds >= seconds >= cost(way, work, fast).seconds
+    for one in candidates(work, cluster):
+        seconds = cost(one, work, cluster).seconds
+        assert cost(one, work, slow).seconds >= seconds >= cost(one, work, fast).seconds
 
 
-def test_on_slow_links_the_plan_keeps_hosts_apart() -> None:
-    """Of one shape and exchange the placement that is fastest is none of those that send most between hosts."""
+def test_on_slow_links_the_fastest_placement_sends_little_between_hosts() -> None:
+    """The fastest placement of a shape and exchange is not the one that sends most between hosts."""
     cluster = am.Cluster.preset("dgx-h100", hosts=4, ranks=4)
     slow = replace(cluster, between=replace(cluster.between, rate=1e8, host_rate=4e8))
     plans = [one for one in am.plan(Workload(16, 16, 64, 16384), slow) if one.shape == (1, 4, 4)]
@@ -172,9 +174,9 @@ def test_on_slow_links_the_plan_keeps_hosts_apart() -> None:
 def test_merges_cost_more_on_more_ranks(how: str) -> None:
     cluster, seconds = am.Cluster.preset("dgx-h100"), []
     for ranks in (2, 8, 16, 64, 128):
-        spent = Cost()
-        merge_cost(how, Line(ranks, min(8, ranks)), Payload(128.0, 128), cluster, spent)
-        seconds.append(spent.seconds)
+        total = Cost()
+        merge_cost(how, MergeGroup(ranks, min(8, ranks)), Payload(128.0, 128), cluster, total)
+        seconds.append(total.seconds)
     assert seconds == sorted(seconds)
 
 
@@ -183,7 +185,7 @@ def test_mesh_of_a_plan(pool: Pool) -> None:
 
 
 def meshes_of_plans() -> list[bool]:
-    """The mesh that a plan makes gives attention; and "auto" finds all ranks on one host."""
+    """Run attention on the mesh of a plan, with its exchange and with "auto"; all ranks share one host."""
     work = Workload(4, 2, 16, 64, dtype="float32")
     best = am.plan(work, am.Cluster.preset("local"))[0]
     mesh = best.init_mesh("cpu")
@@ -201,8 +203,8 @@ def meshes_of_plans() -> list[bool]:
     ]
 
 
-def attended_by_few(length: int) -> float:
-    """With fewer tokens than ranks some hold none, and all still take the same exchange."""
+def error_with_few_tokens(length: int) -> float:
+    """Return the error of attention where some ranks hold no tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))
     torch.manual_seed(0)
     whole = [torch.randn(1, 2, length, 8) for _ in range(3)]
@@ -213,7 +215,7 @@ def attended_by_few(length: int) -> float:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_auto_is_the_same_exchange_on_ranks_without_tokens(pool: Pool, length: int) -> None:
-    assert max(pool.run(4, attended_by_few, length)) < 1e-4
+    assert max(pool.run(4, error_with_few_tokens, length)) < 1e-4
 
 
 def test_measuring_takes_seconds_and_finds_the_same_on_all_ranks(pool: Pool) -> None:
@@ -235,14 +237,14 @@ def test_one_rank_is_measured_too() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "local"])
-def test_presets_say_where_their_constants_are_from(name: str) -> None:
-    told = dict(PRESETS[name].sources)
-    assert {"device", "inside" if PRESETS[name].ranks > 1 else "between", "the rest"} <= set(told)
+def test_presets_name_the_sources_of_their_constants(name: str) -> None:
+    sources = dict(PRESETS[name].sources)
+    assert {"device", "inside" if PRESETS[name].ranks > 1 else "between", "the rest"} <= set(sources)
 
 
 DEVICE, LINK = Device(1e12, 1e12, 1e12, 1e9), Link(1e-6, 1e9, 1e9)
 
-REFUSED = [
+INVALID = [
     (lambda: Cluster("c", 0, 8, DEVICE, LINK, LINK), ClusterError, "Cluster hosts: expected a whole number"),
     (lambda: Cluster("c", 1, True, DEVICE, LINK, LINK), ClusterError, "Cluster ranks"),
     (
@@ -276,7 +278,7 @@ REFUSED = [
         "Device memory: expected a rate or size of 1 to 1e+30",
     ),
     (lambda: replace(Cluster.preset("local"), name="\x1b[2J"), ClusterError, "each on one line, given ('\\x1b[2J'"),
-    (lambda: replace(Cluster.preset("local"), sources="abc"), ClusterError, "pairs of what and where from"),
+    (lambda: replace(Cluster.preset("local"), sources="abc"), ClusterError, "pairs of a constant and its source"),
     (
         lambda: Workload(8, 8, 64, 100, phase="decode", mask=am.Causal() & am.Documents([10, 10])),
         MaskError,
@@ -300,14 +302,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "told"), REFUSED)
-def test_what_cannot_be_is_refused(call: object, kind: type[Exception], told: str) -> None:
+@pytest.mark.parametrize(("call", "kind", "message"), INVALID)
+def test_invalid_arguments_raise(call: object, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind) as caught:
         call()  # type: ignore[operator]
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_memory_that_cannot_hold_it_says_by_how_much() -> None:
+def test_too_little_memory_raises_with_the_missing_gigabytes() -> None:
     work = Workload(64, 64, 128, 10_000_000, layers=64, phase="decode")
     with pytest.raises(ClusterError, match=r"at most 80\.0 GB a rank, given 2,621\.4 GB .*, 2,541\.4 GB"):
         am.plan(work, am.Cluster.preset("dgx-h100", hosts=1))

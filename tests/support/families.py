@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -14,6 +15,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from attnmesh.mesh.shapes import Shape
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -66,6 +69,27 @@ def model(family: str, attention: str, dtype: torch.dtype = torch.float32, **cha
 
 STOCK = {family: "eager" if family == "gpt-oss" else "sdpa" for family in CONFIGS}
 """transformers' own attention for a family: sinks are not for sdpa."""
+
+
+SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
+
+SAMPLED = dict(zip(CONFIGS, [*SHAPES, Shape(1, 2, 2)], strict=True))
+"""Each family's mesh in `make test`: each mesh has a family, and windows and sinks are on several ranks."""
+
+
+def families_on_meshes(*, long: bool = True) -> list[Any]:
+    """Parameters of a test: each family on its mesh; with `long`, all on all where there is time."""
+    return [
+        pytest.param(
+            family,
+            shape,
+            id=f"{family}-{'x'.join(map(str, shape))}",
+            marks=[] if shape == SAMPLED[family] else pytest.mark.long,
+        )
+        for family in CONFIGS
+        for shape in SHAPES
+        if long or shape == SAMPLED[family]
+    ]
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Random lives of a cache, told by a seed: it grows, is cut, reordered, saved, loaded on other ranks, decoded from."""
+"""Random histories of a cache, drawn from a seed: appends, truncations, reorders, saves, loads and decodes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Phase:
-    """What happens on one mesh, from a load, if it is not the first, to a save, if it is not the last."""
+    """Events on one mesh, after a load unless it is the first, before a save unless it is the last."""
 
     shape: Shape
     events: tuple[Event, ...]
@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class History:
-    """A cache and its life."""
+    """Sizes of a cache, and the phases that it goes through."""
 
     seed: int
     batch: int
@@ -58,7 +58,7 @@ class History:
     CAPACITY = 160
 
     def tokens(self, event: Event) -> tuple[Tensor, Tensor, Tensor | None]:
-        """New keys and values, and which of them are real."""
+        """Return new keys and values, and their token mask."""
         generator = torch.Generator().manual_seed(event.seed)
         k, v = (
             torch.randn(event.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
@@ -89,7 +89,7 @@ def draw(
     kernel: str = "auto",
     most: int = 40,
 ) -> History:
-    """The history of that seed."""
+    """Return the history of a seed."""
     random = Random(seed)
     kv_heads = random.choice((1, 2, 2, 4, 6))
     width = random.choice((4, 8, 16))
@@ -163,7 +163,7 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
 
 
 def run(history: History, phase: Phase, came: Path | None, goes: Path | None) -> list[Tensor]:
-    """On one rank: the outputs of all that was decoded."""
+    """Return one rank's outputs of all decode events of a phase."""
     mesh = named_mesh(phase.shape, AXES)
     if came is None:
         cache = am.KVCache(
@@ -185,7 +185,7 @@ def run(history: History, phase: Phase, came: Path | None, goes: Path | None) ->
         match event.kind:
             case "append":
                 k, v, real = history.tokens(event)
-                cache.append(k.to(device()), v.to(device()), real=real)
+                cache.append(k.to(device()), v.to(device()), token_mask=real)
             case "shard":
                 _append_shard(history, cache, event)
             case "truncate":
@@ -212,11 +212,11 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     layout = dict(event.options)["layout"]
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
-    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, real=real)
+    cache.append_shard(k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, token_mask=real)
 
 
 def check(history: History, pool: Pool, folder: Path) -> None:
-    """Live it on ranks and on paper, and hold one against the other."""
+    """Compare a history on ranks with float64 attention over the same tokens."""
     k, v = (torch.zeros(history.batch, history.heads[1], 0, width, dtype=history.dtype) for width in history.widths)
     real = torch.zeros(history.batch, 0, dtype=torch.bool)
     came = None

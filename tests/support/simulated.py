@@ -1,8 +1,8 @@
 #!/usr/bin/python3
 """Time stages of messages among the ranks of a cluster with SimGrid's fluid network model.
 
-Reads a list of jobs (JSON, see `Job`) from standard input and writes, in the same order, the list of virtual
-seconds until all ranks of each job are done. Needs Debian's python3-simgrid (3.32).
+Read a list of jobs (JSON, see `Job`) from standard input. Write the virtual seconds until all ranks of each job are
+done, in the same order. Needs Debian's python3-simgrid (3.32).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypedDict
 
 import simgrid
 
-# Max-min fair sharing of the rates as given: no factor on rates or latencies, no rate bound from a TCP window, no
-# acknowledgements that use the way back. The default optimization, Lazy, sometimes shares wrongly once messages with a
-# latency meet (0.2% off in a job of eight messages); Full agrees with progressive filling. Events less than
-# `surf/precision` seconds apart are one.
+# Max-min fair sharing of the given rates: no factors on rates or latencies, no TCP window, no acknowledgements on the
+# return path. The default optimization, Lazy, is up to 0.2% off where messages with a latency share a link; Full agrees
+# with progressive filling. Events closer than `surf/precision` seconds count as simultaneous.
 CONFIGURATION = {
     "network/model": "CM02",
     "network/optim": "Full",
@@ -34,7 +33,7 @@ CONFIGURATION = {
 
 
 class Network(TypedDict):
-    """What a message meets inside a host or between hosts: seconds and bytes a second (null: no such limit)."""
+    """Links inside a host or between hosts: seconds and bytes/s (null: unlimited)."""
 
     latency: float
     rank_rate: float
@@ -42,7 +41,7 @@ class Network(TypedDict):
 
 
 class Stage(TypedDict):
-    """Messages [source, destination, bytes] and busy seconds of each rank, during or after the messages."""
+    """Messages [source, destination, bytes], and seconds that each rank computes during or after them."""
 
     compute: float
     messages: list[tuple[int, int, int]]
@@ -50,7 +49,7 @@ class Stage(TypedDict):
 
 
 class Job(TypedDict):
-    """A cluster of `hosts` times `ranks` ranks (rank number: host * ranks + index), and what they do."""
+    """Stages on `hosts` x `ranks` ranks; rank number = host * ranks + index."""
 
     hosts: int
     ranks: int
@@ -60,7 +59,7 @@ class Job(TypedDict):
 
 
 class Hop(NamedTuple):
-    """A link of a route; links of the same name are the same link."""
+    """A link of a route. Equal names denote the same link."""
 
     name: str
     rate: float
@@ -68,7 +67,7 @@ class Hop(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A rank's own part of a stage."""
+    """The part of a stage that one rank runs."""
 
     sends: list[tuple[int, int]]  # destination, bytes
     receives: list[int]  # source
@@ -77,7 +76,7 @@ class Step(NamedTuple):
 
 
 def check(job: Job) -> None:
-    """Refuse messages of ranks that do not exist and messages of a rank to itself."""
+    """Raise on messages of unknown ranks and on messages of a rank to itself."""
     count = job["hosts"] * job["ranks"]
     for stage in job["stages"]:
         for source, destination, size in stage["messages"]:
@@ -86,7 +85,7 @@ def check(job: Job) -> None:
 
 
 def route(job: Job, source: int, destination: int) -> list[Hop]:
-    """The links from one rank to another; the first one holds the whole latency."""
+    """Return the links from one rank to another. The first link has the whole latency."""
     start, end = source // job["ranks"], destination // job["ranks"]
     if start == end:
         network, shared = job["inside"], [f"inside-{start}"]
@@ -104,7 +103,7 @@ def route(job: Job, source: int, destination: int) -> list[Hop]:
 
 
 def steps_of(job: Job) -> list[list[Step]]:
-    """The steps of each rank. Ranks that neither compute nor communicate in a stage have no step there."""
+    """Return the steps of each rank. A rank that is idle in a stage has no step in it."""
     steps: list[list[Step]] = [[] for _ in range(job["hosts"] * job["ranks"])]
     for stage in job["stages"]:
         sends: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -112,15 +111,15 @@ def steps_of(job: Job) -> list[list[Step]]:
         for source, destination, size in stage["messages"]:
             sends[source].append((destination, round(size)))
             receives[destination].append(source)
-        for rank, own in enumerate(steps):
+        for rank, queue in enumerate(steps):
             step = Step(sends[rank], receives[rank], stage["compute"], stage["overlap"])
             if step.sends or step.receives or step.compute > 0:
-                own.append(step)
+                queue.append(step)
     return steps
 
 
 def build(job: Job) -> list[Any]:
-    """Make the platform, with only the links and routes that the messages use; return the place of each rank."""
+    """Return the SimGrid host of each rank. The platform has only the links and routes that messages use."""
     zone = simgrid.NetZone.create_full_zone("cluster")
     places = [zone.create_host(f"rank-{rank}", 1.0) for rank in range(job["hosts"] * job["ranks"])]
     links: dict[str, simgrid.Link] = {}
@@ -136,7 +135,7 @@ def build(job: Job) -> list[Any]:
 
 
 def behave(rank: int, steps: list[Step]) -> None:
-    """Go through the steps of a rank: post, compute and wait. A message starts once both of its ends are posted."""
+    """Run the steps of a rank: post, compute and wait. A message starts once both ends have posted it."""
 
     def box(source: int, destination: int) -> Any:
         return simgrid.Mailbox.by_name(f"{source}-{destination}")
@@ -152,7 +151,7 @@ def behave(rank: int, steps: list[Step]) -> None:
 
 
 def simulate(job: Job) -> float:
-    """The virtual seconds of a job. SimGrid has one engine a process, so this works once in each."""
+    """Return the virtual seconds of a job. SimGrid has one engine per process, so call it once per process."""
     options = [f"--cfg={key}:{value}" for key, value in CONFIGURATION.items()]
     engine = simgrid.Engine([sys.argv[0], "--log=xbt_cfg.thres:warning", *options])
     for rank, (place, steps) in enumerate(zip(build(job), steps_of(job), strict=True)):
@@ -163,7 +162,7 @@ def simulate(job: Job) -> float:
 
 
 def simulate_apart(job: Job) -> float:
-    """Check and simulate a job, the latter in a process of its own."""
+    """Check a job, and return its virtual seconds, simulated in a new process."""
     check(job)
 
     def work(answer: Connection) -> None:
@@ -173,18 +172,18 @@ def simulate_apart(job: Job) -> float:
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(sender,))
     process.start()
-    sender.close()  # so that the end of the process is the end of the pipe
+    sender.close()  # recv raises EOFError once the process ends
     try:
         return float(receiver.recv())
     except EOFError:
-        raise RuntimeError("a simulation failed, see above") from None
+        raise RuntimeError("simulation failed: see the error above") from None
     finally:
         receiver.close()
         process.join()
 
 
 def main() -> None:
-    """Answer the jobs of standard input on standard output, one at a time."""
+    """Simulate the jobs of standard input one at a time, and write the results to standard output."""
     json.dump([simulate_apart(job) for job in json.load(sys.stdin)], sys.stdout)
     print()
 

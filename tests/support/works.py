@@ -70,7 +70,7 @@ def _saving(mesh: Any, folder: Path, told: dict[str, Any]) -> Step:
 
 def _loading(mesh: Any, folder: Path, told: dict[str, Any]) -> Step:
     """First decoding with a cache that was never saved, then with the one in the folder."""
-    header = checkpoint.opened(folder)
+    header = checkpoint.read_manifest(folder)
     told["saved"] = header.saving
     caches = [_cache(mesh, header.length), am.KVCache.load(folder, mesh)]
     return lambda: [am.decode(_query(), caches.pop(0) if len(caches) > 1 else caches[0])]

@@ -149,7 +149,7 @@ def _second(outcome: Outcome, ranks: Ranks, others: Ranks) -> Outcome:
 
 def _lost_tokens(folder: Path, ranks: int, outcome: Outcome) -> str:
     """What is wrong with what a new world of so many ranks loads, after the last saving of which the old one knew."""
-    header, last = checkpoint.opened(folder), max(what.saved for what in outcome.said.values())
+    header, last = checkpoint.read_manifest(folder), max(what.saved for what in outcome.said.values())
     most = last + 1 if outcome.verdict == "right error in time" else header.saving  # who is right goes on saving
     refused = any(what.refused for what in outcome.said.values())  # then numbers tell no more which length it was
     right = header.length in LENGTHS if refused else header.length == length_of(header.saving)

@@ -1,4 +1,4 @@
-"""Checks as they run on a rank: a model generates and learns, by attnmesh or by stock transformers."""
+"""Checks that run on a rank: generation and training, with attnmesh or with stock transformers."""
 
 import functools
 import traceback
@@ -23,40 +23,40 @@ from tests.tools.tiny_models import Case, build
 AXES = ("heads", "queries", "keys")
 
 DTYPES = (torch.float64, torch.float32)
-"""What is tried in turn: not every model of transformers can compute in float64."""
+"""Dtypes to compute in, the first that works: some models of transformers cannot run in float64."""
 
 LENGTH = 37
-"""Tokens of a prompt: no number of ranks, window or block divides it."""
+"""Tokens of a prompt. No number of ranks, window or block divides it."""
 
 NEW = 12
 
 Generate = Callable[..., Any]
-"""(input_ids, **options) -> what transformers' `generate` returns as a dict."""
+"""(input_ids, **options) -> the dict that transformers' `generate` returns."""
 
 
 class Failed(Exception):
-    """An error of any kind as its name, its words and where it was raised: many kinds cannot be pickled."""
+    """Any error as its class name, message and line. Many errors cannot be pickled."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """Results of a call: new tokens and the logits that they were chosen by, or a loss and gradients."""
+class Result:
+    """Result of a check: new tokens with their logits, or a loss with gradients."""
 
     dtype: torch.dtype
     tokens: Tensor | None = None
-    """(sequences, steps), those of several calls in a row."""
+    """(sequences, steps) of all calls, concatenated."""
     logits: Tensor | None = None
     """(sequences, steps, vocabulary); None with beams."""
     scores: Tensor | None = None
-    """Of each sequence that beams found."""
+    """Score of each sequence, with beams."""
     loss: float = 0.0
     gradients: dict[str, Tensor] = field(default_factory=dict)
     reach: float = 0.0
-    """How far the last token's logits move, by their deviation, if a token ten places before it is another."""
+    """Change of the last logits when the token ten places before is replaced, in standard deviations."""
 
 
 def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise what is no error of attnmesh as a `Failed`, and print nothing."""
+    """Return the function with output suppressed, and with errors other than attnmesh's raised as `Failed`."""
 
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
@@ -72,12 +72,13 @@ def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_and_last(text: str) -> str:
+    """Return the first and last line of a message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of attnmesh and of transformers."""
+    """Return the innermost lines of attnmesh and of transformers in the traceback."""
     inner = {}
     for frame in traceback.extract_tb(error.__traceback__):
         for package in ("attnmesh", "transformers"):
@@ -87,7 +88,7 @@ def _where(error: BaseException) -> str:
 
 
 def prompt(length: int = LENGTH, batch: int = 1, seed: int = 0) -> Tensor:
-    """Token ids, none of which is padding."""
+    """Return random token ids without padding."""
     return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -96,7 +97,7 @@ def plain(generate: Generate) -> list[Any]:
 
 
 def padded(generate: Generate) -> list[Any]:
-    """Three sequences, two of them padded on the left: one beyond a window."""
+    """Generate from three sequences, two of them padded on the left, one by more than a window."""
     ids = prompt(batch=3)
     mask = torch.ones_like(ids)
     for row, count in ((1, 9), (2, 22)):
@@ -109,7 +110,7 @@ def chunked(generate: Generate) -> list[Any]:
 
 
 def turns(generate: Generate) -> list[Any]:
-    """Two turns: what was generated, and more, is the beginning of another prompt."""
+    """Generate twice. The second prompt begins with the first prompt and its new tokens."""
     first = generate(prompt(), max_new_tokens=5)
     ids = torch.cat((first.sequences, prompt(11, seed=1)), 1)
     return [first, generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5)]
@@ -126,10 +127,10 @@ GENERATIONS: dict[str, Callable[[Generate], list[Any]]] = {
 WITH_CACHE = dict.fromkeys(("chunked", "turns"), ("fresh", "alike", "uncached"))
 
 REFERENCES = {**dict.fromkeys(GENERATIONS, ("fresh", "uncached")), **WITH_CACHE}
-"""How stock transformers is asked, in the order in which its answers count.
+"""Ways to run stock transformers as the reference, in order of preference.
 
-A prompt as a whole is "fresh", in the same chunks or on one cache as here "alike". "uncached", each new token is
-computed with all tokens before it: in some models the stock cache changes what they say.
+"fresh" computes each prompt as a whole. "alike" uses the same chunks, or one cache for both turns. "uncached" computes
+all tokens again for each new one, because in some models the stock cache changes the results.
 """
 
 
@@ -138,19 +139,20 @@ def _model(case: Case, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     return build(case, attention, dtype)
 
 
-def _options(given: dict[str, Any]) -> dict[str, Any]:
-    many = "num_beams" in given
+def _options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options for greedy decoding or beams, with the logits or scores in the output."""
+    beams = "num_beams" in options
     return {
         "do_sample": False,
         "return_dict_in_generate": True,
-        "output_scores": many,
-        "output_logits": not many,
-    } | given
+        "output_scores": beams,
+        "output_logits": not beams,
+    } | options
 
 
 @guarded
-def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Made:
-    """Generate by stock transformers."""
+def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype) -> Result:
+    """Return what stock transformers generates."""
     model = _model(case, "eager", dtype)
     more: dict[str, Any] = {"use_cache": False} if reference == "uncached" else {}
     if check == "turns" and reference == "alike":
@@ -161,24 +163,24 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
             options.pop("prefill_chunk_size", None)
         return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **_options(options), **more})
 
-    return _finite(_generated(check, generate, dtype))
+    return _check_finite(_run_generation(check, generate, dtype))
 
 
 @guarded
-def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Made:
-    """Generate by attnmesh, on a rank."""
+def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
+    """Return what attnmesh generates on this rank."""
     model, mesh = _model(case, "attnmesh", dtype), None if shape is None else named_mesh(shape, AXES)
-    where: dict[str, Any] = {"mesh": mesh}
-    if check in ("chunked", "turns"):  # blocks that make several pieces of so short a prompt
-        where = {"cache": hf.ShardedCache(model.config, mesh, block=4)}
+    target: dict[str, Any] = {"mesh": mesh}
+    if check in ("chunked", "turns"):  # small blocks, so that a short prompt has several chunks
+        target = {"cache": hf.ShardedCache(model.config, mesh, block=4)}
 
     def generate(ids: Tensor, **options: Any) -> Any:
-        return hf.generate(model, ids, **where, **_options(options))
+        return hf.generate(model, ids, **target, **_options(options))
 
-    return _generated(check, generate, dtype)
+    return _run_generation(check, generate, dtype)
 
 
-def _generated(check: str, generate: Generate, dtype: torch.dtype) -> Made:
+def _run_generation(check: str, generate: Generate, dtype: torch.dtype) -> Result:
     lengths: list[int] = []
 
     def counting(ids: Tensor, **options: Any) -> Any:
@@ -186,22 +188,23 @@ def _generated(check: str, generate: Generate, dtype: torch.dtype) -> Made:
         return generate(ids, **options)
 
     outputs = GENERATIONS[check](counting)
-    tokens = torch.cat([made.sequences[:, length:] for made, length in zip(outputs, lengths, strict=True)], 1)
+    tokens = torch.cat([output.sequences[:, length:] for output, length in zip(outputs, lengths, strict=True)], 1)
     if check == "beams":
-        return Made(dtype, tokens, scores=outputs[0].sequences_scores.double())
-    logits = torch.cat([torch.stack(made.logits, 1).double() for made in outputs], 1)
-    return Made(dtype, tokens, logits)
+        return Result(dtype, tokens, scores=outputs[0].sequences_scores.double())
+    logits = torch.cat([torch.stack(output.logits, 1).double() for output in outputs], 1)
+    return Result(dtype, tokens, logits)
 
 
-def _finite(made: Made) -> Made:
-    numbers = [x for x in (made.logits, made.scores, torch.tensor(made.loss)) if x is not None]
-    if any(bool(x.isnan().any()) for x in [*numbers, *made.gradients.values()]):
+def _check_finite(result: Result) -> Result:
+    """Return the result. Raise if it has a NaN."""
+    numbers = [x for x in (result.logits, result.scores, torch.tensor(result.loss)) if x is not None]
+    if any(bool(x.isnan().any()) for x in [*numbers, *result.gradients.values()]):
         raise ArithmeticError("stock transformers gives NaN")
-    return made
+    return result
 
 
 def batch() -> dict[str, Tensor]:
-    """Two rows to learn from, with beginnings that are not to be learned."""
+    """Return two sequences whose first tokens have no labels."""
     ids = prompt(batch=2)
     labels = ids.clone()
     labels[0, :3], labels[1, :11] = -100, -100
@@ -209,20 +212,20 @@ def batch() -> dict[str, Tensor]:
 
 
 @guarded
-def stock_training(case: Case, dtype: torch.dtype) -> Made:
-    """Learn by stock transformers."""
+def stock_training(case: Case, dtype: torch.dtype) -> Result:
+    """Return the loss and gradients of stock transformers."""
     model = _model(case, "eager", dtype)
-    return _finite(_learned(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
+    return _check_finite(_train(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
 
 
 @guarded
-def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Made:
-    """Learn by attnmesh from a rank's shard."""
+def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
+    """Return the loss and gradients of attnmesh on this rank's shard."""
     model = _model(case, "attnmesh", dtype)
-    return _learned(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
+    return _train(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
 
 
-def _learned(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dtype, reach: float = 0.0) -> Made:
+def _train(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dtype, reach: float = 0.0) -> Result:
     model.train()
     model.zero_grad()
     try:
@@ -231,21 +234,22 @@ def _learned(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dty
     finally:
         model.eval()
     gradients = {name: weights.grad for name, weights in model.named_parameters() if weights.grad is not None}
-    return Made(dtype, loss=loss.item(), gradients=gradients, reach=reach)
+    return Result(dtype, loss=loss.item(), gradients=gradients, reach=reach)
 
 
 def _reach(model: PreTrainedModel) -> float:
+    """Return `Result.reach` of a model."""
     ids = prompt()
     other = ids.clone()
     other[0, -11] = 2 + (other[0, -11] + 3) % (VOCABULARY - 2)
     with torch.no_grad():
-        here, there = (model(input_ids=x, use_cache=False).logits[0, -1].double() for x in (ids, other))
-    return float((here - there).abs().max() / here.std())
+        logits, changed = (model(input_ids=x, use_cache=False).logits[0, -1].double() for x in (ids, other))
+    return float((logits - changed).abs().max() / logits.std())
 
 
 @guarded
 def in_step() -> None:
-    """Raise unless the ranks still understand each other."""
+    """Raise unless an all-reduce over the ranks gives their number."""
     total = torch.ones(1)
     dist.all_reduce(total)
     if total.item() != dist.get_world_size():

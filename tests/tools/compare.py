@@ -1,81 +1,84 @@
-"""Judgement on what ranks made, held against what stock transformers made on one process."""
+"""Comparison of the ranks' results with those of stock transformers on one process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tests.tools.checks import Made
+from tests.tools.checks import Result
 
 TOLERANCES = {torch.float64: 5e-5, torch.float32: 2e-3}
-"""By the largest number compared: norms and rotary angles are float32 in transformers, whatever the model's dtype."""
+"""Largest relative error by dtype. transformers computes norms and rotary angles in float32, also in float64 models."""
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A judgement: whether what was made is right, the size of the error, and what is to be said of it."""
+class Verdict:
+    """Verdict on a result, with the relative error and a note."""
 
     right: bool
     error: float
     note: str = ""
 
 
-def judge_generation(expected: Made, given: Sequence[Made]) -> Judged:
-    """Judge by the worst rank's tokens."""
-    judge = _judge_logits if expected.scores is None else _judge_scores
-    return max((judge(expected, made) for made in given), key=lambda judged: (not judged.right, judged.error))
+def compare_generation(expected: Result, given: Sequence[Result]) -> Verdict:
+    """Return the verdict on the worst rank's tokens."""
+    compare = _compare_logits if expected.scores is None else _compare_scores
+    verdicts = (compare(expected, result) for result in given)
+    return max(verdicts, key=lambda verdict: (not verdict.right, verdict.error))
 
 
-def _judge_logits(expected: Made, given: Made) -> Judged:
-    """Hold logits against each other until a near-tie of them makes one choose another token, and no longer."""
-    assert expected.tokens is not None
-    assert given.tokens is not None
-    assert expected.logits is not None
-    assert given.logits is not None
-    if expected.tokens.shape != given.tokens.shape:
-        return Judged(False, float("inf"), f"tokens {tuple(given.tokens.shape)}, not {tuple(expected.tokens.shape)}")
-    same = (expected.tokens == given.tokens).long().cumprod(1)
-    alike = torch.nn.functional.pad(same, (1, 0), value=1)[:, :-1].bool()  # steps after the same tokens
-    gaps = (expected.logits - given.logits).abs().amax(-1)[alike].nan_to_num(float("inf"))
-    error = float(gaps.max()) / max(1.0, float(expected.logits.abs().max()))
+def _compare_logits(expected: Result, given: Result) -> Verdict:
+    """Compare logits up to the first token that differs, as a near-tie of two logits may choose either token."""
+    stock_logits, logits = _some(expected.logits), _some(given.logits)
+    stock_tokens, tokens = _some(expected.tokens), _some(given.tokens)
+    if stock_tokens.shape != tokens.shape:
+        return Verdict(False, float("inf"), f"tokens {tuple(tokens.shape)}, not {tuple(stock_tokens.shape)}")
+    same = (stock_tokens == tokens).long().cumprod(1)
+    same_prefix = torch.nn.functional.pad(same, (1, 0), value=1)[:, :-1].bool()
+    gaps = (stock_logits - logits).abs().amax(-1)[same_prefix].nan_to_num(float("inf"))
+    error = float(gaps.max()) / max(1.0, float(stock_logits.abs().max()))
     differ = int((same == 0).sum())
     note = f"{differ} of {same.numel()} tokens differ" if differ else ""
-    return Judged(error <= TOLERANCES[expected.dtype], error, note)
+    return Verdict(error <= TOLERANCES[expected.dtype], error, note)
 
 
-def _judge_scores(expected: Made, given: Made) -> Judged:
-    """Hold the beams' tokens against each other; others will do if their scores are as good."""
-    assert expected.tokens is not None
-    assert given.tokens is not None
-    assert expected.scores is not None
-    assert given.scores is not None
-    if expected.scores.shape != given.scores.shape:
-        return Judged(False, float("inf"), f"{len(given.scores)} sequences, not {len(expected.scores)}")
-    gaps = (expected.scores - given.scores).abs().nan_to_num(float("inf"))
-    error = float((gaps / expected.scores.abs().clamp(min=1)).max())
-    same = torch.equal(expected.tokens, given.tokens)
-    return Judged(error <= TOLERANCES[expected.dtype], error, "" if same else "other beams")
+def _compare_scores(expected: Result, given: Result) -> Verdict:
+    """Compare the scores of beams. Other tokens with the same scores are right."""
+    stock_scores, scores = _some(expected.scores), _some(given.scores)
+    if stock_scores.shape != scores.shape:
+        return Verdict(False, float("inf"), f"{len(scores)} sequences, not {len(stock_scores)}")
+    gaps = (stock_scores - scores).abs().nan_to_num(float("inf"))
+    error = float((gaps / stock_scores.abs().clamp(min=1)).max())
+    same = torch.equal(_some(expected.tokens), _some(given.tokens))
+    return Verdict(error <= TOLERANCES[expected.dtype], error, "" if same else "other beams")
 
 
-def judge_training(expected: Made, given: Sequence[Made]) -> Judged:
-    """Judge the mean of the ranks' losses, and that of their gradients of every weight."""
-    loss = sum(made.loss for made in given) / len(given)
+def _some(x: Tensor | None) -> Tensor:
+    """Return a tensor that the check has."""
+    assert x is not None
+    return x
+
+
+def compare_training(expected: Result, given: Sequence[Result]) -> Verdict:
+    """Compare the mean of the ranks' losses, and the mean of their gradients of every weight."""
+    loss = sum(result.loss for result in given) / len(given)
     errors = {"loss": abs(loss - expected.loss) / max(1.0, abs(expected.loss))}
     largest = max(float(x.abs().max()) for x in expected.gradients.values() if x.numel())
-    for name in sorted({name for made in (expected, *given) for name in made.gradients}):
+    for name in sorted({name for result in (expected, *given) for name in result.gradients}):
         errors[name] = _gradient_error(name, expected, given, largest)
     worst = max(errors, key=lambda name: errors[name])
     wrong = [name for name, error in errors.items() if not error <= TOLERANCES[expected.dtype]]
     note = f"loss off by {errors['loss']:.0e}, {len(wrong)} of {len(errors)} off, most {worst}" if wrong else ""
-    return Judged(not wrong, errors[worst], note)
+    return Verdict(not wrong, errors[worst], note)
 
 
-def _gradient_error(name: str, expected: Made, given: Sequence[Made], largest: float) -> float:
-    """Measure how far the mean is off, by that weight's largest gradient or a hundredth of the largest of all."""
-    parts = [made.gradients[name] for made in given if name in made.gradients]
-    truth = expected.gradients.get(name)
-    truth = torch.zeros_like(parts[0]) if truth is None else truth
-    if not truth.numel():
+def _gradient_error(name: str, expected: Result, given: Sequence[Result], largest: float) -> float:
+    """Return the error of a mean gradient, relative to the weight's largest or 1% of the model's largest gradient."""
+    parts = [result.gradients[name] for result in given if name in result.gradients]
+    reference = expected.gradients.get(name)
+    reference = torch.zeros_like(parts[0]) if reference is None else reference
+    if not reference.numel():
         return 0.0
-    gap = float((sum(parts, torch.zeros_like(truth)) / len(given) - truth).abs().nan_to_num(float("inf")).max())
-    return gap / max(float(truth.abs().max()), largest / 100)
+    gap = float((sum(parts, torch.zeros_like(reference)) / len(given) - reference).abs().nan_to_num(float("inf")).max())
+    return gap / max(float(reference.abs().max()), largest / 100)

@@ -1,4 +1,4 @@
-"""Damaged and hostile checkpoints: whatever a file says, reading it gives what was written or a `StoreError`."""
+"""Fuzz of checkpoints: reading a damaged file returns what was written or raises `StoreError`."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ from random import Random
 import torch
 
 import attnmesh as am
-from attnmesh.decode.checkpoint import MANIFEST, MORE, opened
-from attnmesh.decode.tensor_file import Stored
+from attnmesh.decode.checkpoint import MANIFEST, MORE, read_manifest
+from attnmesh.decode.tensor_file import TensorFile
 from attnmesh.errors import StoreError
 
 STRANGE = (
@@ -22,14 +22,14 @@ STRANGE = (
     *("NaN", "Infinity", "null", "true", "{}", "[]", '""', '"x"', '"F64"', '"I64"', "[" * 5000, '{"a":' * 5000),
     "9" * 5000,
 )
-"""In the place of a number or a word."""
+"""Replacements for a number or a word."""
 
 
 TENSORS = "0.0.0-20.safetensors"
 
 
 def mutated(content: bytes, random: Random) -> bytes:
-    """The content with up to three things done to it."""
+    """Return the content after up to three mutations."""
     for _ in range(random.choice((1, 1, 1, 2, 3))):
         place = random.randrange(len(content) + 1)
         match random.randrange(7):
@@ -55,43 +55,43 @@ def mutated(content: bytes, random: Random) -> bytes:
 
 
 class Victim:
-    """A small saved cache, one of whose files is damaged, again and again."""
+    """Small saved cache whose files are damaged again and again."""
 
     def __init__(self, folder: Path) -> None:
         cache = am.KVCache(None, batch=2, kv_heads=2, head_dim=3, value_dim=5, capacity=40, dtype=torch.bfloat16)
-        real = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.7
-        cache.append(torch.randn(2, 2, 20, 3).bfloat16(), torch.randn(2, 2, 20, 5).bfloat16(), real=real)
+        token_mask = torch.rand(2, 20, generator=torch.Generator().manual_seed(0)) < 0.7
+        cache.append(torch.randn(2, 2, 20, 3).bfloat16(), torch.randn(2, 2, 20, 5).bfloat16(), token_mask=token_mask)
         cache.save(folder)
         self.folder, self.scratch = folder, folder / "scratch.safetensors"
         self.manifest = (folder / MANIFEST).read_bytes()
         (self.saved,) = folder.glob("1-*")
         self.tensors, self.more = ((self.saved / name).read_bytes() for name in (TENSORS, MORE))
-        self.whole = {name: Stored(self.saved / TENSORS).read(name) for name in ("columns", "keys 0")}
+        self.whole = {name: TensorFile(self.saved / TENSORS).read(name) for name in ("columns", "keys 0")}
 
     def read(self, seed: int) -> str:
-        """What came of it: the cache as it was, or "refused"; anything else is raised."""
+        """Damage one file and read it. Return "read" or "refused"; raise on any other outcome."""
         random = Random(seed)
         if random.random() < 0.3:
             content = mutated(self.manifest, random)
             (self.folder / MANIFEST).write_bytes(content)
             try:
-                opened(self.folder)
+                read_manifest(self.folder)
                 return "read"
             except StoreError:
                 return "refused"
         self.scratch.write_bytes(mutated(self.tensors, random))
         try:
-            stored = Stored(self.scratch)
+            stored = TensorFile(self.scratch)
             for name in list(stored.entries):
                 tensor = stored.read(name)
                 if name in self.whole and tensor.dtype == self.whole[name].dtype:
-                    assert torch.equal(tensor, self.whole[name]), f"seed {seed}: other numbers, and nothing was said"
+                    assert torch.equal(tensor, self.whole[name]), f"seed {seed}: other numbers without an error"
             return "read"
         except StoreError:
             return "refused"
 
     def load(self, seed: int) -> str:
-        """The same by all of `KVCache.load`."""
+        """Damage several files and call `KVCache.load`. Return "read" or "refused"."""
         random = Random(seed)
         files = {
             self.folder / MANIFEST: self.manifest,
@@ -108,7 +108,7 @@ class Victim:
 
 
 def main() -> None:
-    """Many inputs; the first that is neither read nor refused ends it."""
+    """Run many inputs, up to the first that is neither read nor refused."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=100_000)
     parser.add_argument("--first", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Rows of how checks ended: in a file, in counts, and in a table for the documentation."""
+"""Results of checks: as a file, as counts, and as a table for the documentation."""
 
 import json
 from collections import Counter
@@ -9,29 +9,29 @@ from pathlib import Path
 STATUSES = ("right", "refused", "wrong", "crashed", "stock-fails")
 
 WORST = ("crashed", "wrong", "refused", "right", "stock-fails")
-"""What a type counts as, by the first of these that one of its checks is."""
+"""Order of severity: a type counts as the first of these that one of its checks has."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How one check of one case ended."""
+    """Result of one check of one case."""
 
     case: str
     kind: str
     check: str
     status: str
     error: float = 0.0
-    words: str = ""
-    """Of a refusal or a crash; or what is to be said of what was made."""
+    message: str = ""
+    """Message of the error, or a note on the result."""
     where: str = ""
-    """The innermost line of attnmesh and of transformers in which it was raised."""
+    """Innermost lines of attnmesh and of transformers in the traceback."""
     dtype: str = ""
     reach: float = 0.0
-    """How much a token ten places before the last matters to it, where that was measured."""
+    """`checks.Result.reach`, in training."""
     seconds: float = 0.0
 
     def write(self, path: Path) -> None:
-        """Add it to a file of one JSON object a line."""
+        """Append the row to a file with one JSON object per line."""
         with path.open("a") as file:
             file.write(json.dumps(asdict(self)) + "\n")
 
@@ -39,21 +39,23 @@ class Row:
         return f"{self.check} {self.status}" + (f" (off by {self.error:.0e})" if self.status == "wrong" else "")
 
 
-def told(rows: Sequence[Row]) -> str:
-    """Say how training and generation of one case ended, check by check where checks ended differently."""
+def summary(rows: Sequence[Row]) -> str:
+    """Return the statuses of one case, check by check where they differ."""
     parts: dict[str, list[Row]] = next(iter(kinds_of(rows).values()), {})
-    alike = {kind: len({row.status for row in some}) == 1 and some[0].status != "wrong" for kind, some in parts.items()}
-    words = (f"{kind} {some[0].status}" if alike[kind] else ", ".join(map(str, some)) for kind, some in parts.items())
-    return ", ".join(words)
+    uniform = {
+        kind: len({row.status for row in some}) == 1 and some[0].status != "wrong" for kind, some in parts.items()
+    }
+    texts = (f"{kind} {some[0].status}" if uniform[kind] else ", ".join(map(str, some)) for kind, some in parts.items())
+    return ", ".join(texts)
 
 
 def status_of(rows: Sequence[Row]) -> str:
-    """Sum up several checks of one case."""
+    """Return the most severe status."""
     return next(status for status in WORST if any(row.status == status for row in rows))
 
 
 def kinds_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Sort the rows by case, apart for training and generation."""
+    """Return the rows by case, and by training and generation."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         kind = "training" if row.check == "training" else "generation"
@@ -62,30 +64,30 @@ def kinds_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
 
 
 def counted(rows: Sequence[Row]) -> str:
-    """Count how types, and how their variants, ended."""
+    """Return the number of types and variants with each status."""
     lines = []
     for name, wanted in (("types", False), ("variants", True)):
         cases = kinds_of([row for row in rows if (row.case != row.kind) == wanted]).values()
         for kind in ("generation", "training"):
             count = Counter(status_of(case[kind]) for case in cases if kind in case)
             if count:
-                told = ", ".join(f"{count[status]} {status}" for status in STATUSES if count[status])
-                lines.append(f"{name} in {kind}: {told} (of {count.total()})")
+                counts = ", ".join(f"{count[status]} {status}" for status in STATUSES if count[status])
+                lines.append(f"{name} in {kind}: {counts} (of {count.total()})")
     return "\n".join(lines)
 
 
 def faults(rows: Sequence[Row]) -> str:
-    """List what is wrong or crashed, a line for each case and what there is to be said of it."""
+    """Return the cases that are wrong or crashed, one per line with its message."""
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if row.status in ("wrong", "crashed"):
-            said = row.words + (f" [{row.where}]" if row.where else "")
-            found.setdefault((row.case, row.status, said), []).append(str(row).replace(f" {row.status}", "", 1))
-    return "\n".join(f"{case} {status} in {', '.join(names)}: {said}" for (case, status, said), names in found.items())
+            text = row.message + (f" [{row.where}]" if row.where else "")
+            found.setdefault((row.case, row.status, text), []).append(str(row).replace(f" {row.status}", "", 1))
+    return "\n".join(f"{case} {status} in {', '.join(names)}: {text}" for (case, status, text), names in found.items())
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Write in Markdown whether each type is right in generation and in training, or the words of its refusal."""
+    """Return a Markdown table of each type's status in generation and training, with the message of refusals."""
     lines = ["| type | generation | training |", "|---|---|---|"]
     for case, parts in sorted(kinds_of(rows).items()):
         cells = [_cell(parts.get(kind, [])) for kind in ("generation", "training")]
@@ -94,17 +96,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _cell(rows: Sequence[Row]) -> str:
-    """Give one answer if all checks ended alike, else each answer after the names of its checks."""
-    by_words: dict[str, list[str]] = {}
+    """Return the status if all checks have the same, else each status after the names of its checks."""
+    by_status: dict[str, list[str]] = {}
     for row in rows:
-        by_words.setdefault(_words(row), []).append(row.check)
-    if len(by_words) <= 1:
-        return next(iter(by_words), "")
-    return "; ".join(f"{', '.join(checks)}: {words}" for words, checks in by_words.items())
+        by_status.setdefault(_status_text(row), []).append(row.check)
+    if len(by_status) <= 1:
+        return next(iter(by_status), "")
+    return "; ".join(f"{', '.join(checks)}: {status}" for status, checks in by_status.items())
 
 
-def _words(row: Row) -> str:
-    told = row.words.partition(" Fix: ")[0].replace("|", "\\|").replace("\n", " ")
+def _status_text(row: Row) -> str:
+    """Return the status of a row, with the message of a refusal or crash."""
+    message = row.message.partition(" Fix: ")[0].replace("|", "\\|").replace("\n", " ")
     if row.status in ("refused", "crashed"):
-        return f"{row.status}: {told}"
+        return f"{row.status}: {message}"
     return {"stock-fails": "not in stock transformers"}.get(row.status, row.status)

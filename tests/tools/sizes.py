@@ -1,4 +1,4 @@
-"""Small values for what configurations of transformers have, by the names of their fields, and what needs more."""
+"""Small values for the fields of transformers' configurations, by name, and overrides by model type."""
 
 from typing import Any
 
@@ -49,10 +49,10 @@ BY_VALUE: dict[int, str] = {
     512: """
         max_position_embeddings n_positions n_ctx max_seq_len model_max_length max_target_positions context_length""",
 }
-"""Sizes by their names: windows have 16 tokens, since prompts have 37."""
+"""Names of fields by their value. Windows have 16 tokens, fewer than the 37 of a prompt."""
 
 DEPTHS = BY_VALUE[LAYERS].split()
-"""Names for the number of layers."""
+"""Names of the number of layers."""
 
 SMALL: dict[str, Any] = {
     **{name: value for value, names in BY_VALUE.items() for name in names.split()},
@@ -62,7 +62,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 LATENT = {"num_key_value_heads": 4}
-"""Attention through a latent has as many key heads as query heads."""
+"""Multi-head latent attention has as many key heads as query heads."""
 
 ATTENDING = ["linear_attention", "full_attention", "linear_attention"]
 CONVOLVING = ["conv", "full_attention", "conv"]
@@ -79,7 +79,7 @@ NOTE = {
 EXPERTS = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
 
 SHARING = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2}
-"""The last layer of each kind takes the keys of an earlier one."""
+"""The last layer of each kind shares the keys of an earlier one."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
@@ -118,4 +118,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": SHARED_BLOCKS},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""Fields whose values do not follow from their names, by model type."""
+"""Values that do not follow from the field's name, by model type."""

@@ -1,11 +1,11 @@
-"""Every causal model type of transformers, tiny and random, on ranks of gloo and beside stock transformers.
+"""Run every causal model type of transformers, tiny and random, on gloo ranks and compare with stock transformers.
 
     python -m tests.tools.sweep --quick
     python -m tests.tools.sweep --json rows.jsonl --table models.md
     python -m tests.tools.sweep --only 'llama*,gpt_oss'
 
-Each check of each type ends as right, as refused by name on every rank alike, as wrong, as crashed, or as something
-that stock transformers itself cannot do. The command fails if anything is wrong or crashed.
+Each check of each type is right, refused with the same error on every rank, wrong, crashed, or stock-fails, where
+stock transformers itself raises. The command fails if anything is wrong or crashed.
 """
 
 import argparse
@@ -26,19 +26,19 @@ from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import Shape
 from tests.support.pool import Lost, Pool
 from tests.tools import checks, compare
-from tests.tools.checks import DTYPES, REFERENCES, Failed, Made
-from tests.tools.rows import Row, counted, faults, table, told
+from tests.tools.checks import DTYPES, REFERENCES, Failed, Result
+from tests.tools.rows import Row, counted, faults, summary, table
 from tests.tools.tiny_models import Case, all_types
 from tests.tools.variants import VARIANTS
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
-"""Environment of the ranks."""
+"""Environment variables of the ranks."""
 
 PRELOADED = ["tests.support.interpreted", "torch._dynamo", "tests.tools.checks"]
-"""Modules that are imported once, and not by each rank."""
+"""Modules that the forkserver imports once for all ranks."""
 
 DEADLINE = 120.0
-"""Seconds for one check: a rank that takes longer hangs."""
+"""Timeout of one check in seconds."""
 
 MESHES: dict[str, Shape | None] = {
     "plain-1": None,
@@ -49,7 +49,7 @@ MESHES: dict[str, Shape | None] = {
     "beams": Shape(1, 1, 2),
     "training": Shape(1, 2, 1),
 }
-"""The checks, and the mesh of each: none is one rank alone."""
+"""Mesh of each check; None for one rank."""
 
 QUICK = (
     *("llama", "gpt_oss", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "gpt2", "falcon", "bert"),
@@ -58,94 +58,100 @@ QUICK = (
 
 
 class Sweep:
-    """Worlds of one and of two ranks that are kept over cases, and started anew after a crash."""
+    """Pools of one and of two ranks, which are reused over cases and restarted after a crash."""
 
     def __init__(self) -> None:
         self.pools = {size: Pool() for size in (1, 2)}
-        self.known: dict[tuple[Any, ...], Made | Row] = {}
-        """What stock transformers made of the case at hand."""
+        self.stock_results: dict[tuple[Any, ...], Result | Row] = {}
+        """Results of stock transformers for the current case."""
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for pool in self.pools.values():
             pool.close()
 
     def run(self, case: Case, check: str) -> Row:
-        """One check of one case."""
+        """Return the row of one check of one case."""
         begun = time.monotonic()
-        row = self._trained(case) if check == "training" else self._generated(case, check)
+        row = self._run_training(case) if check == "training" else self._run_generation(case, check)
         return replace(row, case=case.name, kind=case.kind, check=check, seconds=round(time.monotonic() - begun, 2))
 
-    def _trained(self, case: Case) -> Row:
+    def _run_training(self, case: Case) -> Row:
+        """Compare loss and gradients with stock transformers."""
         expected = self._stock(checks.stock_training, case)
         if isinstance(expected, Row):
             return expected
-        given = self._ask(2, checks.our_training, case, expected.dtype, MESHES["training"])
-        row = given if isinstance(given, Row) else _row(compare.judge_training(expected, given))
-        return replace(row, dtype=_name(expected), reach=round(expected.reach, 3))
+        given = self._run_on_ranks(2, checks.our_training, case, expected.dtype, MESHES["training"])
+        row = given if isinstance(given, Row) else _row(compare.compare_training(expected, given))
+        return replace(row, dtype=_dtype_name(expected), reach=round(expected.reach, 3))
 
-    def _generated(self, case: Case, check: str) -> Row:
-        """Judge by the first reference that stock transformers can give, and where that disagrees by the others."""
+    def _run_generation(self, case: Case, check: str) -> Row:
+        """Compare tokens with stock transformers: right if they match any of the check's references."""
         shape, check = MESHES[check], check.partition("-")[0]
         first: Row | None = None
-        given: list[Made] = []
+        given: list[Result] = []
         for reference in REFERENCES[check]:
             expected = self._stock(checks.stock_generation, case, check, reference)
             if isinstance(expected, Row):
                 first = first or expected
                 continue
             if not given or given[0].dtype != expected.dtype:
-                answer = self._ask(2 if shape else 1, checks.our_generation, case, check, expected.dtype, shape)
-                if isinstance(answer, Row):
-                    return replace(answer, dtype=_name(expected))
-                given = answer
-            row = replace(_row(compare.judge_generation(expected, given)), dtype=_name(expected))
+                results = self._run_on_ranks(
+                    2 if shape else 1, checks.our_generation, case, check, expected.dtype, shape
+                )
+                if isinstance(results, Row):
+                    return replace(results, dtype=_dtype_name(expected))
+                given = results
+            row = replace(_row(compare.compare_generation(expected, given)), dtype=_dtype_name(expected))
             if row.status == "right":
-                how = "" if reference == "fresh" else f"as stock {reference}"
-                return replace(row, words="; ".join(filter(None, (how, row.words))))
+                note = "" if reference == "fresh" else f"as stock {reference}"
+                return replace(row, message="; ".join(filter(None, (note, row.message))))
             first = row if first is None or first.status == "stock-fails" else first
         assert first is not None
         return first
 
-    def _stock(self, function: Callable[..., Made], case: Case, *arguments: Any) -> Made | Row:
-        """Ask stock transformers in the most exact dtype that it can, or say why it cannot."""
-        asked = (case.name, function.__name__, *arguments)
-        if asked not in self.known:
-            self.known = {key: made for key, made in self.known.items() if key[0] == case.name}
-            self.known[asked] = self._by_stock(function, case, *arguments)
-        return self.known[asked]
+    def _stock(self, function: Callable[..., Result], case: Case, *arguments: Any) -> Result | Row:
+        """Return the result of stock transformers, computed once; or a row with its error."""
+        key = (case.name, function.__name__, *arguments)
+        if key not in self.stock_results:
+            self.stock_results = {
+                known: result for known, result in self.stock_results.items() if known[0] == case.name
+            }
+            self.stock_results[key] = self._run_stock(function, case, *arguments)
+        return self.stock_results[key]
 
-    def _by_stock(self, function: Callable[..., Made], case: Case, *arguments: Any) -> Made | Row:
+    def _run_stock(self, function: Callable[..., Result], case: Case, *arguments: Any) -> Result | Row:
+        """Return the result of stock transformers in the first dtype that works."""
         failed: Row | None = None
         for dtype in DTYPES:
-            answer = self._ask(1, function, case, *arguments, dtype)
-            if not isinstance(answer, Row):
-                made: Made = answer[0]
-                return made
-            failed = answer
+            results = self._run_on_ranks(1, function, case, *arguments, dtype)
+            if not isinstance(results, Row):
+                result: Result = results[0]
+                return result
+            failed = results
         assert failed is not None
         return replace(failed, status="stock-fails")
 
-    def _ask(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | Row:
-        """Ask each rank, and return the answers or a row that says why there are none."""
+    def _run_on_ranks(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any] | Row:
+        """Return the results of all ranks, or a row with their error."""
         try:
-            answers = self.pools[ranks].ask(ranks, function, *arguments, deadline=DEADLINE)
+            results = self.pools[ranks].ask(ranks, function, *arguments, deadline=DEADLINE)
         except Lost as lost:
-            return _hung(str(lost))
-        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+            return _row_of_timeout(str(lost))
+        errors = [result for result in results if isinstance(result, BaseException)]
         if not errors:
-            return answers
-        words = {f"{type(error).__name__}: {error}" for error in errors}
-        refused = isinstance(errors[0], InputError) and len(errors) == ranks and len(words) == 1
-        step = len(errors) == ranks and self._in_step(ranks)
-        if not step:
-            self.pools[ranks].close()  # nobody knows any more what the ranks are at
-        if refused and not step:
-            return _blank("crashed", f"out of step after a refusal: {words.pop()}")
-        return _blank("refused", words.pop()) if refused else _crashed(errors, ranks)
+            return results
+        messages = {f"{type(error).__name__}: {error}" for error in errors}
+        refused = isinstance(errors[0], InputError) and len(errors) == ranks and len(messages) == 1
+        in_step = len(errors) == ranks and self._in_step(ranks)
+        if not in_step:
+            self.pools[ranks].close()  # the ranks are in an unknown state
+        if refused and not in_step:
+            return _blank("crashed", f"out of step after a refusal: {messages.pop()}")
+        return _blank("refused", messages.pop()) if refused else _row_of_errors(errors, ranks)
 
     def _in_step(self, ranks: int) -> bool:
-        """Tell whether the ranks still understand each other."""
+        """Return True if the ranks can still run a collective."""
         try:
             self.pools[ranks].run(ranks, checks.in_step, deadline=30.0)
         except Exception:
@@ -153,42 +159,43 @@ class Sweep:
         return True
 
 
-def _blank(status: str, words: str, where: str = "") -> Row:
-    return Row("", "", "", status, words=words, where=where)
+def _blank(status: str, message: str, where: str = "") -> Row:
+    """Return a row that names no case and no check yet."""
+    return Row("", "", "", status, message=message, where=where)
 
 
-def _row(judged: compare.Judged) -> Row:
-    return replace(_blank("right" if judged.right else "wrong", judged.note), error=judged.error)
+def _row(verdict: compare.Verdict) -> Row:
+    return replace(_blank("right" if verdict.right else "wrong", verdict.note), error=verdict.error)
 
 
-def _name(made: Made) -> str:
-    return str(made.dtype).removeprefix("torch.")
+def _dtype_name(result: Result) -> str:
+    return str(result.dtype).removeprefix("torch.")
 
 
-def _crashed(errors: Sequence[BaseException], ranks: int) -> Row:
-    """The error of a rank that is none of attnmesh, if there is one."""
+def _row_of_errors(errors: Sequence[BaseException], ranks: int) -> Row:
+    """Return a row with the first error that attnmesh did not raise, if any."""
     error = next((error for error in errors if not isinstance(error, InputError)), errors[0])
     some = "" if len(errors) == ranks else f" (on {len(errors)} of {ranks} ranks)"
     if not isinstance(error, Failed):
         return _blank("crashed", f"{type(error).__name__}: {error}{some}; ranks differ")
-    kind, words, where = error.args
-    return _blank("crashed", f"{kind}: {words}{some}", where)
+    kind, message, where = error.args
+    return _blank("crashed", f"{kind}: {message}{some}", where)
 
 
-def _hung(report: str) -> Row:
-    """Tell what the ranks that answered said, and where another stands."""
-    said = [ast.literal_eval(text) for text in re.findall(r"answered Failed(\(.*\))$", report, re.MULTILINE)]
-    stands = re.findall(r'File "[^"]*/((?:attnmesh|transformers)/[^"]+)", line (\d+) in (\w+)', report)
-    where = "{}:{} {}".format(*stands[0]) if stands else ""
-    if said:
-        kind, words, raised = said[0]
-        return _blank("crashed", f"{kind}: {words} (while others wait at {where})", raised)
-    words = re.findall(r"^rank \d+ answered (.{,200})", report, re.MULTILINE) or [report.splitlines()[0]]
-    return _blank("crashed", f"no answer in time: {words[0]}", where)
+def _row_of_timeout(report: str) -> Row:
+    """Return a row with the error of a rank that finished, and the line at which another one waits."""
+    failures = [ast.literal_eval(text) for text in re.findall(r"answered Failed(\(.*\))$", report, re.MULTILINE)]
+    lines = re.findall(r'File "[^"]*/((?:attnmesh|transformers)/[^"]+)", line (\d+) in (\w+)', report)
+    where = "{}:{} {}".format(*lines[0]) if lines else ""
+    if failures:
+        kind, message, raised = failures[0]
+        return _blank("crashed", f"{kind}: {message} (while others wait at {where})", raised)
+    results = re.findall(r"^rank \d+ answered (.{,200})", report, re.MULTILINE) or [report.splitlines()[0]]
+    return _blank("crashed", f"timeout: {results[0]}", where)
 
 
 def chosen(only: str | None, quick: bool) -> list[Case]:
-    """The cases whose names fit one of the patterns; all without any."""
+    """Return the cases that match one of the comma-separated patterns; all cases by default."""
     cases = [Case(kind, kind) for kind in all_types()] + list(VARIANTS)
     patterns = only.split(",") if only else QUICK if quick else ("*",)
     return [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns)]
@@ -196,23 +203,23 @@ def chosen(only: str | None, quick: bool) -> list[Case]:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="names of types and variants, or patterns of them, with commas between")
-    parser.add_argument("--quick", action="store_true", help="about a dozen types that differ most")
-    parser.add_argument("--checks", default=",".join(MESHES), help="which checks, with commas between")
-    parser.add_argument("--json", type=Path, help="write a JSON object a line to this file, as rows come")
+    parser.add_argument("--only", help="comma-separated names or patterns of types and variants")
+    parser.add_argument("--quick", action="store_true", help="about a dozen different types")
+    parser.add_argument("--checks", default=",".join(MESHES), help="comma-separated checks")
+    parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     parser.add_argument("--table", type=Path, help="write a table in Markdown to this file")
     return parser.parse_args(arguments)
 
 
 def _start() -> None:
-    """Start the process that ranks are forked from."""
+    """Start the forkserver of the ranks."""
     os.environ.update(SURROUNDINGS)
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
 
-def _swept(cases: Sequence[Case], wanted: Sequence[str], file: Path | None) -> Iterator[Row]:
-    """Run the checks of each case, and tell of it on the way."""
+def _run_cases(cases: Sequence[Case], wanted: Sequence[str], file: Path | None) -> Iterator[Row]:
+    """Yield the row of each check, and print a line per case."""
     sweep = Sweep()
     try:
         for number, case in enumerate(cases, 1):
@@ -222,18 +229,18 @@ def _swept(cases: Sequence[Case], wanted: Sequence[str], file: Path | None) -> I
                 if file is not None:
                     row.write(file)
                 yield row
-            print(f"{number}/{len(cases)} {case.name}: {told(found)} ({time.monotonic() - begun:.1f} s)", flush=True)
+            print(f"{number}/{len(cases)} {case.name}: {summary(found)} ({time.monotonic() - begun:.1f} s)", flush=True)
     finally:
         sweep.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the sweep, and say how it ended."""
+    """Run the sweep. Return 1 if a check is wrong or crashed."""
     options = _options(arguments)
     if options.json:
         options.json.write_text("")
     _start()
-    rows = list(_swept(chosen(options.only, options.quick), options.checks.split(","), options.json))
+    rows = list(_run_cases(chosen(options.only, options.quick), options.checks.split(","), options.json))
     if options.table:
         options.table.write_text(table(rows))
     print(*filter(None, (faults(rows), counted(rows))), sep="\n")

@@ -1,7 +1,7 @@
-"""Tiny random models of every causal type that transformers has, their configurations derived from each type's own.
+"""Tiny random models of every causal type of transformers.
 
-A type's configuration class says which sizes there are. Each is given a small value by its name; lists with an entry
-for each layer are cut to the layers that show every kind once. What does not follow from names is in `sizes`.
+Each field of a type's configuration gets a small value by its name. Lists with one entry per layer are cut to one
+layer of each kind. `sizes` has the values, and overrides by type.
 """
 
 import zlib
@@ -20,7 +20,7 @@ from tests.tools.sizes import DEPTHS, LAYERS, OVERRIDES, SMALL
 
 @dataclass(frozen=True)
 class Case:
-    """A model to be tried: a type, and what is changed in its tiny configuration."""
+    """A model type, with changes to its tiny configuration."""
 
     name: str
     kind: str
@@ -28,56 +28,56 @@ class Case:
 
 
 def all_types() -> list[str]:
-    """The model types that `AutoModelForCausalLM` knows."""
+    """Return the model types of `AutoModelForCausalLM`."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def tiny_config(case: Case) -> PreTrainedConfig:
-    """The case's configuration."""
+    """Return the case's configuration."""
     return _shrunk(CONFIG_MAPPING[case.kind], {**OVERRIDES.get(case.kind, {}), **case.changes})
 
 
 def _shrunk(kind: type[PreTrainedConfig], changes: dict[str, Any]) -> PreTrainedConfig:
-    """A configuration of that class with every size small; changes of a part are given as a dict by the part's name."""
+    """Return a configuration with small sizes. Changes of a sub-configuration are a dict under its name."""
     defaults = {entry.name: entry.default for entry in fields(kind)}
-    own = _default(kind)
-    made = {name: _like(value, defaults[name]) for name, value in SMALL.items() if name in defaults}
-    made |= {name: _like(0.0, value) for name, value in defaults.items() if _is_dropout(name, value)}
-    made |= _layers(own, set(defaults), changes)
-    parts = {name: part for name, part in own.items() if isinstance(part, PreTrainedConfig)}
+    default = _default_fields(kind)
+    values = {name: _like(value, defaults[name]) for name, value in SMALL.items() if name in defaults}
+    values |= {name: _like(0.0, value) for name, value in defaults.items() if _is_dropout(name, value)}
+    values |= _layers(default, set(defaults), changes)
+    parts = {name: part for name, part in default.items() if isinstance(part, PreTrainedConfig)}
     for name, part in parts.items():
-        made[name] = _shrunk(type(part), {**OVERRIDES.get(part.model_type, {}), **changes.get(name, {})})
-    return kind(**{**made, **{name: deepcopy(value) for name, value in changes.items() if name not in parts}})
+        values[name] = _shrunk(type(part), {**OVERRIDES.get(part.model_type, {}), **changes.get(name, {})})
+    return kind(**{**values, **{name: deepcopy(value) for name, value in changes.items() if name not in parts}})
 
 
-def _default(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Fields of the class's own configuration, if there is one without being told more."""
+def _default_fields(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return the fields of the default configuration; none if the class has required arguments."""
     try:
         return dict(vars(kind()))
     except Exception:
         return {}
 
 
-def _like(value: Any, own: Any) -> Any:
-    """A number of the type that the class has there."""
-    return type(own)(value) if type(own) in (int, float) and type(value) in (int, float) else value
+def _like(value: Any, default: Any) -> Any:
+    """Return a number in the type of the field's default."""
+    return type(default)(value) if type(default) in (int, float) and type(value) in (int, float) else value
 
 
 def _is_dropout(name: str, value: object) -> bool:
     return type(value) in (int, float) and any(part in name for part in ("dropout", "pdrop", "mask_time_prob"))
 
 
-def _layers(own: dict[str, Any], names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
-    """Lists with an entry a layer, cut to the layers that show each kind once, and how many these are."""
+def _layers(default: dict[str, Any], names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the per-layer lists cut to one layer of each kind, and the number of layers."""
     depth = next((name for name in DEPTHS if name in names), None)
-    count = own.get(depth) if depth is not None else None
-    lists = {name: value for name, value in own.items() if name in names and _is_per_layer(value, count)}
+    count = default.get(depth) if depth is not None else None
+    lists = {name: value for name, value in default.items() if name in names and _is_per_layer(value, count)}
     if depth is None or depth in changes:
         return {}
-    told = next((changes[name] for name in ("layer_types", "layers_block_type") if changes.get(name)), None)
-    if told is None and not lists:
+    given = next((changes[name] for name in ("layer_types", "layers_block_type") if changes.get(name)), None)
+    if given is None and not lists:
         return {}
-    chosen = _chosen(list(zip(*lists.values(), strict=True))) if told is None else range(len(told))
+    chosen = _chosen(list(zip(*lists.values(), strict=True))) if given is None else range(len(given))
     return {depth: len(chosen)} | {name: [value[at] for at in chosen] for name, value in lists.items()}
 
 
@@ -86,7 +86,7 @@ def _is_per_layer(value: object, count: int | None) -> bool:
 
 
 def _chosen(rows: list[tuple[Any, ...]]) -> list[int]:
-    """The first layer of each kind, and more of them until there are `LAYERS`."""
+    """Return the first layer of each kind, and the first layer again up to `LAYERS`."""
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
         first.setdefault(str(row), number)
@@ -95,20 +95,20 @@ def _chosen(rows: list[tuple[Any, ...]]) -> list[int]:
 
 
 def build(case: Case, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The case's model with that attention, for evaluation: the same weights wherever it is made."""
+    """Return the case's model in evaluation mode, with the same weights in every process."""
     config = tiny_config(case)
-    config._experts_implementation = "eager"  # the grouped one has no float64
+    config._experts_implementation = "eager"  # the grouped implementation has no float64
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = _made(config, attention).to(dtype)
+        model = _from_config(config, attention).to(dtype)
     randomise(model)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval()
 
 
-def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Make the model, also where its class has a table of attentions of its own, which no plug-in can enter."""
+def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Return the model. Set the attention's name afterwards if the class has a fixed table of attentions."""
     try:
         return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except KeyError as error:
@@ -119,22 +119,23 @@ def _made(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
-KEPT_NEAR = ("A_log", "dt_", "norm", "Norm", "lambda", "scale", "multiplier", "gain", "decay")
-"""Parts of names of weights that mean something as they are, and are changed but a little."""
+KEEP_SCALE = ("A_log", "dt_", "norm", "Norm", "lambda", "scale", "multiplier", "gain", "decay")
+"""Parts of names of weights whose initial values matter, so that only small noise is added."""
 
 
 def randomise(model: PreTrainedModel) -> None:
-    """Give each weight a value by its name, so large that what a token says depends on the tokens before it."""
+    """Set each weight to random values seeded by its name, so large that logits depend on earlier tokens."""
     biases = [(name, x) for name, x in model.named_buffers() if name.endswith(("bias", "scalar")) and x.ndim < 2]
     with torch.no_grad():
         for name, weights in [*model.named_parameters(), *biases]:
-            weights.copy_(_value(name, weights))
+            weights.copy_(_random_value(name, weights))
 
 
-def _value(name: str, weights: Tensor) -> Tensor:
+def _random_value(name: str, weights: Tensor) -> Tensor:
+    """Return noise, added to the initial values where these matter."""
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
     noise = noise.to(weights.dtype)
     if "sink" in name:
         return noise
-    near = weights.ndim < 2 or name.endswith(".D") or any(part in name for part in KEPT_NEAR)
+    near = weights.ndim < 2 or name.endswith(".D") or any(part in name for part in KEEP_SCALE)
     return weights + 0.2 * noise if near and bool(torch.isfinite(weights).all()) else 0.3 * noise

@@ -1,4 +1,4 @@
-"""Types as they are configured in models that are in use, where that differs from the type's own defaults."""
+"""Variants of model types: configurations of released models that differ from the type's defaults."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.tools.tiny_models import Case
 BASE = {"rope_theta": 10000.0}
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0], **BASE}
-"""Angles that are others from `original_max_position_embeddings` tokens on; there are 37 at first and 49 at last."""
+"""Longrope, which changes at `original_max_position_embeddings` tokens. Checks go from 37 tokens to 49."""
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **BASE}
 
@@ -23,7 +23,7 @@ def _rope(rope: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def _long(switch: int, **more: Any) -> dict[str, Any]:
-    """Long rope that switches at so many tokens."""
+    """Return a longrope that changes at `switch` tokens."""
     rope = {**LONG, "original_max_position_embeddings": switch}
     return {"rope_parameters": rope, "original_max_position_embeddings": switch, **more}
 
@@ -124,6 +124,6 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "mpt": {"clipped": {"attn_config": {"clip_qkv": 0.5}}},
 }
-"""Changes by type and by the variant's name."""
+"""Changes to the configuration, by type and by the variant's name."""
 
 VARIANTS = [Case(f"{kind}+{name}", kind, changes) for kind, named in CHANGES.items() for name, changes in named.items()]

@@ -1,40 +1,67 @@
-"""DTensors in and out: their placements say what a layout says, when the layout is contiguous."""
+"""DTensors in and out: the placement `Shard(2)` is the contiguous layout."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from attnmesh.attention.call import Call
+from attnmesh.comm.consensus import agree, compares_always
 from attnmesh.core.checks import swap_hint
 from attnmesh.core.layout import Contiguous, Layout
-from attnmesh.errors import LayoutError, MeshError
+from attnmesh.errors import InputError, LayoutError, MeshError
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES
 
 
+def attend_dtensors(
+    call: Call,
+    mesh: DeviceMesh | None,
+    checked: bool | None,
+    attend_shards: Callable[[Call, Mesh, bool | None], Tensor],
+) -> Tensor:
+    """Return attention of DTensors as a DTensor: `attend_shards` of their local shards."""
+    q: Any  # as the record of a call has plain tensors
+    k: Any
+    v: Any
+    q, k, v, sinks, options = call
+    place = Mesh.of(first_of(q, k, v).device_mesh)
+    try:
+        local = unwrap(q, k, v, mesh, (options.layout, options.key_layout))
+    except InputError as error:
+        if compares_always(checked, torch.device(place.kind)) and not torch.compiler.is_compiling():
+            agree(place, error)
+        raise
+    options = options._replace(layout=Contiguous(), length=local.length)
+    options = options._replace(key_layout=Contiguous(), key_length=local.key_length)
+    out = attend_shards(Call(local.q, local.k, local.v, sinks, options), place, checked)
+    return wrap(out, q, v.shape[-1])
+
+
 class Unwrapped(NamedTuple):
-    """The local shards of q, k and v, and what their placements say."""
+    """The local shards of q, k and v, and the lengths of their sequences."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    mesh: DeviceMesh
     length: int
     key_length: int
 
 
 def first_of(*tensors: object) -> DTensor:
-    """The first DTensor among them: by its mesh ranks ask each other."""
+    """Return the first DTensor. Ranks compare their calls on its mesh."""
     return next(x for x in tensors if isinstance(x, DTensor))
 
 
 Layouts = tuple[Layout | None, Layout | None]
-"""Of queries and of keys, as the caller gives them."""
+"""Layouts of queries and of keys, as the caller passes them."""
 
 
 def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layouts: Layouts) -> Unwrapped:
-    """Local shards of DTensors whose tokens are sharded along the mesh's axes, or the error that names what differs."""
+    """Return the local shards of DTensors whose tokens are sharded along the mesh's axes, or raise."""
     first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
@@ -47,18 +74,18 @@ def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layouts:
     _check_layouts(layouts)
     _check_placements(q)
     _check_nesting(q, k)
-    return Unwrapped(q.to_local(), k.to_local(), v.to_local(), q.device_mesh, q.shape[2], k.shape[2])
+    return Unwrapped(q.to_local(), k.to_local(), v.to_local(), q.shape[2], k.shape[2])
 
 
 def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
-    """The local result as a DTensor placed like q."""
+    """Return the local output as a DTensor placed like q."""
     shape = (*q.shape[:-1], width)
     stride = (shape[1] * shape[2] * width, shape[2] * width, width, 1)
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _check_layouts(layouts: Layouts) -> None:
-    """A placement says the layout, so nobody has to; another one contradicts it."""
+    """Raise where a layout contradicts the placement."""
     for name, layout in zip(("layout", "key_layout"), layouts, strict=True):
         if layout is not None and layout != Contiguous():
             expected = f"{name}=Contiguous(), which is how a Shard lies"
@@ -67,7 +94,7 @@ def _check_layouts(layouts: Layouts) -> None:
 
 
 def _check_placements(q: DTensor) -> None:
-    """Tokens sharded along our axes, in runs; along others' axes batch or heads may be, and nothing may be partial."""
+    """Raise unless tokens are sharded along attnmesh's axes, and nothing but batch and heads along other axes."""
     names = q.device_mesh.mesh_dim_names or ()
     for name, size, placement in zip(names, q.device_mesh.shape, q.placements, strict=True):
         allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
@@ -78,7 +105,7 @@ def _check_placements(q: DTensor) -> None:
 
 
 def _check_nesting(q: DTensor, k: DTensor) -> None:
-    """Sharded along two axes, a DTensor is cut and cut again: that is one deal in runs if it goes out even."""
+    """Raise unless shards along several axes are consecutive runs: each axis cuts the runs of the one before it."""
     names = q.device_mesh.mesh_dim_names or ()
     sizes = {name: size for name, size in zip(names, q.device_mesh.shape, strict=True) if name in AXES and size > 1}
     if len(sizes) < 2:

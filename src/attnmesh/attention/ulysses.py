@@ -1,7 +1,7 @@
-"""Along the heads axis tokens are swapped for heads: DeepSpeed-Ulysses' all-to-all, an operator with its own reverse.
+"""The heads axis: DeepSpeed-Ulysses' all-to-all, as an operator whose gradient is the all-to-all back.
 
-Before, each rank holds all heads of its shard; after, its share of the heads of the tokens of all ranks in line, in
-order of position.
+Before it a rank holds all heads of its own tokens. After it a rank holds its share of the heads, for the tokens of all
+ranks along the axis, in order of position.
 """
 
 from collections.abc import Sequence
@@ -10,72 +10,86 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.attention.run import Run
 from attnmesh.comm.p2p import blank, swap
 from attnmesh.kernels.attend import empty_placed
-from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import Problem
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.axes import Axis
+
+
+def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's share of the heads, for the tokens of all ranks along the heads axis."""
+    if run.mesh.heads.size == 1:
+        return q, k, v
+    q, k, v = swap_op([q, k, v], [False, True, True], *run.encode(), True)
+    return q, k, v
+
+
+def heads_to_tokens(out: Tensor, run: Run) -> Tensor:
+    """Return all heads of this rank's tokens."""
+    return out if run.mesh.heads.size == 1 else swap_op([out], [False], *run.encode(), False)[0]
 
 
 @torch.library.custom_op("attnmesh::swap_heads", mutates_args=())
 def swap_op(
-    tensors: Sequence[Tensor], keys: Sequence[bool], groups: str, code: Sequence[int], to_heads: bool
+    tensors: Sequence[Tensor], are_keys: Sequence[bool], names: str, numbers: Sequence[int], to_heads: bool
 ) -> list[Tensor]:
-    """Tokens for heads, or heads for tokens, of all tensors at once; `keys` says of each whose tokens they are."""
-    axis, tokens = Mesh.named(Shape(*code[:3]), code[3:6], groups).heads, [_tokens(code, each) for each in keys]
-    return (_to_heads if to_heads else _to_tokens)(tensors, axis, tokens)
+    """Exchange tokens for heads, or heads for tokens. `are_keys` marks the tensors that have the keys' tokens."""
+    run = Run.decode(names, numbers)
+    tokens = [_tokens(run, is_key) for is_key in are_keys]
+    return (_to_heads if to_heads else _to_tokens)(tensors, run.mesh.heads, tokens)
 
 
 @swap_op.register_fake
 def _(
-    tensors: Sequence[Tensor], keys: Sequence[bool], groups: str, code: Sequence[int], to_heads: bool
+    tensors: Sequence[Tensor], are_keys: Sequence[bool], names: str, numbers: Sequence[int], to_heads: bool
 ) -> list[Tensor]:
-    line = range(code[0])
-    counts = [[len(_tokens(code, each)[rank]) for rank in line] for each in keys]
+    run = Run.decode(names, numbers)
+    size, index = run.mesh.heads.size, run.mesh.heads.index
+    counts = [[len(tokens) for tokens in _tokens(run, is_key)] for is_key in are_keys]
     if to_heads:
-        return [_empty(x, x.shape[1] // code[0], sum(count)) for x, count in zip(tensors, counts, strict=True)]
-    return [_empty(x, x.shape[1] * code[0], count[code[3]]) for x, count in zip(tensors, counts, strict=True)]
+        return [_empty(x, x.shape[1] // size, sum(count)) for x, count in zip(tensors, counts, strict=True)]
+    return [_empty(x, x.shape[1] * size, count[index]) for x, count in zip(tensors, counts, strict=True)]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    _, *ctx.where, ctx.to_heads = inputs
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, *ctx.options, ctx.to_heads = inputs
 
 
 def _gradient(ctx: Any, douts: list[Tensor]) -> tuple[list[Tensor] | None, ...]:
-    return swap_op(douts, *ctx.where, not ctx.to_heads), None, None, None, None
+    return swap_op(douts, *ctx.options, not ctx.to_heads), None, None, None, None
 
 
-swap_op.register_autograd(_gradient, setup_context=_remember)
+swap_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _tokens(code: Sequence[int], keys: bool) -> list[Tensor]:
-    """For each rank in line, where its tokens stand among those of all in line, in order of position."""
-    shape, (_, r, c) = Shape(*code[:3]), code[3:6]
-    problem = Problem.decode(shape, code[6:])
-    layout, length = (problem.key_layout, problem.key_length) if keys else (problem.layout, problem.length)
-    shards = [layout.positions(length, shape.ranks, shape.shard(h, r, c)) for h in range(shape.heads)]
+def _tokens(run: Run, is_key: bool) -> list[Tensor]:
+    """Return for each rank along the axis where its tokens stand among the tokens of all, in order of position."""
+    problem, mesh = run.problem, run.mesh
+    layout, length = (problem.key_layout, problem.key_length) if is_key else (problem.layout, problem.length)
+    numbers = [mesh.shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(mesh.heads.size)]
+    shards = [layout.positions(length, mesh.shape.ranks, number) for number in numbers]
     places = torch.cat(shards).argsort().argsort()
     return list(places.split([len(shard) for shard in shards]))
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
     shares = list(zip(*(x.chunk(axis.size, dim=1) for x in tensors), strict=True))
-    coming = zip(*tokens, strict=True)  # by rank
-    wanted = [tuple(blank(x, len(t)) for x, t in zip(shares[0], theirs, strict=True)) for theirs in coming]
+    tokens_by_rank = zip(*tokens, strict=True)
+    wanted = [tuple(blank(x, len(t)) for x, t in zip(shares[0], each, strict=True)) for each in tokens_by_rank]
     arrived = zip(*swap(shares, wanted, axis), strict=True)
-    swapped = []
+    results = []
     for x, parts, places in zip(tensors, arrived, tokens, strict=True):
-        out = _empty(x, x.shape[1] // axis.size, sum(map(len, places)))
-        for some, part in zip(places, parts, strict=True):
-            out.index_copy_(2, some.to(x.device), part)
-        swapped.append(out)
-    return swapped
+        result = _empty(x, x.shape[1] // axis.size, sum(map(len, places)))
+        for place, part in zip(places, parts, strict=True):
+            result.index_copy_(2, place.to(x.device), part)
+        results.append(result)
+    return results
 
 
 def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
-    going = zip(*tokens, strict=True)  # by rank
     parts = [
-        tuple(x.index_select(2, some.to(x.device)) for x, some in zip(tensors, theirs, strict=True)) for theirs in going
+        tuple(x.index_select(2, place.to(x.device)) for x, place in zip(tensors, places, strict=True))
+        for places in zip(*tokens, strict=True)  # by rank
     ]
     wanted = [tuple(map(torch.empty_like, parts[axis.index]))] * axis.size
     arrived = zip(*swap(parts, wanted, axis), strict=True)

@@ -9,7 +9,7 @@ from rich.table import Table
 from attnmesh.cli import bench_decode as decode_bench
 from attnmesh.cli import bench_kernel as kernel_bench
 from attnmesh.cli import bench_prefill as prefill_bench
-from attnmesh.cli import check
+from attnmesh.cli import proofs
 from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import HostsOption, machine, pairs, titled
@@ -27,7 +27,7 @@ the read rate PyTorch's products reach. Extra memory is the growth of the highes
 @bench_command(bench, "attnmesh bench kernel", "One device's kernels beside SDPA and the read rate.", KERNEL_EXPLAINED)
 def bench_kernel(run: Bench) -> list[Table]:
     """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (3 minutes, 2 GB on 2 cores)."""
-    device = check.devices()[-1]
+    device = proofs.devices()[-1]
     run.step("measuring the rate at which memory is read")
     add = run.table("rows")
     for row in kernel_bench.rows(device):

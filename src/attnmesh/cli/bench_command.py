@@ -12,8 +12,8 @@ from rich.table import Table
 from attnmesh.cli.launch import Send
 from attnmesh.cli.output import AsJson, OutFile, Report, Verbose, console, progress
 
-Measure = Callable[..., Iterable[Table]]
-"""Measures a bench, given its `Bench` and its options, and returns the tables of its rows."""
+Measure = Callable[..., Iterable[Table | str]]
+"""Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""
 
 
 class Bench:

@@ -29,7 +29,7 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
 from attnmesh.planner.memory import peak_activations
-from attnmesh.planner.traffic import placed, tiles
+from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
 
 
@@ -231,7 +231,7 @@ def _between_barriers(call: Callable[[], Any]) -> Callable[[], None]:
 @lru_cache
 def mesh_of(shape: Shape, tile: Shape) -> DeviceMesh:
     """Return the mesh of a placement. Meshes share process groups, since each group has its threads."""
-    ranks = placed(shape, tile)
+    ranks = rank_grid(shape, tile)
     long = [axis for axis in range(3) if shape[axis] > 1] or [2]
     groups = [_group_of(tuple(map(tuple, ranks.movedim(axis, -1).reshape(-1, shape[axis]).tolist()))) for axis in long]
     mesh = ranks.reshape([shape[axis] for axis in long])

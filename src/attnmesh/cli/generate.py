@@ -15,10 +15,10 @@ from attnmesh.cli.launch import Send, is_first_rank, run_on_ranks, under_torchru
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.merge import HOW
+from attnmesh.comm.merge_ranks import HOW
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
-from attnmesh.decode.decode import check_reproducible
+from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]

@@ -218,16 +218,16 @@ class Report:
         self.record: dict[str, Any] = {"command": command, "machine": machine()}
         self.as_json, self.out, self.printed = as_json, out, ""
 
-    def set(self, **facts: Any) -> None:
-        """Add values to the object."""
-        self.record |= facts
-
     def add(self, table: str, *rows: Any) -> None:
-        """Add rows, which are dataclasses or have a `record()`, to a table of the object."""
+        """Add rows, which are dataclasses or have a `record()`, to the last table or to a new one."""
         records = [row.record() if hasattr(row, "record") else asdict(row) for row in rows]
-        self.record.setdefault(table, []).extend(records)
+        self.set(**{table: [*self.record.get(table, []), *records]})
+
+    def set(self, **facts: Any) -> None:
+        """Set values of the object: new ones, or the last one with more in it."""
+        self.record |= facts
         self._write({**self.record, "complete": False})
-        # Rows are added to the last table only, so the text without its closing brackets begins with what is printed.
+        # The object grows at its end, so its text without closing brackets begins with the text printed before.
         self._print(json.dumps(self.record, indent=2).rstrip("]}\n "))
 
     def close(self, complete: bool) -> None:

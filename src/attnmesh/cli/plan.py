@@ -1,4 +1,4 @@
-"""The command `attnmesh plan`: what was asked as a workload and a cluster, every way priced, the best as a table."""
+"""The command `attnmesh plan`: options to a workload and a cluster, all plans priced, the best as a table."""
 
 import json
 import os
@@ -21,7 +21,6 @@ from attnmesh.cli.output import (
     print_json,
     printable,
     progress,
-    telling,
     titled,
     writable,
 )
@@ -31,13 +30,19 @@ from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.plan import STAGES, Plan, in_bytes, in_seconds
+from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
-from attnmesh.planner.schemes import told_cluster, told_workload
+from attnmesh.planner.schemes import cluster_title, workload_title
 from attnmesh.planner.workload import PHASES, Workload
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
-"""What a length may be counted in: 128k are 128,000 tokens, 128Ki are 131,072."""
+"""Units of a length: 128k is 128,000 tokens, 128Ki is 131,072."""
+
+PlotFile = Annotated[Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
+]
 
 
 def plan(
@@ -47,30 +52,28 @@ def plan(
     ],
     heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8; or one number for both.")],
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
-    head_dim: Annotated[int, typer.Option(min=1, help="The width of a head.")] = 128,
-    value_dim: Annotated[int | None, typer.Option(min=1, help="The width of a value, where it is another.")] = None,
-    training: Annotated[bool, typer.Option("--training", help="Forward and backward; unless told otherwise.")] = False,
-    prefill: Annotated[bool, typer.Option("--prefill", help="Forward alone.")] = False,
-    decode: Annotated[bool, typer.Option("--decode", help="New tokens meet --length kept ones.")] = False,
+    head_dim: Annotated[int, typer.Option(min=1, help="Columns of a query and of a key.")] = 128,
+    value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
+    training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
+    decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
     layers: Annotated[int, typer.Option(min=1, help="Layers, one after the other.")] = 1,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    q_len: Annotated[int | None, typer.Option(min=1, help="New tokens a sequence in decoding, 1 unless given.")] = None,
+    q_len: Annotated[
+        int | None, typer.Option(min=1, help="New tokens per sequence in a decode step; 1 by default.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     window: Annotated[
-        int | None, typer.Option(min=0, help="A token sees itself and so many before it; all before it unless given.")
+        int | None, typer.Option(min=0, help="A token sees itself and this many before it; all before it by default.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all tokens.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
-    plot: Annotated[
-        Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Also write a page to this .html on which sizes can be changed.", dir_okay=False)
-    ] = None,
+    plot: PlotFile = None,
+    report: ReportFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Price every way to run attention on a cluster, before it is run: the best first, with its reasons."""
+    """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
     q_heads, kv_heads = heads_of(heads)
     work = Workload(
@@ -88,29 +91,23 @@ def plan(
     )
     _check_files(plot, report)
     with progress.status("pricing") as status:
-        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} ways"))
+        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if plot is not None:
-            write_plot(plot, work, machines, plans, telling(status))
+            write_plot(plot, work, machines, plans, status.update)
         if report is not None:
-            write_report(report, work, machines, telling(status))
+            write_report(report, work, machines, status.update)
     shown = distinct(plans)[:top]
     if as_json:
         print_json(_record(cluster, work, machines, shown))
-        return
-    console.print(_table(shown))
-    console.print(plans[0].explain(), highlight=False, markup=False)
-    if verbose:
-        console.print(_parts(plans[0]))
-        console.print(pairs(f"where the constants of {machines.name} are from", dict(machines.sources)))
-    for file in filter(None, (plot, report)):
-        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
+    else:
+        _print(shown, [file for file in (plot, report) if file], verbose)
 
 
-# --- what was asked ---
+# --- options ---
 
 
 def cluster_of(text: str) -> Cluster:
-    """The cluster that `--cluster` names: a preset or a file, with as many hosts, and ranks a host, as it says.
+    """Return the cluster of `--cluster`: a preset or a file, and optionally hosts and ranks per host.
 
     >>> cluster_of("dgx-h100:2x4").world
     8
@@ -120,10 +117,11 @@ def cluster_of(text: str) -> Cluster:
     if not os.path.isfile(name) and not name.endswith(".json"):
         return Cluster.preset(name, hosts, ranks)
     found = _measured(Path(name))
-    for what, given, most in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
-        if most == 1 and given not in (None, 1):  # nothing is known of links that were not there
+    for what, given, count in (("hosts", hosts, found.hosts), ("ranks a host", ranks, found.ranks)):
+        if count == 1 and given not in (None, 1):  # there was no link to measure
             fix = f"measure with attnmesh probe on more {what}"
-            raise ClusterError(f"--cluster {name}", f"1, as it was measured on 1 of {what}", f"{given} {what}", fix)
+            expected = f"1 of {what}, as in the measurement"
+            raise ClusterError(f"--cluster {name}", expected, f"{given} {what}", fix)
     return found.sized(hosts or found.hosts, ranks or found.ranks)
 
 
@@ -152,20 +150,20 @@ def _measured(file: Path) -> Cluster:
 
 
 def heads_of(text: str) -> tuple[int, int]:
-    """Query heads and key heads.
+    """Return the query heads and key heads of `--heads`.
 
     >>> heads_of("32/8"), heads_of("16")
     ((32, 8), (16, 16))
     """
     match = re.fullmatch(r"([0-9]{1,15})(?:/([0-9]{1,15}))?", text)
     if match is None:
-        raise ShapeError("--heads", "query heads / key heads", repr(text), "write 32/8, or 32 where both are as many")
+        raise ShapeError("--heads", "query heads / key heads", repr(text), "write 32/8, or 32 for 32/32")
     q_heads, kv_heads = match.groups()
     return int(q_heads), int(kv_heads or q_heads)
 
 
 def length_of(text: str) -> int:
-    """Tokens.
+    """Return the tokens of `--length`.
 
     >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
     [4096, 128000, 131072, 1500000]
@@ -179,10 +177,10 @@ def length_of(text: str) -> int:
 
 
 def _phase(*wanted: bool) -> str:
-    phases = [phase for phase, asked in zip(PHASES, wanted, strict=True) if asked]
+    phases = [phase for phase, given in zip(PHASES, wanted, strict=True) if given]
     if len(phases) > 1:
         given = " and ".join(f"--{phase}" for phase in phases)
-        raise ArgumentError("attnmesh plan", "one phase", given, "plan for one after the other")
+        raise ArgumentError("attnmesh plan", "one phase", given, "plan for each in a command of its own")
     return phases[0] if phases else PHASES[0]
 
 
@@ -193,62 +191,65 @@ def _mask(window: int | None, full: bool) -> Mask:
 
 
 def _check_files(plot: Path | None, report: Path | None) -> None:
-    """What cannot be written is better known before than after."""
+    """Raise before pricing if a file cannot be written."""
     if plot is not None:
         check_picture(plot)
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
-        raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it so: it is a page")
+        raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it plan.html")
     writable("--plot", plot)
     writable("--report", report)
 
 
-# --- what is told ---
+# --- output ---
 
 
 def distinct(plans: Sequence[Plan]) -> list[Plan]:
-    """Of each shape and exchange the best placement."""
+    """Return the best placement on hosts of each shape and exchange."""
     best: dict[object, Plan] = {}
     for one in plans:
         best.setdefault((one.shape, one.exchange), one)
     return list(best.values())
 
 
+def _print(shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
+    best, machines = shown[0], shown[0].cluster
+    console.print(_table(shown))
+    console.print(best.explain(), highlight=False, markup=False)
+    if verbose:
+        times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
+        console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
+        console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
+    for file in files:
+        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
+
+
 def _table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
-    table = titled(f"{told_workload(work)}; {told_cluster(machines)}", "")
-    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns are to fit a terminal of 80
+    table = titled(f"{workload_title(work)}; {cluster_title(machines)}", "")
+    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns fit 80 characters
     table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
     table.add_column("known as")
     columns = {
         "exchange": [one.exchange for one in shown],
         "layout": [type(one.layout).__name__.lower() for one in shown],
-        "tile\na host": [_by(one.tile) for one in shown],
+        "tile\na host": [by(one.tile) for one in shown],
         "time": [in_seconds(one.seconds) for one in shown],
         "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
         "inside\nhosts": [in_bytes(one.bytes.inside) for one in shown],
         "memory\na rank": [in_bytes(one.memory) for one in shown],
     }
-    if 1 in (machines.hosts, machines.ranks):  # then there is one class of links
+    if 1 in (machines.hosts, machines.ranks):  # one class of links only
         del columns["tile\na host"], columns["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
     for name in columns:
         table.add_column(name, justify="right" if "\n" in name or name == "time" else "left", no_wrap=True)
     for number, (one, *figures) in enumerate(zip(shown, *columns.values(), strict=True), 1):
-        table.add_row(str(number), _by(one.shape), one.known_as, *figures)
+        table.add_row(str(number), by(one.shape), one.known_as, *figures)
     table.caption, table.caption_justify = CAPTION, "left"
     return table
 
 
 CAPTION = """\
-The best first; of each shape and exchange only its best placement on hosts. Bytes are those of all ranks together."""
-
-
-def _by(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
-
-
-def _parts(best: Plan) -> Table:
-    times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
-    return pairs(f"{best.name}: {in_seconds(best.seconds)}", times)
+Fastest first; for each shape and exchange only the best placement on hosts. Bytes are the sum over all ranks."""
 
 
 def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A plan as a figure: how the schemes' times go with devices and with tokens, and what each sends over which links."""
+"""The figure of `attnmesh plan --plot`: time against devices and tokens, and bytes per class of links, by scheme."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from attnmesh.planner.schemes import (
     SCHEMES,
     Schemes,
     best_of,
+    cluster_title,
     curves,
     over_lengths,
     over_sizes,
-    told_cluster,
-    told_workload,
+    workload_title,
 )
 from attnmesh.planner.workload import Workload
 
@@ -26,41 +26,41 @@ if TYPE_CHECKING:
 
 INK, FAINT, RULE = "#2b3038", "#626a75", "#e3e6ea"
 SIDE = 0.045
-"""Of a panel's height: how far apart the labels of two curves are, for each of their lines."""
+"""Height of one line of a curve's label, as a share of the panel."""
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
 
 
 def check_picture(file: Path) -> None:
-    """Raise unless its name is that of a picture that can be written, and there is what draws it."""
+    """Raise unless the file is named .png or .svg and matplotlib is installed."""
     if file.suffix.lower() not in (".png", ".svg"):
-        raise ArgumentError("--plot", "a file named .png or .svg", repr(str(file)), "name it so")
+        raise ArgumentError("--plot", "a file named .png or .svg", repr(str(file)), "name it plan.png")
     import matplotlib  # noqa: F401
 
 
 def write_plot(
-    file: Path, workload: Workload, cluster: Cluster, plans: Sequence[Plan], say: Callable[[str], None]
+    file: Path, workload: Workload, cluster: Cluster, plans: Sequence[Plan], status: Callable[[str], None]
 ) -> None:
-    """Draw the schemes to a file."""
-    say("pricing other numbers of devices")
+    """Write the figure to a file."""
+    status("pricing other numbers of devices")
     devices = curves(over_sizes(workload, cluster))
-    say("pricing other lengths")
+    status("pricing other lengths")
     tokens = curves(over_lengths(workload, cluster))
-    say(f"drawing {file}")
+    status(f"drawing {file}")
     draw_plan(workload, cluster, best_of(plans), devices, tokens).savefig(file, dpi=150)
 
 
 def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Points, tokens: Points) -> "Figure":
-    """Three panels: seconds over devices, seconds over tokens, bytes by class of link of each scheme's best plan.
+    """Return a figure of three panels: time against devices, time against tokens, and bytes per class of links.
 
     Needs matplotlib: `pip install 'attnmesh[plot]'`.
     """
     from matplotlib.figure import Figure
 
     figure = Figure((17, 5.8), facecolor="white")
-    plain: dict[str, Any] = {"va": "top", "parse_math": False}  # a name with dollars in it is no formula
-    figure.text(0.05, 0.955, told_cluster(cluster), fontsize=15, fontweight="bold", color=INK, **plain)
-    figure.text(0.05, 0.89, f"{told_workload(workload)}. {BEST}", fontsize=10.5, color=FAINT, **plain)
+    plain: dict[str, Any] = {"va": "top", "parse_math": False}  # a dollar sign in a name starts no formula
+    figure.text(0.05, 0.955, cluster_title(cluster), fontsize=15, fontweight="bold", color=INK, **plain)
+    figure.text(0.05, 0.89, f"{workload_title(workload)}. {BEST}", fontsize=10.5, color=FAINT, **plain)
     over_devices, over_tokens, links = (
         figure.add_axes((left, 0.115, width, 0.655)) for left, width in ((0.05, 0.205), (0.4, 0.205), (0.8, 0.15))
     )
@@ -70,34 +70,34 @@ def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Poin
     return figure
 
 
-BEST = "The best plan of each scheme, as the cost model has it; what does not fit the memory is left out."
+BEST = "The best plan of each scheme, by the cost model; plans that do not fit the memory are left out."
 
 
-def _curves(axes: "Axes", points: Points, what: str, here: int, title: str) -> None:
-    """A curve a scheme, its name at its end; the vertical line is what was asked for."""
+def _curves(axes: "Axes", points: Points, unit: str, given: int, title: str) -> None:
+    """Draw one curve per scheme, with its name at the end, and a vertical line at the given size."""
     from matplotlib.ticker import LogLocator
 
     _style(axes, title)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.axvline(here, color=RULE, linewidth=6, zorder=0)
+    axes.axvline(given, color=RULE, linewidth=6, zorder=0)
     for name, curve in points.items():
         line = SCHEMES[name]
         style = "--" if line.dashed else "-"
         axes.plot(*zip(*curve, strict=True), style, marker="o", markersize=3.5, color=line.colour, label=name)
     axes.minorticks_off()
-    axes.set_xticks(_apart({x for curve in points.values() for x, _ in curve} | {here}))
+    axes.set_xticks(_ticks({x for curve in points.values() for x, _ in curve} | {given}))
     axes.xaxis.set_major_formatter(lambda value, _: _count(round(value)))
     low, high = axes.get_ylim()
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 1e3 * low else (1.0, 2.0, 5.0), numticks=30))
     axes.yaxis.set_major_formatter(lambda value, _: in_seconds(value))
-    axes.set_xlabel(what, color=INK)
+    axes.set_xlabel(unit, color=INK)
     axes.set_ylabel("seconds", color=INK)
     _label(axes, points)
 
 
 def _label(axes: "Axes", points: Points) -> None:
-    """Each curve's name to the right of the panel, as near to its end as the others let it."""
+    """Write each curve's name to the right of the panel, near the end of the curve."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     names = sorted(points, key=lambda name: (points[name][-1][1], name))
@@ -133,7 +133,7 @@ def _folded(name: str) -> str:
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
-    """Places near those wanted, ascending, each as far from the next as both need, in 0 to 1 if there is room.
+    """Return ascending places near the wanted ones that do not overlap, within 0 to 1 if there is room.
 
     >>> [round(place, 2) for place in spread([0.5, 0.5, 0.98], [0.1, 0.1, 0.1])]
     [0.5, 0.6, 0.95]
@@ -150,8 +150,8 @@ def spread(wanted: Sequence[float], sizes: Sequence[float]) -> list[float]:
     return places
 
 
-def _apart(found: Iterable[int]) -> list[int]:
-    """Of numbers those to write on an axis: none nearer to the last than a factor of 1.9."""
+def _ticks(found: Iterable[int]) -> list[int]:
+    """Return the numbers to write on an axis, each at least 1.9 times the one before."""
     kept: list[int] = []
     for number in sorted(found):
         if not kept or number >= 1.9 * kept[-1]:
@@ -160,7 +160,7 @@ def _apart(found: Iterable[int]) -> list[int]:
 
 
 def _bars(axes: "Axes", best: Schemes, title: str) -> None:
-    """Two bars a scheme, the fastest scheme on top."""
+    """Draw two bars per scheme, the fastest scheme on top."""
     _style(axes, title)
     most = max((max(one.bytes) for one in best.values()), default=0.0) or 1.0
     for place, (name, one) in enumerate(best.items()):
@@ -189,7 +189,7 @@ def _style(axes: "Axes", title: str) -> None:
 
 
 def _count(number: int) -> str:
-    """Tokens or devices on an axis.
+    """Return a number of tokens or devices with a unit.
 
     >>> [_count(number) for number in (128, 8192, 5_000_000)]
     ['128', '8Ki', '5M']

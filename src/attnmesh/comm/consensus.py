@@ -1,7 +1,7 @@
-"""Before anyone waits for anyone, the ranks of a mesh agree on what they are about to do.
+"""Consensus: ranks compare their calls before any of them waits for data, and raise the same error if they differ.
 
-A rank that raised alone would leave the others waiting for it. So each says what it was called with, or what is wrong
-with that, in one small exchange; and if they do not all say the same, all raise the same error.
+A rank that raised alone would leave the others waiting. So each rank contributes a digest of its call, or of its error,
+to one small all-gather. If the digests differ, ranks exchange the texts and all raise the same error.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ import torch
 from attnmesh import errors
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import mesh_hosts
-from attnmesh.core.digest import NUMBERS
+from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
 
@@ -26,7 +26,7 @@ SEPARATOR = "\x1f"
 
 
 def describe_call(name: str, /, **fields: object) -> str:
-    """A call as ranks tell each other of it, a line for each thing that they have to agree on.
+    """Return the text of a call that ranks compare: a line for each argument that must be equal.
 
     >>> describe_call("decode", tokens=60, mask=None)
     'decode\\ntokens: 60'
@@ -35,13 +35,23 @@ def describe_call(name: str, /, **fields: object) -> str:
     return "\n".join([name, *(" ".join(line.split()) for line in lines)])
 
 
-def askable(device: torch.device) -> bool:
-    """Whether ranks may ask each other anything: not while a graph is made of what they do."""
+def may_compare(device: torch.device) -> bool:
+    """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
     return not (torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
 
 
+def compares_always(checked: bool | None, device: torch.device) -> bool:
+    """Return whether ranks compare every call: by default on CPUs, where that holds up no device."""
+    return checked is True or (checked is not False and cheap_to_compare(device))
+
+
+def cheap_to_compare(device: torch.device) -> bool:
+    """Return whether comparing calls holds up no device."""
+    return device.type == "cpu"
+
+
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:
-    """What acting gives, or None, and what this rank says of it: its call, or what is wrong with that."""
+    """Return the result of `act` and the text of this rank's call; None and the error if it raises one."""
     try:
         result = act()
         return result, call if isinstance(call, str) else call(result)
@@ -52,43 +62,50 @@ def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, 
     except Exception as error:
         subject = call.splitlines()[0] if isinstance(call, str) else "attnmesh"
         given, fix = f"{type(error).__name__}: {error}", "see what the rank says that raised it"
-        said = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
-        said.__cause__ = error
-        return None, said
+        unforeseen = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
+        unforeseen.__cause__ = error
+        return None, unforeseen
 
 
 def run_agreed(mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str]) -> T:
-    """What acting gives, once all ranks have and say the same call, or the same of what came; else the error of all."""
-    result, said = attempt(act, call)
-    agree(mesh, said)
-    return cast(T, result)
+    """Return the result of `act` if it succeeds on all ranks with the same call. Raise the same error on all if not."""
+    return run_agreed_with(mesh, act, call, lambda _: ())[0]
+
+
+def run_agreed_with(
+    mesh: Mesh, act: Callable[[], T], call: str | Callable[[T], str], numbers: Callable[[T], Sequence[int]]
+) -> tuple[T, list[list[int]]]:
+    """Return the result of `act`, and the numbers of all ranks by shard, as `run_agreed` does."""
+    result, text = attempt(act, call)
+    table = agree(mesh, text, () if isinstance(text, InputError) else numbers(result))
+    return cast(T, result), table
 
 
 def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
-    """Every rank's numbers, by shard, once all have been found to make the same call; else the error that all raise.
+    """Return the numbers of all ranks by shard, if all make the same call; else raise the same error on all.
 
-    A call is what is `describe_call` of it.
+    A call is the text of `describe_call`, or the error that it raised on this rank.
     """
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
-    number = int.from_bytes(blake2b(_letters(text), digest_size=7).digest())
-    mesh_hosts(mesh)  # who is lost later may take its host along
-    padded = [*numbers, *[0] * (NUMBERS - len(numbers))]
+    number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
+    mesh_hosts(mesh)  # before a rank is lost: its host may be lost with it
+    padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        said = texts(mesh, text)
+        everyones = texts(mesh, text)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
-        _raise(said, [bool(row[1]) for row in table])
+        _raise(everyones, [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
 class CallChecker:
-    """When the ranks that hold something ask each other of calls on it: always, never, or at the first of each kind."""
+    """Comparison of the calls on one object, by its `checked`: always, never, or at the first call of each kind."""
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
-        self.kinds = set[Any]()  # of calls that ranks have found to be the same
+        self.kinds = set[Any]()  # kinds of calls that ranks have compared
 
     def check(
         self,
@@ -98,35 +115,34 @@ class CallChecker:
         *,
         must: bool = False,
     ) -> list[list[int]]:
-        """What `check` gives on every rank, by shard; on this one alone where ranks do not ask each other.
+        """Return the numbers that `check` returns on every rank, by shard; only this rank's if calls are not compared.
 
-        What is wrong with a call then all raise, and else the rank that makes it.
+        An error of `check` is raised on all ranks if calls are compared, else on its own rank only.
         """
-        asks = must or (name not in self.kinds if self.checked is None else self.checked)
-        if not asks or self.mesh.shape.ranks == 1 or not askable(self.device):
+        compares = must or (name not in self.kinds if self.checked is None else self.checked)
+        if not compares or self.mesh.shape.ranks == 1 or not may_compare(self.device):
             return [list(check() or ())]
-        numbers, said = attempt(check, lambda _: describe_call(name, **fields()))
-        table = agree(self.mesh, said, numbers or ())
+        _, table = run_agreed_with(self.mesh, lambda: check() or (), lambda _: describe_call(name, **fields()), tuple)
         self.kinds.add(name)
         return table
 
 
 def texts(mesh: Mesh, text: str) -> list[str]:
-    """Every rank's text, by shard: first how long they are, then the letters."""
-    letters = _letters(text)
-    lengths = [row[0] for row in all_gather_ints([len(letters)], mesh.axes)]
-    padded = [*letters, *[0] * (max(lengths) - len(letters))]
+    """Return the texts of all ranks, by shard: an all-gather of their lengths, then one of their bytes."""
+    encoded = _encoded(text)
+    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh.axes)]
+    padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
     return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh.axes), lengths, strict=True)]
 
 
-def unlike(subject: str) -> NoReturn:
-    """Raise where ranks have been found to differ, though they say the same."""
-    given, fix = "calls that say the same", "report it, with what each rank was given"
+def raise_checksum_mismatch(subject: str) -> NoReturn:
+    """Raise where checksums differ although the texts of the calls are equal."""
+    given, fix = "calls with equal texts", "report it, with what each rank was given"
     raise MeshError(subject, "the same checksum on every rank", given, fix)
 
 
-def _letters(text: str) -> bytes:
-    """Also of what no encoding has, as a path may be."""
+def _encoded(text: str) -> bytes:
+    """Return the bytes of a text, which may be a path that no encoding has."""
     return text.encode(errors="backslashreplace")
 
 
@@ -141,25 +157,25 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
 
 
 def _table(texts: Sequence[str]) -> str:
-    """Who said what: a row for all shards that said the same, and a column for each thing that they differ in.
+    """Return a table of the calls: a row for all shards with the same text, a column for each line that differs.
 
     >>> print(_table(["decode\\ntokens: 60", "decode\\ntokens: 61", "decode\\ntokens: 60"]))
         shards  tokens
         0, 2    60
         1       61
     """
-    said = defaultdict(list)
+    shards_by_text = defaultdict(list)
     for shard, text in enumerate(texts):
-        said[text].append(str(shard))
+        shards_by_text[text].append(str(shard))
     fields = []
-    for text in said:
+    for text in shards_by_text:
         name, *lines = text.splitlines()
         fields.append({"call": name, **dict(line.split(": ", 1) for line in lines)})
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
     rows = [["shards", *names]]
     rows += [
         [", ".join(shards), *(each.get(name, "-") for name in names)]
-        for shards, each in zip(said.values(), fields, strict=True)
+        for shards, each in zip(shards_by_text.values(), fields, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -11,7 +11,7 @@ from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.errors import DeviceError, MeshError
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements
-from attnmesh.planner.traffic import placed
+from attnmesh.planner.traffic import rank_grid
 
 
 def init_mesh(
@@ -83,7 +83,7 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
 
     call = describe_call("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
     run_agreed(everyone(), check, call)
-    return DeviceMesh(device_type, placed(shape, tile), mesh_dim_names=AXES)
+    return DeviceMesh(device_type, rank_grid(shape, tile), mesh_dim_names=AXES)
 
 
 def everyone() -> Mesh:

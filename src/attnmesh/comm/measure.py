@@ -24,7 +24,7 @@ from attnmesh.kernels.attend import attend
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NOWHERE, Device, Link
+from attnmesh.planner.hardware import NO_LINK, Device, Link
 
 ROUNDS = 5
 """Times that each figure is taken; the median counts, and of the ranks' medians the largest."""
@@ -251,7 +251,7 @@ def _check_dtype(dtype: object) -> None:
 
 def _link(line: Line | None) -> Link:
     if line is None:
-        return NOWHERE
+        return NO_LINK
     return Link(line.latency, line.rank_rate, line.host_rate, short=line.short, step=line.step, message=line.message)
 
 

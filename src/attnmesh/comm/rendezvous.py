@@ -1,8 +1,8 @@
-"""A world of ranks, entered and left: also once more, by processes that outlived a rank which was lost.
+"""Enter and leave a world of ranks, also again after a rank was lost.
 
-The store by which ranks meet may outlive a world, as torchrun's does when it restarts its workers; and what a gone
-world has left in it would be taken for the new one's. So every rank writes a word of its own into it, the first tells
-them all back, and a world begins when each has found its word among them: its name is made of these words.
+A store may outlive a world, as torchrun's does when it restarts its workers, and keep keys of the old world. So every
+rank writes a new random word, rank 0 publishes all words, and the world begins when each rank finds its own word among
+them. The prefix of the world's keys is a digest of the words.
 """
 
 import json
@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from attnmesh.comm.failures import LONGEST, part
+from attnmesh.comm.failures import MAX_DEADLINE
 from attnmesh.errors import ArgumentError, RankFailure
-from attnmesh.mesh.axes import clear_caches
+from attnmesh.mesh.world import WORLD
 
 TIMEOUT = timedelta(minutes=30)
-"""What a rank waits for others, unless it is told otherwise."""
+"""Timeout of process groups, unless another is given."""
 
 POLL_INTERVAL = 0.02
-"""Seconds from one look into the store to the next."""
+"""Seconds between two reads of the store."""
 
 
 def enter(
@@ -36,11 +36,12 @@ def enter(
     seconds: float = 300.0,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make the default process group, once all ranks have come, for which they have so many seconds.
+    """Make the default process group once all ranks have come. They have so many seconds for that.
 
-    Without a store it is torchrun's, and so are the numbers. The same store serves again, for as many ranks or others.
+    Without a store, torchrun's store, rank and world size are used. The same store serves again, for more or fewer
+    ranks.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < LONGEST:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MAX_DEADLINE:
         raise ArgumentError("world.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
     if store is None and rank is None and ranks is None:
         store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
@@ -54,45 +55,44 @@ def enter(
 
 
 def leave() -> None:
-    """Let go of all meshes and process groups, also of those that a lost rank has broken."""
-    clear_caches()
-    part()
+    """Release all meshes and process groups, also groups that a lost rank has broken."""
+    WORLD.close()
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.destroy_process_group()
 
 
 def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
-    """A name that the ranks of this world have in common, and no others."""
+    """Return a name that the ranks of this world share, and no other world has."""
     mine, end = uuid4().hex, time.monotonic() + seconds
     store.set(_key("word", rank), mine)
     while True:
         if rank == 0:
-            _tell(store, ranks)
+            _publish(store, ranks)
         words = _words(store)
         name = blake2b("".join(words).encode(), digest_size=8).hexdigest()
         if len(words) == ranks and words[rank] == mine:
             store.set(_key("heard", rank), name)
-            if rank == 0 and not _deaf(store, ranks, name):
+            if rank == 0 and not _behind(store, ranks, name):
                 store.set("attnmesh begins", name)
             if _read(store, "attnmesh begins") == name:
                 return name
         if time.monotonic() > end:
             missing = [other for other in range(ranks) if not _read(store, _key("word", other))]
-            missing = missing or (_deaf(store, ranks, name) if mine in words else [0])
+            missing = missing or (_behind(store, ranks, name) if mine in words else [0])
             raise RankFailure(missing, "entering", "world", f"not all {ranks} ranks came within {seconds:.0f} s")
         time.sleep(POLL_INTERVAL)
 
 
-def _tell(store: Store, ranks: int) -> None:
-    """On the first rank: tell all words back, whenever there is a new one."""
+def _publish(store: Store, ranks: int) -> None:
+    """Publish all words whenever there is a new one. Rank 0 calls it."""
     words = [_read(store, _key("word", rank)) for rank in range(ranks)]
     if all(words) and words != _words(store):
         store.set("attnmesh words", json.dumps(words))
 
 
-def _deaf(store: Store, ranks: int, name: str) -> list[int]:
-    """The ranks that have not heard all words: theirs was of another world."""
+def _behind(store: Store, ranks: int, name: str) -> list[int]:
+    """Return the ranks that have not read these words: their word was of another world."""
     return [rank for rank in range(ranks) if _read(store, _key("heard", rank)) != name]
 
 

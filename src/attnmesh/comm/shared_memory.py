@@ -1,13 +1,13 @@
-"""Short messages between ranks of one host go through memory that they share: no socket, no thread that has to wake.
+"""Mailboxes in shared memory: short messages between ranks of one host, without sockets and without locks.
 
-Each pair of ranks has a box in each direction, with two counters: how many messages were put in, and how many were
-taken out. The writer alone raises the first, the reader alone the second, so there is nothing to lock:
+Each ordered pair of ranks has one box with two counters: messages sent, and messages received. The sender alone raises
+the first and the receiver alone the second:
 
-        rank 0 -> rank 1     [ put 7 | taken 7 | bytes ...       ]      empty: rank 0 may put the eighth
-        rank 1 -> rank 0     [ put 8 | taken 7 | bytes ...       ]      full: rank 0 may take the eighth
+        rank 0 -> rank 1     [ sent 7 | received 7 | bytes ...       ]      empty: rank 0 may send message 8
+        rank 1 -> rank 0     [ sent 8 | received 7 | bytes ...       ]      full: rank 0 may receive message 8
 
-That needs stores to be seen in the order in which they were made, which x86 promises and other processors do not: there
-ranks go on by sockets, as they do where memory cannot be shared.
+Other processors have to see stores in program order, as on x86. On other machines, and where memory cannot be shared,
+ranks use sockets.
 """
 
 import mmap
@@ -21,40 +21,40 @@ from time import monotonic, sleep
 import torch
 from torch import Tensor
 
-from attnmesh.comm.failures import deadline, hung_up_with
+from attnmesh.mesh.world import WORLD
 
 SLOT = 1 << 18
-"""Bytes of the longest message, and of those that ranks can hear although they expect others."""
+"""Bytes of the longest message. Receivers have room for as many, also where they expect fewer."""
 
-LARGEST = 1 << 26
-"""Bytes of memory that a board may take: beyond, for more than 15 ranks a host, ranks go by sockets."""
+MAX_MEMORY = 1 << 26
+"""Bytes of the mailboxes of a host at most. More than 15 ranks a host use sockets."""
 
 HEAD = 128
-"""Bytes before a message: each counter in a cache line of its own."""
+"""Bytes before a message: one cache line for each counter."""
 
 ORDERED = ("x86_64", "amd64", "AMD64")
-"""Processors on which all see stores in the order in which one makes them."""
+"""Processors that see the stores of another processor in program order."""
 
-HOT, COLD, NAP = 100, 0.02, 0.0002
-"""A rank that waits looks so many times; then for so many seconds it lets others go first; then it naps between."""
+SPINS, YIELD_SECONDS, NAP = 100, 0.02, 0.0002
+"""A waiting rank polls so many times, then yields the processor for so many seconds, then sleeps between polls."""
 
-COLD_BESIDE_SOCKETS = 0.0003
-"""As `COLD`, where messages of other hosts come meanwhile: who hears them needs the processor that the waiting use."""
+YIELD_SECONDS_BESIDE_SOCKETS = 0.0003
+"""As `YIELD_SECONDS`, where other hosts send at the same time: gloo's threads need the processor to receive."""
 
-CHECK = 0.5
-"""Seconds after which a rank that waits looks whether the other is still alive."""
+CHECK_INTERVAL = 0.5
+"""Seconds between two checks that the other process is alive."""
 
 FOLDER = Path("/dev/shm")
 
 _yield = CDLL(None).sched_yield if os.name == "posix" else int
-"""Let others go first: also other threads of this process, which would not if Python's own way were taken."""
+"""Yield the processor, also to other threads of this process."""
 
 
 class Mailboxes:
-    """This rank's boxes; `members` are the ranks that share the memory, by their numbers along an axis.
+    """Boxes of this rank. `members` are the ranks of the axis that share the memory.
 
-    A rank waits for as many seconds as `patience` for another, and no longer than that one's process lives, where its
-    number is known: 0 is that of a process that cannot be seen from here. After `cold` seconds it naps.
+    A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are process ids, 0 for a
+    process that is not visible from here. A waiting rank yields for `yield_seconds` before it sleeps.
     """
 
     def __init__(
@@ -63,55 +63,55 @@ class Mailboxes:
         members: Sequence[int],
         index: int,
         processes: Sequence[int],
-        patience: float,
-        cold: float = COLD,
+        timeout: float,
+        yield_seconds: float = YIELD_SECONDS,
     ) -> None:
         self.members = {rank: place for place, rank in enumerate(members)}
         self.mine = self.members[index]
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
-        self.put, self.taken = (dict.fromkeys(members, 0) for _ in range(2))
-        self.processes, self.patience = dict(zip(members, processes, strict=True)), patience
-        self.cold = cold
-        hung_up_with(self)
+        self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
+        self.processes = dict(zip(members, processes, strict=True))
+        self.timeout, self.yield_seconds = timeout, yield_seconds
+        WORLD.mailboxes.add(self)
 
     def serves(self, peer: int, size: int) -> bool:
-        """Whether messages of that size go to and from a rank by this board."""
+        """Return whether messages of that size to and from a rank go through these mailboxes."""
         return size <= SLOT and peer in self.members
 
     def send(self, peer: int, message: Tensor) -> None:
-        """Put a message, bytes in a row, into the box to a peer, once the last is out of it."""
+        """Copy a message of bytes into the box to a peer, once the previous one is received."""
         box = self._box(self.mine, self.members[peer])
-        self._wait(box // 8 + 8, self.put[peer], peer)
+        self._wait(box // 8 + 8, self.sent[peer], peer)
         memmove(self.start + box + HEAD, message.data_ptr(), len(message))
-        self.put[peer] += 1
-        self.words[box // 8] = self.put[peer]  # after the message itself: see above
+        self.sent[peer] += 1
+        self.words[box // 8] = self.sent[peer]  # after the message itself
 
     def recv(self, peer: int, into: Tensor) -> None:
-        """The beginning of what a peer put into the box to this rank, once it is there."""
+        """Wait for the next message of a peer, and copy its first bytes."""
         box = self._box(self.members[peer], self.mine)
-        self.taken[peer] += 1
-        self._wait(box // 8, self.taken[peer], peer)
+        self.received[peer] += 1
+        self._wait(box // 8, self.received[peer], peer)
         memmove(into.data_ptr(), self.start + box + HEAD, len(into))
-        self.words[box // 8 + 8] = self.taken[peer]
+        self.words[box // 8 + 8] = self.received[peer]
 
     def _box(self, writer: int, reader: int) -> int:
-        """Where a box begins."""
+        """Return the offset of a box."""
         return (writer * len(self.members) + reader) * (HEAD + SLOT)
 
     def _wait(self, word: int, count: int, peer: int) -> None:
-        """Until a counter is so far."""
+        """Wait until a counter reaches a count."""
         words = self.words
-        for _ in range(HOT):
+        for _ in range(SPINS):
             if words[word] >= count:
                 return
         start = checked = monotonic()
         while words[word] < count:
             _yield()
             now = monotonic()
-            if now - start > self.cold:
+            if now - start > self.yield_seconds:
                 sleep(NAP)
-            if now - checked > CHECK:
+            if now - checked > CHECK_INTERVAL:
                 checked = now
                 self._check_alive(peer, start)
 
@@ -119,20 +119,20 @@ class Mailboxes:
         process = self.processes[peer]
         if process and not alive(process):
             raise RuntimeError(f"its process {process} has ended")
-        there = self.members[peer]
-        if self.words[self._box(there, there) // 8]:
+        place = self.members[peer]
+        if self.words[self._box(place, place) // 8]:
             raise RuntimeError("it has lost a rank itself, and left")
-        patience = deadline() or self.patience
-        if monotonic() - since > patience:
-            raise RuntimeError(f"timed out: it has sent nothing for {patience:.0f} seconds")
+        timeout = WORLD.deadline or self.timeout
+        if monotonic() - since > timeout:
+            raise RuntimeError(f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
     def abort(self) -> None:
-        """Tell all who wait for this rank that nothing will come: in its box to itself, which is of no other use."""
+        """Make every rank that waits for this one raise: a flag in this rank's box to itself, which is unused."""
         self.words[self._box(self.mine, self.mine) // 8] = 1
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs: one that has ended may still be listed, if nobody has asked how."""
+    """Return whether a process runs. A zombie, whose parent has not read its exit status, does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -140,14 +140,14 @@ def alive(process: int) -> bool:
 
 
 def size_of(ranks: int) -> int:
-    """Bytes of a board, and 0 if there can be none here."""
+    """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * ranks * (HEAD + SLOT)
-    here = platform.machine() in ORDERED and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
-    return size if here and ranks > 1 and size <= LARGEST else 0
+    able = platform.machine() in ORDERED and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
+    return size if able and ranks > 1 and size <= MAX_MEMORY else 0
 
 
 def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:
-    """The memory of that name, made by the first of those who share it; None where that cannot be."""
+    """Return the memory of that name, which the first rank of a host makes; None where that fails."""
     flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if new else 0)
     try:
         file = os.open(_path(name), flags, 0o600)
@@ -155,7 +155,7 @@ def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:
         return None
     try:
         if new:
-            os.posix_fallocate(file, 0, size)  # to touch what is not there would end the process
+            os.posix_fallocate(file, 0, size)  # without it a write to a full /dev/shm kills the process
         return mmap.mmap(file, size)
     except (OSError, ValueError):
         return None
@@ -163,8 +163,8 @@ def opened(name: int, size: int, *, new: bool) -> mmap.mmap | None:
         os.close(file)
 
 
-def forget(name: int) -> None:
-    """The name; the memory is there as long as somebody has it open."""
+def unlink(name: int) -> None:
+    """Remove the name. The memory lives as long as a rank maps it."""
     _path(name).unlink(missing_ok=True)
 
 

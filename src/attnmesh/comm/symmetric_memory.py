@@ -12,9 +12,10 @@ from attnmesh.comm.counters import count_messages
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.merge import serves
+from attnmesh.kernels.merge import supports
 from attnmesh.kernels.triton_runtime import launch, parts
-from attnmesh.mesh.axes import Axis, cached_per_world
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.world import cached_per_world
 
 ROOM = 1 << 18
 """Numbers of the longest message: 1 MiB."""
@@ -67,15 +68,15 @@ class SymmetricMemory:
             rank=self.rank,
             ranks=ranks,
             flags=FLAGS,
-            room=ROOM,
+            box_size=ROOM,
             rows=rows,
             values=shape[-1],
-            patience=TIMEOUT,
+            max_polls=TIMEOUT,
             ROWS=ROWS,
             V_0=first,
             V_1=second,
-            PUT=put,
-            TAKE=take,
+            SEND=put,
+            RECEIVE=take,
             enable_fp_fusion=False,
         )
         count_messages(ranks - 1, len(message))
@@ -92,7 +93,7 @@ def symmetric_memory_of(axis: Axis, device: torch.device) -> SymmetricMemory | N
     """The memories of an axis whose ranks share a host; all ask at the same time, and if one cannot, none does."""
     if device.type != "cuda" or axis.size == 1:
         return None
-    able = len(hosts(axis)) == 1 and serves(device)
+    able = len(hosts(axis)) == 1 and supports(device)
     memory = _made(numbers_of(axis.size), device) if able else None
     if not _all(memory is not None, axis, device):
         return None

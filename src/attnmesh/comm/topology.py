@@ -1,4 +1,4 @@
-"""Which ranks share a host, and what follows: the tree of merges, and the memory by which they exchange messages."""
+"""Topology: the ranks that share a host, the tree of merges over hosts, and the mailboxes inside a host."""
 
 import os
 import socket
@@ -12,34 +12,34 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import shared_memory
-from attnmesh.comm.failures import Process, introduce, own_number
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.shared_memory import Mailboxes
-from attnmesh.mesh.axes import Axis, Mesh, cached_per_world
-from attnmesh.mesh.reduction_tree import Round, by_residue, tree
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.world import WORLD, Process, cached_per_world
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import PRESETS
 
 
-@cached_per_world()  # all ranks ask at once, the first time: none may forget before the others
+@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
-    """The tree of an axis; the first time its ranks tell each other where they are."""
-    return tree([by_residue(axis.size)] if canonical else hosts(axis))
+    """Return the rounds of an axis' tree by rank. The first call is an all-gather of hosts."""
+    return tree([bit_reversed(axis.size)] if canonical else hosts(axis))
 
 
 @cached_per_world()
 def mesh_hosts(mesh: Mesh) -> list[int]:
-    """For each shard of a mesh a number of its host; the first time its ranks tell each other."""
+    """Return the host's number of each shard of a mesh. The first call is an all-gather."""
     return host_numbers(mesh.axes)
 
 
 @cached_per_world()
 def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
-    """The memory that this rank shares with others of its host; all ranks of the axis ask at the same time.
+    """Return the mailboxes of this rank's host, or None. All ranks of the axis call it at the same time.
 
-    The first rank of each host makes it. All tell whether they have it, and if one of a host has not, none uses it.
+    The first rank of each host makes the memory. If one rank of a host cannot map it, none uses it.
     """
     if device.type != "cpu" or axis.size == 1:
         return None
@@ -52,18 +52,19 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     if size and not new:
         memory = shared_memory.opened(name, size, new=False)
     space = _number(Path("/proc/self/ns/pid"))
-    said = all_gather_ints([memory is not None, os.getpid(), space], [axis])
+    rows = all_gather_ints([memory is not None, os.getpid(), space], [axis])
     if new and size:
-        shared_memory.forget(name)
-    if memory is None or not all(said[rank][0] for rank in members):
+        shared_memory.unlink(name)
+    if memory is None or not all(rows[rank][0] for rank in members):
         return None
-    processes = [said[rank][1] if said[rank][2] == space else 0 for rank in members]
-    cold = shared_memory.COLD if len(members) == axis.size else shared_memory.COLD_BESIDE_SOCKETS
-    return Mailboxes(memory, members, axis.index, processes, _patience(axis, device), cold)
+    processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
+    alone = len(members) == axis.size
+    yield_seconds = shared_memory.YIELD_SECONDS if alone else shared_memory.YIELD_SECONDS_BESIDE_SOCKETS
+    return Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds)
 
 
-def _patience(axis: Axis, device: torch.device) -> float:
-    """Seconds that the process group waits for a rank."""
+def _timeout(axis: Axis, device: torch.device) -> float:
+    """Return the timeout of the axis' process group in seconds."""
     try:
         return float(axis.group._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
@@ -76,25 +77,25 @@ def _number(file: Path) -> int:
 
 @cached_per_world()
 def hosts(axis: Axis) -> list[list[int]]:
-    """The ranks of each host; the first time its ranks tell each other."""
-    said = host_numbers([axis])
-    return [[rank for rank, other in enumerate(said) if other == host] for host in dict.fromkeys(said)]
+    """Return the ranks of each host. The first call is an all-gather."""
+    numbers = host_numbers([axis])
+    return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
 def host_numbers(axes: Sequence[Axis]) -> list[int]:
-    """For each shard a number of its host, which is a name and a network of its own. All ranks ask at once."""
+    """Return the host's number of each shard: a digest of its name and network. All ranks call it at once."""
     name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
-    said = all_gather_ints([number, rank, own_number()], axes)
-    introduce({rank: Process(host, number) for host, rank, number in said})
-    return [host for host, *_ in said]
+    rows = all_gather_ints([number, rank, WORLD.number], axes)
+    WORLD.processes.update({rank: Process(host, number) for host, rank, number in rows})
+    return [host for host, *_ in rows]
 
 
-@cached_per_world()  # all ranks ask at once, the first time: none may forget before the others
+@cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return auto.surroundings(mesh_hosts(mesh), mesh.shape, _preset(mesh.axes, device))
+    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, _preset(mesh.axes, device))
 
 
 @cached_per_world()

@@ -1,1 +1,1 @@
-"""The mathematics, on tensors: partials, masks, layouts, checks of arguments, digests. It knows no rank."""
+"""Mathematics on tensors, without ranks: partials, masks, layouts, argument checks, digests."""

@@ -1,4 +1,4 @@
-"""Digests of tensors and of calls, by which ranks compare what they hold."""
+"""Digests of tensors, which ranks compare to find out if they hold the same."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -7,38 +7,34 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+ROW = 1 << 16
+"""Elements in one weighted sum. The Triton program for digests takes at most this many."""
+
+EXTRA_VALUES = 4
+"""int64 values that each rank adds to the agreement all-gather. The number is fixed, so that any two calls match."""
+
+AGREEMENT_VALUES = 2 + EXTRA_VALUES
+"""int64 values that each rank contributes to the agreement all-gather; the first two identify the call."""
+
 
 def bits(x: Tensor) -> Tensor:
-    """A tensor's bits, in a row, as whole numbers."""
+    """Return the bit patterns of a tensor's elements as one row of integers."""
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
 
 
 def mixed(numbers: Tensor) -> Tensor:
-    """Other numbers for whole numbers, as a hash table would have them."""
+    """Return a hash of each integer."""
     x = numbers * -7046029254386353131
     x = (x ^ (x >> 29)) * -4658895280553007687
     return x ^ (x >> 32)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-ROW = 1 << 16
-"""Numbers that are weighed together; a kernel that does the like is given no more."""
-
-
-NUMBERS = 4
-"""That a rank may tell of beside its call: always as many, so that ranks hear each other whatever they call."""
-
-
-SAID = 2 + NUMBERS
-"""Numbers that a rank says, when all agree: the first two are of its call."""
-
-
 def digest(x: Tensor) -> Tensor:
-    """A number that tells a tensor's bits from others, modulo 2^64: rows of them are weighed, and then the rows."""
+    """Return an int64 digest of a tensor's bits: weighted sums of rows modulo 2^64, then of their sums."""
     numbers = _folded(bits(x))
-    weights = _weights() if x.device.type == "cpu" else _made_weights(min(len(numbers), ROW), x.device)
+    weights = _cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), ROW), x.device)
     while len(numbers) > ROW:
         rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
         numbers = _folded((rows * weights).sum(1))
@@ -46,27 +42,27 @@ def digest(x: Tensor) -> Tensor:
 
 
 def _folded(numbers: Tensor) -> Tensor:
-    """The first bits also where the last are: modulo 2^64, changes of the first alone could cancel out."""
+    """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel."""
     return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
 
 
-def _made_weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers without a pattern: with 1, 3, 5, ... small numbers in another order would often weigh the same."""
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Return odd weights without a pattern. With 1, 3, 5, ... permuted small numbers would often collide."""
     return mixed(torch.arange(1, count + 1, device=device)) | 1
 
 
 @lru_cache
-def _weights() -> Tensor:
+def _cpu_weights() -> Tensor:
     with torch.inference_mode(False):
-        return _made_weights(ROW, torch.device("cpu"))
+        return _weights(ROW, torch.device("cpu"))
 
 
-def history_checksum(before: int, said: Tensor | None) -> int:
-    """A number for all that ranks were told so far: the same if they were told the same in turn."""
-    return before if said is None else (31 * before + int(digest(said)) + said.numel()) % 2**56
+def history_checksum(before: int, values: Tensor | None) -> int:
+    """Return a checksum of all values so far: equal on two ranks if they were given equal values in equal order."""
+    return before if values is None else (31 * before + int(digest(values)) + values.numel()) % 2**56
 
 
 def fingerprints(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
-    """Tensors as ranks tell each other of them: by what they are, and a number for all that is in them."""
-    there = {name: x for name, x in tensors.items() if x is not None}
-    return {name: f"{x.dtype} {list(x.shape)} of digest {int(digest(x)) % 2**64:x}" for name, x in there.items()}
+    """Return dtype, shape and digest of each tensor as text; tensors that are None are left out."""
+    present = {name: x for name, x in tensors.items() if x is not None}
+    return {name: f"{x.dtype} {list(x.shape)} of digest {int(digest(x)) % 2**64:x}" for name, x in present.items()}

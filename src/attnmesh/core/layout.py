@@ -1,12 +1,12 @@
-"""A layout says which tokens each shard holds: a permutation of the positions 0..length-1, cut into shards.
+"""Layouts: which token positions each shard holds. A layout cuts a permutation of 0..length-1 into shards.
 
-Which shard computes which queries decides who works how much. Under a causal mask, 16 tokens over 4 shards:
+The layout decides how the work is balanced. Under a causal mask, 16 tokens over 4 shards:
 
         Contiguous()       0000111122223333    the last shard sees every key, the first almost none
         Zigzag()           0011223333221100    each shard holds an early and a late chunk: equal work
         Striped()          0123012301230123    each shard holds every 4th token: equal work, finer
 
-Any length goes, also fewer tokens than shards: then some shards are empty.
+Any length is valid. With fewer tokens than shards, some shards are empty.
 """
 
 import operator
@@ -17,27 +17,41 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.checks import check_count
 from attnmesh.errors import LayoutError
 
 
 class Layout(Hashable, Protocol):
-    """What `layout=` takes."""
+    """Type of the argument `layout=`."""
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
-        """The positions that shard `index` of `shards` holds, ascending; together the shards hold each once."""
+        """Return the positions of one shard.
+
+        Args:
+            length: Number of tokens of all shards.
+            shards: Number of shards.
+            index: Index of the shard, from 0 to shards - 1.
+
+        Returns:
+            Ascending int64 positions. Each position is in exactly one shard.
+
+        Raises:
+            LayoutError: If an argument is not a whole number in its range.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Runs of equal length, the last ones shorter: what `torch.chunk` and a DTensor's `Shard` do.
+    """Runs of equal length, the last ones shorter, as in `torch.chunk` and in a DTensor with `Shard`.
 
-    >>> [Contiguous().positions(10, 4, index).tolist() for index in range(4)]
+    >>> import attnmesh as am
+    >>> [am.Contiguous().positions(10, 4, index).tolist() for index in range(4)]
     [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     """
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
-        """The run of shard `index`."""
+        """Return the run of shard `index`; see `Layout.positions`."""
         length, shards, index = _checked(length, shards, index)
         size = -(-length // shards)
         return torch.arange(min(index * size, length), min((index + 1) * size, length))
@@ -45,14 +59,15 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Zigzag:
-    """Of `2 * shards` chunks, shard i holds the i-th from the start and the i-th from the end.
+    """Two chunks per shard: of `2 * shards` chunks, shard i holds the i-th and the i-th from the end.
 
-    >>> [Zigzag().positions(10, 2, index).tolist() for index in range(2)]
+    >>> import attnmesh as am
+    >>> [am.Zigzag().positions(10, 2, index).tolist() for index in range(2)]
     [[0, 1, 7, 8, 9], [2, 3, 4, 5, 6]]
     """
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
-        """The two chunks of shard `index`."""
+        """Return the two chunks of shard `index`; see `Layout.positions`."""
         length, shards, index = _checked(length, shards, index)
         edges = [chunk * length // (2 * shards) for chunk in range(2 * shards + 1)]
         early, late = index, 2 * shards - 1 - index
@@ -61,21 +76,27 @@ class Zigzag:
 
 @dataclass(frozen=True)
 class Striped:
-    """Blocks of `block` tokens dealt in turn.
+    """Block-cyclic: blocks of tokens go to the shards in turn.
 
-    >>> [Striped(block=2).positions(10, 2, index).tolist() for index in range(2)]
+    Args:
+        block: Tokens per block.
+
+    Raises:
+        LayoutError: If `block` is not a whole number, 1 or more.
+
+    >>> import attnmesh as am
+    >>> [am.Striped(block=2).positions(10, 2, index).tolist() for index in range(2)]
     [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7]]
     """
 
     block: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            fix = "deal 1 token at a time with Striped(), or more"
-            raise LayoutError("Striped block", "a whole number, 1 or more", repr(self.block), fix)
+        fix = "use Striped() for blocks of 1 token, or a larger block"
+        object.__setattr__(self, "block", check_count("Striped block", self.block, fix, error=LayoutError))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
-        """The blocks of shard `index`."""
+        """Return the blocks of shard `index`; see `Layout.positions`."""
         length, shards, index = _checked(length, shards, index)
         block = min(self.block, max(length, 1))
         starts = torch.arange(index * block, max(length, index * block), shards * block)
@@ -87,25 +108,25 @@ LAYOUTS = (Contiguous, Zigzag, Striped)
 
 
 def encode_layout(layout: Layout) -> list[int]:
-    """A layout as two integers, as an operator's schema can carry it."""
+    """Return a layout as two integers, for the schema of an operator."""
     return [LAYOUTS.index(type(layout)), getattr(layout, "block", 0)]
 
 
 def decode_layout(code: Sequence[int]) -> Layout:
-    """The layout that `encode_layout` wrote."""
+    """Return the layout of a code from `encode_layout`."""
     kind, block = code
     return Striped(block) if LAYOUTS[kind] is Striped else LAYOUTS[kind]()
 
 
 def check_layout(subject: str, layout: Layout) -> None:
-    """Raise unless it is one of the layouts here."""
+    """Raise unless layout is an instance of one of `LAYOUTS`."""
     if not isinstance(layout, LAYOUTS):
         fix = "make one by calling it, as in Zigzag()"
         raise LayoutError(subject, "Contiguous(), Zigzag() or Striped()", repr(layout), fix)
 
 
 def _checked(length: int, shards: int, index: int) -> tuple[int, int, int]:
-    """The three as plain ints, or the error that names the wrong one."""
+    """Return the three as Python ints, or raise if one is out of range."""
     if not all(hasattr(value, "__index__") for value in (length, shards, index)):
         given = f"{length!r}, {shards!r}, {index!r}"
         raise LayoutError("layout positions", "whole numbers length, shards and index", given, "pass Python ints")

@@ -1,8 +1,8 @@
-"""Masks are functions of global positions: each query sees one interval of positions, and the intervals move forward.
+"""Masks: functions of token positions. Each query sees one interval of positions, and the intervals move forward.
 
-Every mask here is one value, `Mask(left, right, ends)`: the query at position p sees the keys from `p - left` to
-`p + right` inside its own document. Both bounds never decrease with p, so whether a block of queries and keys is
-full, empty or mixed is told by its corners, and an intersection of masks is again a mask.
+Every mask is one value, `Mask(left, right, ends)`: the query at position p sees the keys from `p - left` to
+`p + right` inside its document. Both bounds never decrease with p, and an intersection of masks is again a mask.
+A `Band` is a mask applied to the positions of some queries and keys.
 
         Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])
         # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .
@@ -15,28 +15,32 @@ full, empty or mixed is told by its corners, and an intersection of masks is aga
         # # # # # # # #   . . . . . # # #   . . . # # # # #     . . . # # # # #
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.checks import check_count
 from attnmesh.errors import MaskError
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
 
 
-Verdict = Literal["full", "empty", "mixed"]
-
-
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query sees. Make one with `Full`, `Causal`, `Window` or `Documents`, and join them with `&`.
+    """The keys that each query sees. Make one with `Full`, `Causal`, `Window` or `Documents`, and combine with `&`.
+
+    Args:
+        left: How many positions before its own a query sees.
+        right: How many positions after its own a query sees.
+        ends: The end of each document, ascending. Empty if there are no documents.
+
+    Raises:
+        MaskError: If `left` or `right` is negative, or `ends` does not ascend.
 
     >>> import attnmesh as am
     >>> am.Causal() & am.Window(4, 4)
@@ -59,63 +63,60 @@ class Mask:
             raise MaskError("Mask", "reaches of 0 or more and ascending ends of documents", given, fix)
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last position that the query at each position sees; neither ever decreases."""
+        """Return the first and the last position that each query sees. Neither decreases along ascending positions.
+
+        >>> import attnmesh as am
+        >>> am.Window(2).bounds(torch.arange(5))
+        (tensor([0, 0, 0, 1, 2]), tensor([0, 1, 2, 3, 4]))
+        """
         first, last = (positions - self.left).clamp(min=0), positions + self.right
         if self.ends:
-            real = type(positions) is Tensor and positions.device.type == "cuda"
-            edges = (_edges if real else _fresh_edges)(self.ends, positions.device)
+            on_gpu = type(positions) is Tensor and positions.device.type == "cuda"
+            edges = (_cached_edges if on_gpu else _edges)(self.ends, positions.device)
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
         return first, last
 
     def visible(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """The mask point by point, (queries, keys): True where the query sees the key."""
+        """Return the dense mask, (queries, keys): True where the query sees the key.
+
+        >>> import attnmesh as am
+        >>> am.Causal().visible(torch.arange(2), torch.arange(2))
+        tensor([[ True, False],
+                [ True,  True]])
+        """
         first, last = (bound[:, None] for bound in self.bounds(q_positions))
         return (first <= k_positions) & (k_positions <= last)
 
-    def verdict(self, queries: range, keys: range) -> Verdict:
-        """Whether all, none or some of the pairs in a block of positions are visible.
-
-        Exact for consecutive positions. For ranges with a step, "full" and "empty" still always hold.
-
-        >>> import attnmesh as am
-        >>> [am.Causal().verdict(range(4, 8), keys) for keys in (range(4), range(4, 8), range(8, 12))]
-        ['full', 'mixed', 'empty']
-        """
-        if not queries or not keys:
-            return "empty"
-        (first_low, first_high), (last_low, last_high) = (
-            b.tolist() for b in self.bounds(torch.tensor(_corners(queries)))
-        )
-        low, high = _corners(keys)
-        if last_high < low or first_low > high:
-            return "empty"
-        return "full" if first_high <= low and high <= last_low else "mixed"
-
     def encode(self) -> list[int]:
-        """The mask as plain integers, as an operator's schema and a wire can carry it."""
+        """Return the mask as integers, for the schema of an operator and for messages."""
         return [self.left, self.right, *self.ends]
 
     @staticmethod
     def decode(code: Sequence[int]) -> "Mask":
-        """The mask that `encode` wrote."""
+        """Return the mask of a code from `encode`."""
         left, right, *ends = code
         return Mask(left, right, tuple(ends))
 
     def check_length(self, subject: str, length: int) -> None:
-        """Raise unless the documents, if any, add up to exactly `length` tokens."""
+        """Raise unless the documents, if any, add up to `length` tokens."""
         if self.ends and self.ends[-1] != length:
             fix = "let Documents(lengths) cover every token, padding as a document of its own"
             raise MaskError(subject, f"documents that add up to {length} tokens", f"{self.ends[-1]} tokens", fix)
 
     def draw(self, length: int) -> list[str]:
-        """The mask over `length` tokens as text, a row a query."""
+        """Return the mask over `length` tokens as text, one line per query.
+
+        >>> import attnmesh as am
+        >>> am.Causal().draw(3)
+        ['# . .', '# # .', '# # #']
+        """
         positions = torch.arange(_count("draw", length))
         return [" ".join(".#"[seen] for seen in row) for row in self.visible(positions, positions).tolist()]
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Both masks at once."""
+        """Return the intersection of two masks."""
         if not isinstance(other, Mask):
             return NotImplemented
         if self.ends and other.ends:
@@ -124,43 +125,69 @@ class Mask:
         return Mask(min(self.left, other.left), min(self.right, other.right), ends)
 
     def __repr__(self) -> str:
-        """The calls that make it."""
+        """Return the calls that make the mask."""
+        window = f"Window({self.left})" if self.right == 0 else f"Window({self.left}, {self.right})"
+        if self.left >= FAR and not 0 < self.right < FAR:
+            window = "Causal()" if self.right == 0 else ""
         lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
         documents = f"Documents({lengths})" if lengths else ""
-        return " & ".join(filter(None, (self._reach(), documents))) or "Full()"
-
-    def _reach(self) -> str:
-        match self.left, self.right:
-            case (left, right) if left >= FAR and right >= FAR:
-                return ""
-            case (left, 0) if left >= FAR:
-                return "Causal()"
-            case (left, 0):
-                return f"Window({left})"
-            case (left, right):
-                return f"Window({left}, {right})"
+        return " & ".join(filter(None, (window, documents))) or "Full()"
 
 
 def Full() -> Mask:
-    """Every query sees every key."""
+    """Return the mask under which every query sees every key.
+
+    >>> import attnmesh as am
+    >>> am.Full().draw(2)
+    ['# #', '# #']
+    """
     return Mask()
 
 
 def Causal() -> Mask:
-    """A query sees its own position and those before it."""
+    """Return the mask under which a query sees its own position and all before it.
+
+    >>> import attnmesh as am
+    >>> am.Causal().draw(2)
+    ['# .', '# #']
+    """
     return Mask(right=0)
 
 
 def Window(left: int, right: int = 0) -> Mask:
-    """A query sees its own position, the `left` before it and the `right` after it.
+    """Return the mask under which a query sees its own position, `left` before it and `right` after it.
 
-    That is `left + 1` positions for the causal `Window(left)`: a transformers `sliding_window=w` is `Window(w - 1)`.
+    The causal `Window(left)` has `left + 1` positions: `sliding_window=w` of transformers is `Window(w - 1)`.
+
+    Args:
+        left: Positions before the query's own, 0 or more.
+        right: Positions after the query's own, 0 or more.
+
+    Raises:
+        MaskError: If one of them is not a whole number, 0 or more.
+
+    >>> import attnmesh as am
+    >>> am.Window(1).draw(3)
+    ['# . .', '# # .', '. # #']
     """
     return Mask(_count("Window left", left), _count("Window right", right))
 
 
 def Documents(lengths: Iterable[int]) -> Mask:
-    """Packed sequences: a query sees the keys of its own document. Join with `& Causal()` for language models."""
+    """Return the mask of packed sequences: a query sees the keys of its own document.
+
+    Combine it with `& Causal()` for language models.
+
+    Args:
+        lengths: Tokens of each document, in order. They must add up to the length of the sequence.
+
+    Raises:
+        MaskError: If lengths are not whole numbers, 0 or more, or add up to no tokens or to too many.
+
+    >>> import attnmesh as am
+    >>> am.Documents([1, 2]).draw(3)
+    ['# . .', '. # #', '. # #']
+    """
     if not isinstance(lengths, Iterable):
         raise MaskError("Documents", "a list of lengths", repr(lengths), "list each document's number of tokens")
     sizes = [_count("Documents length", length) for length in lengths]
@@ -172,63 +199,52 @@ def Documents(lengths: Iterable[int]) -> Mask:
 
 
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
-    """Raise unless it is a mask, and one whose documents, if any, add up to each of the lengths."""
+    """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
         expected = "Full(), Causal(), Window(left), Documents(lengths) or a & of them"
         if callable(mask) and hasattr(mask, "__name__"):
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
+        given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
         fix = "use Full() for no mask; say which keys a query sees by position, not with a tensor"
-        raise MaskError(
-            subject, expected, repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__, fix
-        )
+        raise MaskError(subject, expected, given, fix)
     for length in lengths:
         mask.check_length(subject, length)
 
 
 def _count(subject: str, value: int) -> int:
-    """A number of tokens: any integer type, but no negative and no bool; beyond FAR it makes no difference."""
-    try:
-        count = value if isinstance(value, int) else operator.index(value)
-    except TypeError:
-        count = -1
-    if isinstance(value, bool) or count < 0:
-        raise MaskError(subject, "a whole number, 0 or more", repr(value), "count the tokens as a Python int")
-    return min(count, FAR)
+    """Return a number of tokens, at most `FAR`, or raise."""
+    return min(check_count(subject, value, "count the tokens as a Python int", least=0, error=MaskError), FAR)
 
 
-def _fresh_edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where documents begin; tokens beyond are one more document."""
+def _edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the start of each document, and of one more for tokens beyond the last."""
     return torch.tensor((0, *ends, FAR), device=device)
 
 
-_edges = lru_cache(maxsize=64)(_fresh_edges)
-"""The same, brought to a GPU once."""
-
-
-def _corners(positions: range) -> tuple[int, int]:
-    return min(positions[0], positions[-1]), max(positions[0], positions[-1])
+_cached_edges = lru_cache(maxsize=64)(_edges)
+"""As `_edges`. The cache avoids a copy to the GPU per call."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """For each query the run of key indices that it sees, `low[i] <= j < high[i]`."""
+    """A run of key indices per query: query i sees the keys j with `low[i] <= j < high[i]`."""
 
     low: Tensor
     high: Tensor
 
     @staticmethod
     def of(mask: Mask, q_positions: Tensor, k_positions: Tensor | int) -> "Band":
-        """The band of ascending positions; keys given as a number are at 0, 1, 2, ..."""
+        """Return the band of a mask over ascending positions. An int n stands for the key positions 0..n-1."""
         first, last = mask.bounds(q_positions)
         if isinstance(k_positions, int):
             return Band(first.clamp(max=k_positions), (last + 1).clamp(0, k_positions))
         return Band(torch.searchsorted(k_positions, first), torch.searchsorted(k_positions, last, right=True))
 
     def rows(self, start: int, stop: int, key: int) -> "Band":
-        """The band of some of the queries, over keys counted from `key`."""
+        """Return the band of the queries from start to stop, with key indices relative to `key`."""
         return Band(self.low[start:stop] - key, self.high[start:stop] - key)
 
     def visible(self, keys: int) -> Tensor:
-        """Point by point, (queries, keys)."""
+        """Return the dense mask, (queries, keys)."""
         index = torch.arange(keys, device=self.low.device)
         return (self.low[:, None] <= index) & (index < self.high[:, None])

@@ -1,22 +1,33 @@
-"""A partial is attention over some of the keys; merging partials is attention over all of them.
+"""Partials: attention over some of the keys. Merging them gives attention over all keys.
 
-Every schedule in this library - a ring, a tree, a mesh - is an order of merging. No schedule owns softmax arithmetic.
+Every schedule in this library (ring, tree, mesh) is an order of merges. The softmax arithmetic is here.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.errors import DeviceError, DtypeError, ShapeError
+from attnmesh.core.checks import check_one_device
+from attnmesh.errors import DtypeError, ShapeError
 
 
 class Partial(NamedTuple):
     """Attention over a set of keys: the normalised output and the log of its normaliser.
 
-    `out` is (batch, heads, length, dim), `lse` is (batch, heads, length), natural log, float32 or wider. No keys at
-    all is the identity `(0, -inf)`; a learned attention sink is `(0, sink logit)`. Either may broadcast.
+    No keys at all give the identity `(0, -inf)`. A learned attention sink is `(0, sink logit)`. Both may broadcast.
+
+    Args:
+        out: Output, (batch, heads, length, dim).
+        lse: Natural logarithm of the sum of exponentials, (batch, heads, length), in float32 or wider.
+
+    >>> import attnmesh as am
+    >>> identity = am.Partial(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2), -torch.inf))
+    >>> torch.equal(am.merge(identity, identity).lse, identity.lse)
+    True
     """
 
     out: Tensor
@@ -24,10 +35,20 @@ class Partial(NamedTuple):
 
 
 def merge(*partials: Partial) -> Partial:
-    """Attention over the union of disjoint sets of keys: associative, commutative, with identity `(0, -inf)`.
+    """Return attention over the union of disjoint sets of keys.
 
-    `out = sum_i out_i * e^(lse_i - lse)`, where `lse = log sum_i e^lse_i`. Half precision is summed in float32 and
-    rounded once at the end: merge many partials in one call, or keep `out` in float32 between calls.
+    `out = sum_i out_i * e^(lse_i - lse)`, where `lse = log sum_i e^lse_i`. The operation is associative and
+    commutative, with identity `(0, -inf)`. Half precision is summed in float32 and rounded once at the end: merge many
+    partials in one call, or keep `out` in float32 between calls.
+
+    Args:
+        *partials: Partials of the same queries over different keys.
+
+    Returns:
+        The merged partial, in the common dtype; differentiable.
+
+    Raises:
+        InputError: If there are no partials, or if their dtypes, shapes or devices do not fit together.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -37,62 +58,48 @@ def merge(*partials: Partial) -> Partial:
     """
     _check(partials)
     lses = torch.broadcast_tensors(*(lse for _, lse in partials))
-    # Rows that saw nothing in any partial are answered by definition: a softmax over -inf has no gradient.
-    blind = torch.stack(lses).detach().amax(0) == -torch.inf
-    joined = join([Partial(out, lse.masked_fill(blind, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)])
-    return Partial(joined.out.masked_fill(blind.unsqueeze(-1), 0.0), joined.lse.masked_fill(blind, -torch.inf))
+    # Rows that are empty in every partial are filled in afterwards: a softmax over -inf has no gradient.
+    empty = torch.stack(lses).detach().amax(0) == -torch.inf
+    joined = join([Partial(out, lse.masked_fill(empty, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)])
+    return Partial(joined.out.masked_fill(empty.unsqueeze(-1), 0.0), joined.lse.masked_fill(empty, -torch.inf))
 
 
 def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
-    """A sink, one logit a query head, is one more partial: `(0, sink)`."""
+    """Return the partial merged with sinks, one logit per query head: each is the partial `(0, sink)`."""
     if sinks is None:
         return partial
     return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
 
 
 def join(partials: Sequence[Partial]) -> Partial:
-    """`merge` for schedules, who made the partials themselves and ask for no gradients."""
+    """Return the merge of partials, without checks and without gradients in empty rows."""
     weights, lse = _weights(torch.stack([lse for _, lse in partials]))
-    out = _sum([out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, weights, strict=True)])
-    return Partial(out.to(_common([out for out, _ in partials])), lse)
+    # Summed in order, so that the bits of two terms do not depend on which comes first.
+    out = reduce(add, [out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, weights, strict=True)])
+    return Partial(out.to(reduce(torch.promote_types, [out.dtype for out, _ in partials])), lse)
 
 
 def collapse(stacked: Partial) -> Partial:
-    """The same for partials stacked along a first dim, in float32 or wider; of two, to the same bits."""
+    """Return the merge of partials stacked along a first dim, in float32 or wider. For two, the bits match `join`."""
     weights, lse = _weights(stacked.lse)
     return Partial((stacked.out.to(wide(stacked.out.dtype)) * weights).sum(0), lse)
 
 
 def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """`e^(lse_i - lse)`, ready to weigh `out_i`, and `lse`.
+    """Return the factors `e^(lse_i - lse)` of each `out_i`, and `lse`.
 
-    Step by step, and not by softmax: exp and log of one tensor after another give the same bits whatever their shapes.
+    exp and log are applied to whole tensors rather than in a softmax: the bits are then the same for any shape.
     """
-    # Where nothing was seen the peak is -inf: measured from a finite one, every weight is e^-inf = 0 and never NaN.
+    # Empty rows have peak -inf. Relative to a finite peak their weights are e^-inf = 0, and never NaN.
     peak = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)
     weights = torch.exp(lses - peak)
     total = weights.sum(0)
-    return (weights / total.clamp(min=1.0)).unsqueeze(-1), peak + total.log()  # 1 or more, unless nothing was seen
+    return (weights / total.clamp(min=1.0)).unsqueeze(-1), peak + total.log()  # total is 1 or more, 0 in empty rows
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that results of this dtype are summed in: float32 or wider."""
+    """Return the dtype in which results of this dtype are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _sum(terms: list[Tensor]) -> Tensor:
-    """In order, one at a time: for two terms the bits do not depend on which comes first."""
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
-
-
-def _common(tensors: list[Tensor]) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
 
 
 def _check(partials: tuple[Partial, ...]) -> None:
@@ -106,9 +113,8 @@ def _check(partials: tuple[Partial, ...]) -> None:
             raise DtypeError("merge", "out in floats", str(out.dtype), "keep out as the kernel returned it")
         if lse.dtype not in (torch.float32, torch.float64):
             raise DtypeError("merge", "lse in float32 or float64", str(lse.dtype), "keep lse as the kernel returned it")
-    devices = dict.fromkeys(str(x.device) for partial in partials for x in partial)
-    if len(devices) > 1:
-        raise DeviceError("merge", "one device", " and ".join(devices), "move them with .to(device)")
+    names = [f"{name} of partial {index}" for index in range(len(partials)) for name in Partial._fields]
+    check_one_device("merge", dict(zip(names, (x for partial in partials for x in partial), strict=True)))
     try:
         torch.broadcast_shapes(*(out.shape[:-1] for out, _ in partials), *(lse.shape for _, lse in partials))
         torch.broadcast_shapes(*(out.shape[-1:] for out, _ in partials))

@@ -1,11 +1,11 @@
-"""Keys and values of a growing sequence, sharded over the ranks of a mesh, where decoding leaves them.
+"""Keys and values of a growing sequence, sharded over the ranks of a mesh.
 
-Tokens are dealt to ranks in blocks, in turn, so that shards stay even as the cache grows. After a sharded prefill they
-stay on the rank that made them: a slot knows its token, so nothing is moved. All room is reserved at once and the
-lengths live on the device: a step neither copies the cache nor waits for the device.
+Blocks of tokens go to ranks round robin (block-cyclic), so shards stay even as the cache grows. After a sharded prefill
+tokens stay on the rank that computed them: each slot records its token index, so nothing moves. Memory is reserved once
+and lengths live on the device: a step neither copies the cache nor waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,30 +17,46 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
-from attnmesh.comm.p2p import blank, swap
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, TokenCounts, check_cover, cover
-from attnmesh.decode.checkpoint import Layers, SavedPieces
-from attnmesh.decode.checkpoint_reader import Found, fill, inspect
-from attnmesh.decode.checkpoint_writer import Saving, begin
-from attnmesh.decode.replicas import Copies, check_copies
+from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, tokens_to_heads
+from attnmesh.decode.checkpoint import load_layers
+from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
+from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
 from attnmesh.errors import ShapeError
-from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
-class KVCache:
-    """One layer's keys and values, a shard on each rank of a mesh. Every rank makes the same calls.
+class KVCache(CacheProperties):
+    """One layer's keys and values, one shard per rank of a mesh. Every rank makes the same calls.
 
-    With a heads axis a rank keeps its share of the key heads; tokens are sharded over the other axes together. Results
-    are right only if every rank makes the same calls. `checked` says when ranks ask each other whether they do, and all
-    raise the same error if not: at every call, if True; never, if False; else at the first `append`, `truncate` and
-    `reorder`, at each `reserve`, and at each `decode`, where it costs nothing; on GPUs at the first of each kind. Who
-    is called wrong when nobody asks raises alone; `decode` notices lengths, padding and orders that differ, and
-    `truncate` mends lengths.
+    A heads axis splits the key heads; tokens are sharded over the other axes together.
+
+    By default ranks compare their first `append`, `truncate` and `reorder`, each `reserve`, and each `decode`, where
+    comparing is free; on GPUs the first call of each kind. Where calls differ, all ranks raise the same `MeshError`.
+    With checking off, a bad argument raises on its own rank only. `decode` still detects lengths, padding and orders
+    that differ, and `truncate` makes lengths equal again.
+
+    Args:
+        mesh: Mesh of all ranks, or None for one device.
+        batch: Number of sequences.
+        kv_heads: Key heads on all ranks; the heads axis has to divide them.
+        head_dim: Width of a key head.
+        value_dim: Width of a value head; `head_dim` by default.
+        capacity: Tokens on all ranks to reserve memory for.
+        dtype: Dtype of keys and values.
+        device: Device of this rank's shard; the mesh's by default.
+        block: Consecutive tokens that go to one rank.
+        checked: True compares ranks at every call, False never, None as above.
+        copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
+            `attnmesh.recover`.
+
+    Raises:
+        ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
+        DtypeError: The dtype is not supported.
+        DeviceError: The device does not exist.
 
     >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
     >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -64,223 +80,220 @@ class KVCache:
         checked: bool | None = None,
         copies: int = 1,
     ) -> None:
-        """Reserve room for `capacity` tokens; `block` tokens in a row go to one rank.
-
-        With `copies=2` the next host keeps them too, or on one host the next rank: see `attnmesh.recover`.
-        """
         widths = head_dim, head_dim if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
+
+        def check() -> None:
+            check_checked("KVCache", checked)
+            check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
+            if fault := sizes.fault(self.mesh.heads.size) or device_fault("KVCache", self.device, device):
+                raise fault
+
         call = describe_call("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
-        run_agreed(self.mesh, lambda: self._check(sizes, device, checked, copies), call)
-        self.tokens = flat_axis(mesh, ("queries", "keys"))  # a group may be made of it, by all ranks at once
+        run_agreed(self.mesh, check, call)
+        self.tokens = flat_axis(mesh, ("queries", "keys"))  # makes a group, which all ranks have to do together
         self.checker = CallChecker(self.mesh, self.device, checked)
-        self.history_checksum = (
-            0  # of what was padding and how sequences were reordered: ranks that were told otherwise differ
-        )
-        self._saving: Saving | None = None
-        self._known = SavedPieces()
-        self.changes = 0  # how often it was cut or reordered: `recover` is for caches that have grown
-        self._most = 0  # the length, as far as the host knows: what a replayed graph appends it does not
+        self.history_checksum = 0  # of padding and reorders so far
+        self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
+        self.saved = SavedPieces()
         if self.tokens.size > 1:
-            rounds(self.tokens, False)  # the ranks tell each other now on which hosts they are
+            rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
             mailboxes_of(axis, self.device)
-        room = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
-        self.copies = Copies(self.tokens, copies)
-        made = run_agreed(self.mesh, lambda: [room(index) for index in (self.tokens.index, *self.copies.of)], "KVCache")
-        self.shard, self.copies.rooms = made[0], dict(zip(self.copies.of, made[1:], strict=True))
-        self._spread = TokenCounts(self.shard.block_cyclic, 0, (0,) * self.tokens.size)
-
-    def _check(self, sizes: Sizes, device: object, checked: object, copies: object) -> None:
-        check_checked("KVCache", checked)
-        check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
-        if fault := sizes.fault(self.mesh.heads.size) or device_fault("KVCache", self.device, device):
-            raise fault
+        shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
+        self.shards = run_agreed(self.mesh, lambda: Shards(self.tokens, copies, shard), "KVCache")
 
     def __repr__(self) -> str:
-        """What it is made for, and what it holds."""
-        held = f"{self.length} tokens, {self.used} of them here, {'' if self.is_block_cyclic else 'not '}all dealt"
-        return f"KVCache({self.sizes}, {held})"
+        """Return the sizes and how many tokens are cached."""
+        layout = "block-cyclic" if self.is_block_cyclic else "not block-cyclic"
+        return f"KVCache({self.sizes}, {self.length} tokens, {self.used} on this rank, {layout})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":
-        """The same tokens in tensors of its own, on the same mesh."""
-        twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "_saving": None, "_known": SavedPieces()}
-        twin.shard, twin.copies = self.shard.twin(), self.copies.twin()
-        return twin
+        """Return the same tokens in tensors of their own, on the same mesh."""
+        other = copy(self)
+        other.shards, other.saved = self.shards.clone(), SavedPieces()
+        return other
 
-    @property
-    def sizes(self) -> Sizes:
-        """What it is made for."""
-        return self.shard.sizes
+    def append(self, k: Tensor, v: Tensor, *, token_mask: Tensor | None = None) -> None:
+        """Add new tokens, the same on every rank; each rank keeps its share.
 
-    @property
-    def rooms(self) -> list[CacheShard]:
-        """That of this rank's own tokens, and those of its copies of others'."""
-        return [self.shard, *self.copies.rooms.values()]
+        Args:
+            k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
+            v: Values with all heads, (batch, kv_heads, tokens, value_dim).
+            token_mask: False for padding, (batch, tokens); None if all tokens are real.
 
-    @property
-    def keys(self) -> Tensor:
-        """This rank's keys, (batch, heads, slots, dim), of which the first are `used`."""
-        return self.shard.keys
+        Raises:
+            ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: A tensor requires gradients.
 
-    @property
-    def values(self) -> Tensor:
-        """This rank's values, as its keys."""
-        return self.shard.values
+        >>> cache = KVCache(None, batch=2, kv_heads=1, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> mask = torch.tensor([[False, True, True], [True, True, True]])
+        >>> cache.append(*torch.randn(2, 2, 1, 3, 4), token_mask=mask)
+        >>> cache.lengths
+        tensor([2, 3])
+        """
 
-    @property
-    def padding(self) -> Padding | None:
-        """Which tokens are real, if any is not."""
-        return self.shard.padding
+        def check() -> None:
+            self.sizes.check_new("append", k, v, self.device)
+            self.sizes.check_token_mask("append", token_mask, k.shape[2])
+            if not torch.compiler.is_compiling():
+                self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
-    @property
-    def length(self) -> int:
-        """Tokens so far, of all ranks; in a padded batch padding counts."""
-        return self.shard.length
-
-    @property
-    def used(self) -> int:
-        """Tokens that this rank holds."""
-        return self.shard.used
-
-    @property
-    def held(self) -> CacheView:
-        """What this rank holds, as tensors of its device."""
-        return self.shard.held
-
-    def holds(self, tokens: int) -> bool:
-        """Whether there are so many, and none beyond the capacity: a GPU is asked if the host does not know it."""
-        known = self._most if self.device.type == "cuda" else self.length
-        if not tokens <= known <= self.sizes.capacity:
-            known = self.length
-        return tokens <= known <= self.sizes.capacity
-
-    @property
-    def lengths(self) -> Tensor:
-        """Real tokens of each sequence, (batch,)."""
-        state = self.shard.state
-        return (state[0].expand(self.sizes.batch) if self.padding is None else self.padding.lengths).clone()
-
-    @property
-    def is_block_cyclic(self) -> bool:
-        """Whether every token lies where dealing puts it, as after `append` alone."""
-        return self._spread.start == 0
-
-    def append(self, k: Tensor, v: Tensor, *, real: Tensor | None = None) -> None:
-        """Add new tokens, the same on every rank; each keeps its own. `real`, (batch, tokens), is False for padding."""
-        new = {"k": k, "v": v, "real": real}
-        self.checker.check("append", lambda: self._check_append(k, v, real), lambda: fingerprints(new))
-        self._note(real, k.shape[2])
+        self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
+        self._record_padding(k.shape[2], token_mask)
         with torch.no_grad():
-            for room in self.rooms:
-                room.add(k, v, real)
+            self.shards.append(k, v, token_mask)
 
-    def _check_append(self, k: Tensor, v: Tensor, real: Tensor | None) -> None:
-        self.sizes.check_new("append", k, v, self.device)
-        self.sizes.check_real("append", real, k.shape[2])
-        if not torch.compiler.is_compiling():
-            self._check_room("append", k.shape[2], self._spread)
+    def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, token_mask: Tensor | None = None) -> None:
+        """Keep the tokens that this rank computed in a sharded prefill.
 
-    def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, real: Tensor | None = None) -> None:
-        """Keep the tokens that this rank made, all heads of them, at these positions of the whole sequence.
+        All ranks' positions together continue the cache, each exactly once.
 
-        All ranks' positions together follow the cache's length, each once, as a layout deals them out. `real`, (batch,
-        tokens of all ranks), is False for padding and the same on every rank.
+        Args:
+            k: This rank's keys with all heads, (batch, kv_heads, tokens, head_dim).
+            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim).
+            positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
+            token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
+
+        Raises:
+            ShapeError: A shape does not fit the cache, or the tokens exceed the capacity or one rank's share of it.
+            DtypeError: A dtype or a device is not the cache's.
+            KernelError: A tensor requires gradients.
+            LayoutError: A position is missing, or is on two ranks.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append_shard(*torch.randn(2, 1, 2, 5, 4), torch.tensor([4, 3, 2, 1, 0]))
+        >>> cache.length
+        5
         """
         start = self.length
-        table = self.checker.check(
-            "append_shard",
-            lambda: self._check_append_shard(k, v, positions, real),
-            lambda: {
-                "tokens": start,
-                "capacity": self.sizes.capacity,
-                "padding": None if real is None else list(real.shape),
-                "stamp": history_checksum(0, real),
-            },
-            must=True,
-        )
+
+        def check() -> tuple[int, int, int, bool]:
+            self.sizes.check_new("append_shard", k, v, self.device)
+            self.sizes.check_positions(positions, k.shape[2])
+            self.sizes.check_token_mask("append_shard", token_mask, None)
+            block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
+            return len(positions), self.tokens.index, position_sum(positions), block_cyclic
+
+        def fields() -> dict[str, object]:
+            padding = None if token_mask is None else list(token_mask.shape)
+            checksum = history_checksum(0, token_mask)
+            return {"tokens": start, "capacity": self.sizes.capacity, "padding": padding, "checksum": checksum}
+
+        table = self.checker.check("append_shard", check, fields, must=True)
         more = sum(count for count, *_ in table)
-        check_cover(sum(said for _, _, said, _ in table), start, more)
-        self.sizes.check_real("append_shard", real, more)
-        counts = self._spread.counts(start)
-        for count, owner, *_ in table:
-            counts[owner] += count
-        by_dealing = self.is_block_cyclic and all(in_turn for *_, in_turn in table)
-        spread = self._spread if by_dealing else TokenCounts(self.shard.block_cyclic, start + more, tuple(counts))
-        self._check_room("append_shard", more, spread)
-        self._spread = spread
-        self._note(real, more)
+        check_cover(sum(total for _, _, total, _ in table), start, more)
+        self.sizes.check_token_mask("append_shard", token_mask, more)
+        counts = self.shards.counts.with_shards(start, table)
+        self.shards.check_fits("append_shard", more, counts)
+        self.shards.counts = counts
+        self._record_padding(more, token_mask)
         with torch.no_grad():
-            k, v, tokens = self._all_tokens(k, v, positions.to(self.device), [count for count, *_ in table])
-            self.shard.place(k, v, tokens, more, real)
-            self.copies.send(k, v, tokens, more, real)
+            per_shard = [count for count, *_ in table]
+            k, v, tokens = tokens_to_heads(k, v, positions.to(self.device), per_shard, self.mesh)
+            self.shards.append_at(k, v, tokens, more, token_mask)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on, as after a rejected speculation."""
-        self._finish_saving()
+        """Remove the tokens from `length` on, as after a rejected speculation. Waits for a save that is writing.
+
+        Args:
+            length: Tokens to keep.
+
+        Raises:
+            ShapeError: `length` is not an integer from 0 to the cache's length.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+        >>> cache.truncate(2)
+        >>> cache.length
+        2
+        """
+        self.saved.finish_writing()
         before = self.length
 
-        def before_it() -> tuple[int, int]:
+        def check() -> tuple[int, int]:
             if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-                given, fix = f"{length!r} of type {type(length).__name__}", "pass an int that is no more than it holds"
+                given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
                 raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
-            return self.tokens.index, self.shard.before(length)
+            return self.tokens.index, self.shard.count_before(length)
 
-        dealt = self.is_block_cyclic  # if not, only the others know how many of their tokens are left
-        table = self.checker.check("truncate", before_it, lambda: {"to": length, "tokens": before}, must=not dealt)
-        if not dealt and length < self._spread.start:
-            held = sorted(set(map(tuple, table)))  # of ranks with the same tokens of other heads once
-            self._spread = TokenCounts(self.shard.block_cyclic, length, tuple(count for _, count in held))
-        for room in self.rooms:
-            room.cut(length)
-        self._known.forget(self.used)
-        self._most, self.changes = length, self.changes + 1
+        must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
+        table = self.checker.check("truncate", check, lambda: {"to": length, "tokens": before}, must=must)
+        self.shards.truncate(length, table)
+        self.saved.forget(self.used)
+        self.changes += 1
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
-        """Make room for at least so many tokens; every rank calls it. One tensor is copied at a time."""
+        """Reserve memory for at least `capacity` tokens, copying one tensor at a time.
+
+        Args:
+            capacity: Tokens on all ranks.
+
+        Raises:
+            ShapeError: `capacity` is no positive integer.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=5, dtype=torch.float32)
+        >>> cache.reserve(100)
+        >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
+        """
         sizes = replace(self.sizes, capacity=capacity)
 
         def check() -> None:
             if fault := sizes.fault(self.mesh.heads.size):
                 raise fault
 
-        asked = self.checker.checked is not False
-        self.checker.check("reserve", check, lambda: {"capacity": capacity}, must=asked)
-
-        def grow() -> None:
-            for room in self.rooms[::-1]:  # its own at last, by which it is known how many tokens fit
-                if capacity > room.sizes.capacity:
-                    room.grow(sizes)
-
-        self.checker.check("reserve", grow, dict, must=asked)
+        must = self.checker.checked is not False
+        self.checker.check("reserve", check, lambda: {"capacity": capacity}, must=must)
+        self.checker.check("reserve", lambda: self.shards.grow(sizes), dict, must=must)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:
-        """Sequence b becomes what sequence `batch_index[b]` was, as beam search asks; there may be more or fewer."""
+        """Replace sequence b by sequence `batch_index[b]`, as beam search does. Waits for a save that is writing.
+
+        Args:
+            batch_index: Indices of sequences, int64; there may be more or fewer than before.
+
+        Raises:
+            DtypeError: `batch_index` is not an int64 tensor.
+            ShapeError: An index is out of range, or there is none.
+
+        >>> cache = KVCache(None, batch=2, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.reorder(torch.tensor([1, 1, 0]))
+        >>> cache.sizes.batch
+        3
+        """
         self.checker.check("reorder", lambda: self.sizes.check_order(batch_index), lambda: {"to": batch_index.tolist()})
-        self._finish_saving()
+        self.saved.finish_writing()
         index = batch_index.to(self.device)
-        for room in self.rooms:
-            room.reorder(index)
-        self._known.forget()
+        for shard in self.shards.all:
+            shard.reorder(index)
+        self.saved.forget()
         self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
 
     def save(self, path: str | Path, *, wait: bool = True) -> Saving:
-        """Write the cache to a folder, each rank its own tokens; every rank calls it.
+        """Write the cache to a folder, each rank its own tokens. The previous save stays until all is written.
 
-        What the folder held before stays until all is written. Without `wait`, it is written while decoding goes on;
-        then every rank has to call `wait()` on what is returned.
+        Args:
+            path: Folder that all ranks can write to; it is made if it is missing.
+            wait: False writes while decoding goes on; every rank then calls `wait()` on the result.
+
+        Returns:
+            The save, concluded if `wait`.
+
+        Raises:
+            StoreError: The folder cannot be written to, or holds something else.
+
+        >>> import tempfile
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     cache.save(folder).written
+        True
         """
         return save_layers([self], path, wait=wait)
-
-    def _finish_saving(self) -> None:
-        """What is being written is not to change."""
-        if self._saving is not None:
-            self._saving.finish_writing()
 
     @classmethod
     def load(
@@ -293,118 +306,37 @@ class KVCache:
         checked: bool | None = None,
         copies: int = 1,
     ) -> "KVCache":
-        """The cache that was saved, on any number of ranks: its tokens are dealt anew. Every rank calls it."""
-        (cache,), _, _ = load_layers(
-            path, mesh, layers=1, capacity=capacity, device=device, checked=checked, copies=copies
-        )
+        """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
+
+        Args:
+            path: Folder that `save` wrote.
+            mesh: Mesh of all ranks, or None for one device.
+            capacity: Tokens to reserve memory for; the saved capacity by default.
+            device: As in `KVCache`.
+            checked: As in `KVCache`.
+            copies: As in `KVCache`.
+
+        Returns:
+            The cache.
+
+        Raises:
+            StoreError: The folder holds no cache, is damaged, or exceeds the device's memory.
+            ShapeError: `capacity` is less than the saved tokens, or the heads axis does not divide the key heads.
+
+        >>> import tempfile
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = cache.save(folder)
+        ...     KVCache.load(folder, None).length
+        5
+        """
+        where = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
+        (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **where)  # type: ignore[arg-type]
         return cache
 
-    def filled(self, length: int, real: Tensor | None) -> None:
-        """All tokens have been written where dealing puts them; now they count, and copies are sent out."""
-        held = self.shard.filled(length, real)
-        k, v = (x[:, :, :held] for x in (self.keys, self.values))
-        self.copies.send(k, v, self.shard.token_index[:held], length, real)
-        self._most = length
-
-    def _note(self, real: Tensor | None, more: int) -> None:
-        """What the host knows of so many new tokens: how many at most, and which are real, once any was not."""
-        if torch.compiler.is_compiling():
-            return
-        self._most += more
-        if real is not None or self.padding is not None:
-            self.history_checksum = history_checksum(
-                self.history_checksum, torch.ones(self.sizes.batch, more) > 0 if real is None else real
-            )
-
-    def _all_tokens(self, k: Tensor, v: Tensor, positions: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Along the heads axis: this rank's heads of the tokens of all in line."""
-        axis = self.mesh.heads
-        if axis.size == 1:
-            return k, v, positions
-        parts = [(*each, positions) for each in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
-        shape = self.mesh.shape
-        shards = [shape.shard(h, self.mesh.queries.index, self.mesh.keys.index) for h in range(axis.size)]
-        wanted = [tuple(blank(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
-        columns = zip(*swap(parts, wanted, axis), strict=True)
-        k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in columns)
-        return k, v, positions
-
-    def _check_room(self, subject: str, more: int, spread: TokenCounts) -> None:
-        """Raise, on all ranks alike and before anything is written, unless the tokens fit, if they lie like this."""
-        capacity = self.sizes.capacity
-        if self.device.type != "cuda" or self._most + more > capacity:
-            self._most = self.length
-        if self._most + more > capacity:
-            given = f"{self._most} tokens and {more} more in a cache of {capacity}"
-            fix = "reserve a larger capacity" + (", or truncate" if self._most else "")
-            raise ShapeError(subject, "room for the new tokens", given, fix)
-        if not spread.start:  # dealing fills no rank beyond its room
-            return
-        fullest = max(spread.counts(self._most + more))
-        if fullest > self.shard.slots:
-            given = f"{fullest} tokens on one rank, which has room for {self.shard.slots}"
-            fix = "prefill in shards of even size, or reserve a larger capacity"
-            raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
-
-    def _check_append_shard(
-        self, k: Tensor, v: Tensor, positions: Tensor, real: Tensor | None
-    ) -> tuple[int, int, int, bool]:
-        self.sizes.check_new("append_shard", k, v, self.device)
-        self.sizes.check_positions(positions, k.shape[2])
-        self.sizes.check_real("append_shard", real, None)
-        in_turn = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
-        return len(positions), self.tokens.index, cover(positions), in_turn
-
-
-def save_layers(
-    caches: Sequence[KVCache],
-    path: str | Path,
-    *,
-    more: Mapping[str, Tensor] | None = None,
-    note: str = "",
-    wait: bool = True,
-) -> Saving:
-    """Write caches of the same tokens to a folder, as `KVCache.save` does one."""
-    first = caches[0]
-    for cache in caches:
-        if cache._saving is not None and not cache._saving.concluded:
-            cache._saving.wait()  # or two would write to one place
-    real = None if first.padding is None else first.padding.token_mask[:, : first.length]
-    known = first._known
-    if known.of != tuple(map(id, caches)) or any(cache._known is not known for cache in caches):
-        known = SavedPieces(caches)
-    rooms, lengths = tuple(cache.shard for cache in caches), tuple(cache.length for cache in caches)
-    saving = begin(path, Layers(first.mesh, rooms, lengths, first.used, real, known), more or {}, note)
-    for cache in caches:
-        cache._saving, cache._known = saving, known
-    if wait:
-        saving.wait()
-    return saving
-
-
-def load_layers(
-    path: str | Path,
-    mesh: DeviceMesh | None,
-    *,
-    layers: int | None = None,
-    capacity: int | None = None,
-    device: torch.device | str | None = None,
-    checked: bool | None = None,
-    copies: int = 1,
-) -> tuple[list[KVCache], dict[str, Tensor], str]:
-    """What `save_layers` wrote, on any number of ranks: the caches, what more there was, and its note."""
-    here, place = Mesh.of(mesh), device_for(mesh, device)
-
-    def look() -> Found:
-        if fault := device_fault("load", place, device):
-            raise fault
-        check_copies(copies, here.queries.size * here.keys.size)
-        return inspect(path, here, place, layers, capacity, copies)
-
-    found = run_agreed(here, look, lambda came: describe_call("load", of=came.header, capacity=capacity))
-    caches = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in found.sizes]
-    with torch.no_grad():
-        run_agreed(here, lambda: fill([cache.shard for cache in caches], found.path, found.header), "load")
-        for cache in caches:
-            cache.filled(found.header.length, found.real)
-    return caches, found.more, found.header.note
+    def _record_padding(self, more: int, token_mask: Tensor | None) -> None:
+        """Add `more` tokens to the history checksum, once the batch has padding."""
+        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
+            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
+            self.history_checksum = history_checksum(self.history_checksum, mask)

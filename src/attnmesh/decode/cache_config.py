@@ -1,4 +1,4 @@
-"""What a cache is made for, and what it therefore asks of all that is put into it."""
+"""Sizes of one layer's cache, and the checks of tensors against them."""
 
 from dataclasses import asdict, dataclass
 
@@ -13,7 +13,7 @@ NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 
 @dataclass(frozen=True)
 class Sizes:
-    """One layer's keys and values, of all ranks."""
+    """Sizes of one layer's keys and values over all ranks."""
 
     batch: int
     kv_heads: int
@@ -24,7 +24,7 @@ class Sizes:
     dtype: torch.dtype
 
     def fault(self, heads_axis: int) -> InputError | None:
-        """What is wrong with them, if anything is."""
+        """Return the error for the first size that is not supported, or None."""
         for name, number in asdict(self).items():
             if name in NUMBERS and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 return ShapeError(f"KVCache {name}", "a whole number, 1 or more", repr(number), "count it as an int")
@@ -32,24 +32,25 @@ class Sizes:
             fix = "pass the model's dtype"
             return DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
         if self.kv_heads % heads_axis:
-            given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
-            return ShapeError(
-                "KVCache", "key heads that the heads axis divides", given, "give those ranks to the keys axis"
+            given, fix = (
+                f"{self.kv_heads} key heads and a heads axis of {heads_axis}",
+                "give those ranks to the keys axis",
             )
+            return ShapeError("KVCache", "key heads that the heads axis divides", given, fix)
         return None
 
     def encode(self) -> list[int]:
-        """As numbers, as a file can carry them."""
+        """Return the sizes as integers, for a file or a message."""
         return [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":
-        """What `encode` wrote."""
+        """Return the sizes that `encode` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype = code
         return Sizes(batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype]))
 
     def check_new(self, subject: str, k: Tensor, v: Tensor, device: torch.device) -> None:
-        """Raise unless k and v are new tokens of all heads."""
+        """Raise unless k and v are new tokens with all heads."""
         check_same_kind(subject, {"k": k, "v": v})
         for name, x, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
@@ -61,35 +62,35 @@ class Sizes:
                 fix = "call .to() with the cache's dtype and device"
                 raise DtypeError(f"{subject} {name}", f"{self.dtype} on {device}", f"{x.dtype} on {x.device}", fix)
             if x.requires_grad and torch.is_grad_enabled():
-                fix = "decode under torch.no_grad(), or train with attention"
-                raise KernelError(f"{subject} {name}", "a tensor without gradients", "one that asks for them", fix)
+                given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
+                raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)
         if k.shape[2] != v.shape[2]:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 
-    def check_real(self, subject: str, real: Tensor | None, tokens: int | None) -> None:
-        """Raise unless `real` is a bool for each of so many tokens; None is any number."""
-        if real is None:
+    def check_token_mask(self, subject: str, token_mask: Tensor | None, tokens: int | None) -> None:
+        """Raise unless `token_mask` has one bool per token; `tokens=None` accepts any number."""
+        if token_mask is None:
             return
-        shape = tuple(real.shape) if isinstance(real, Tensor) else ()
+        shape = tuple(token_mask.shape) if isinstance(token_mask, Tensor) else ()
         wanted = (self.batch, shape[-1] if tokens is None and len(shape) == 2 else tokens)
-        if not isinstance(real, Tensor) or real.dtype != torch.bool or shape != wanted:
-            given = f"{real.dtype} {shape}" if isinstance(real, Tensor) else type(real).__name__
+        if not isinstance(token_mask, Tensor) or token_mask.dtype != torch.bool or shape != wanted:
+            given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
-            raise ShapeError(f"{subject} real", f"torch.bool {wanted}", given, fix)
+            raise ShapeError(f"{subject} token_mask", f"torch.bool {wanted}", given, fix)
 
     def check_order(self, batch_index: Tensor) -> None:
-        """Raise unless it names sequences that there are."""
+        """Raise unless `batch_index` holds indices of sequences."""
         if not isinstance(batch_index, Tensor) or batch_index.dtype != torch.int64:
             given = str(batch_index.dtype) if isinstance(batch_index, Tensor) else type(batch_index).__name__
             raise DtypeError("reorder", "a tensor of torch.int64", given, "pass torch.tensor([...])")
-        there = batch_index.ndim == 1 and len(batch_index) > 0
-        if not there or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
-            expected, given = f"a number of a sequence below {self.batch} for each", f"{batch_index.tolist()}"
-            raise ShapeError("reorder", expected, given, "name sequences that there are")
+        indices = batch_index.ndim == 1 and len(batch_index) > 0
+        if not indices or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
+            expected = f"a number of a sequence below {self.batch} for each"
+            raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {self.batch - 1}")
 
     def check_positions(self, positions: Tensor, tokens: int) -> None:
-        """Raise unless it is one position a token."""
+        """Raise unless `positions` has one position per token."""
         fix = "pass layout.positions(length, shards, index)"
         if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
             given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__

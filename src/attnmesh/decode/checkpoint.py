@@ -1,36 +1,41 @@
-"""Caches in a folder: each rank writes its own tokens; on any number of ranks each reads those dealt to it.
+"""Saved caches on disk, and loading them: each rank writes its own tokens, and any number of ranks reads them.
 
-        cache.json                      what is said of the whole, and which saving it is: replaced in one go
-        7-3f../0.1.0-4096.safetensors   of the seventh saving: the first 4,096 tokens that a rank held, of all layers,
-        7-3f../0.1.4096-5000.safet..    and the others; the rank by its place along heads and tokens
-        7-3f../more.safetensors         what does not belong to a rank, as which tokens are real
+        cache.json                      the manifest, which names the current save; replaced atomically
+        7-3f../0.1.0-4096.safetensors   the seventh save: the first 4,096 tokens of one rank, all layers; the rank's
+        7-3f../0.1.4096-5000.safet..    index along the heads axis, then along the tokens axis
+        7-3f../more.safetensors         tensors that belong to no rank, such as the token mask
 
-Which saving holds is said by `cache.json` alone, so one that is cut short leaves the one before it as it was. No two
-savings have a folder in common, whoever else saves here.
+Only `cache.json` makes a save current, so an interrupted save leaves the previous one valid. Each save has a folder of
+its own, also where several jobs save to the same place.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
-from attnmesh.decode.tensor_file import FIX, whole
-from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.decode.replicas import Shards, check_copies
+from attnmesh.decode.tensor_file import FIX, TensorFile, check_size, host_memory
+from attnmesh.errors import ShapeError, StoreError
+from attnmesh.mesh.axes import Axis, Mesh, overlap
 
 VERSION = 4
 
 MANIFEST, MORE = "cache.json", "more.safetensors"
 
-LONGEST = 1 << 20
+MAX_MANIFEST = 1 << 20
 """Bytes of the longest manifest that is read."""
 
 NAME = re.compile("[0-9a-f]{16}")
@@ -39,78 +44,40 @@ FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
 
 PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})\.safetensors")
 
-PIECE, LEAST = 4096, 64
-"""Tokens of the longest file, and of the shortest but the last."""
 
+class Manifest(NamedTuple):
+    """Contents of `cache.json`."""
 
-class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
-    """The sums of files that were saved, by the slots that they hold, as long as what is in these stays the same."""
-
-    def __init__(self, caches: Sequence[object] = ()) -> None:
-        self.of = tuple(map(id, caches))  # layer by layer
-        self.folder: Path | None = None  # where this process has written them
-
-    def forget(self, used: int = 0) -> None:
-        """Slots from `used` on are to hold something else."""
-        for start, stop in [piece for piece in self if piece[1] > used]:
-            del self[start, stop]
-
-
-@dataclass(frozen=True)
-class Layers:
-    """The layers of a model, all of the same tokens, as this rank has them."""
-
-    mesh: Mesh
-    rooms: tuple[CacheShard, ...]
-    lengths: tuple[int, ...]  # of all layers, which are to be the same
-    used: int
-    real: Tensor | None
-    known: SavedPieces
-
-    @property
-    def place(self) -> str:
-        """How the names of this rank's files begin."""
-        return f"{self.rooms[0].heads.index}.{self.rooms[0].index}."
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank speaks for the whole."""
-        return self.mesh.shard == 0
-
-
-class Header(NamedTuple):
-    """What is said of the whole."""
-
-    sizes: tuple[Sizes, ...]
+    sizes: tuple[Sizes, ...]  # one per layer
     padded: bool
-    more: bool  # whether there is a file of what belongs to no rank
+    more: bool  # there is a file of tensors that belong to no rank
     length: int
-    heads: int
-    ranks: int
-    saving: int
+    heads: int  # ranks along the heads axis that saved
+    ranks: int  # ranks along the tokens axis that saved
+    saving: int  # counts the saves to this folder
     note: str
-    name: str  # that no other saving has
+    name: str  # unique to this save
 
     @property
     def folder(self) -> str:
-        """Where its files are."""
+        """Name of the folder with this save's files."""
         return f"{self.saving}-{self.name}"
 
-    def text(self) -> str:
-        """As it is written; an error if it could not be read."""
-        said = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in self.sizes]}
-        said |= {name: value for name, value in self._asdict().items() if name != "sizes"}
+    def to_json(self) -> str:
+        """Return the manifest as text. Raise if it could not be read back."""
+        fields = {"format": "attnmesh cache", "version": VERSION, "sizes": [sizes.encode() for sizes in self.sizes]}
+        fields |= {name: value for name, value in self._asdict().items() if name != "sizes"}
         if not isinstance(self.note, str):
-            raise StoreError("save note", "a str", type(self.note).__name__, "write it down as one, as json.dumps does")
-        text = json.dumps(said)
-        if len(text) > LONGEST:
-            fix = "keep in more= what is long"
-            raise StoreError("save", f"a note of less than {LONGEST} letters", f"{len(self.note)}", fix)
+            raise StoreError("save note", "a str", type(self.note).__name__, "pass json.dumps(note)")
+        text = json.dumps(fields)
+        if len(text) > MAX_MANIFEST:
+            expected, given = f"a note of less than {MAX_MANIFEST} letters", f"{len(self.note)}"
+            raise StoreError("save", expected, given, "pass long data in more=")
         return text
 
 
-def folder_of(subject: str, folder: object) -> Path:
-    """A path, if it is one."""
+def check_folder(subject: str, folder: object) -> Path:
+    """Return the absolute path of a folder. Raise unless `folder` is a path."""
     if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
         fix = "pass its path as a str or a pathlib.Path"
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
@@ -119,23 +86,23 @@ def folder_of(subject: str, folder: object) -> Path:
     return Path(folder).absolute()
 
 
-def opened(path: Path) -> Header:
-    """What is said of saved caches."""
-    version, said = None, {}
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a folder, checked. Raise if the folder holds no cache of this version."""
+    version, fields = None, {}
     try:
         if not (path / MANIFEST).is_file():
             raise FileNotFoundError(MANIFEST)
         with (path / MANIFEST).open() as file:
-            said = json.loads(file.read(LONGEST))
-        if said["format"] != "attnmesh cache":
-            raise ValueError("of something else")
-        version = said["version"]
-        numbers = [whole(said[name]) for name in ("length", "heads", "ranks", "saving")]
-        sizes, padded, more = said["sizes"], said["padded"] is True, said["padded"] is True or said["more"] is True
-        note, name = str(said["note"]), str(said["name"])
-        codes = [[whole(x) for x in code] for code in sizes]
+            fields = json.loads(file.read(MAX_MANIFEST))
+        if fields["format"] != "attnmesh cache":
+            raise ValueError("another format")
+        version = fields["version"]
+        length, heads, ranks, saving = (check_size(fields[name]) for name in ("length", "heads", "ranks", "saving"))
+        padded, note, name = fields["padded"] is True, str(fields["note"]), str(fields["name"])
+        more = padded or fields["more"] is True
+        codes = [[check_size(x) for x in code] for code in fields["sizes"]]
         if version != VERSION or not NAME.fullmatch(name):
-            raise ValueError("of another version, or no saving")
+            raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         if version not in (None, VERSION):
             given, fix = f"version {str(version)[:20]}", "load it with the version of attnmesh that saved it"
@@ -143,33 +110,33 @@ def opened(path: Path) -> Header:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        length, heads, ranks, saving = numbers
-        header = Header(tuple(map(Sizes.decode, codes)), padded, more, length, heads, ranks, saving, note, name)
+        manifest = Manifest(tuple(map(Sizes.decode, codes)), padded, more, length, heads, ranks, saving, note, name)
     except (ValueError, IndexError, TypeError) as error:
-        raise StoreError("load", "the sizes of a cache", f"{sizes!r} in {path}", FIX) from error
-    if not header.sizes or not header.heads or not header.ranks or not all(_fits(header, x) for x in header.sizes):
-        raise StoreError("load", "the sizes of a cache", f"{header} in {path}", FIX)
-    return header
+        raise StoreError("load", "the sizes of a cache", f"{fields['sizes']!r} in {path}", FIX) from error
+    if not manifest.sizes or not heads or not ranks or not all(_fits(manifest, sizes) for sizes in manifest.sizes):
+        raise StoreError("load", "the sizes of a cache", f"{manifest} in {path}", FIX)
+    return manifest
 
 
-def _fits(header: Header, sizes: Sizes) -> bool:
-    """Whether these can be the sizes of a layer of what is said of the whole."""
-    like = sizes.block == header.sizes[0].block and sizes.batch == header.sizes[0].batch
-    return like and sizes.fault(1) is None and not sizes.kv_heads % header.heads and header.length <= sizes.capacity
+def _fits(manifest: Manifest, sizes: Sizes) -> bool:
+    """Return True if a layer's sizes are valid and consistent with the rest of the manifest."""
+    like = sizes.block == manifest.sizes[0].block and sizes.batch == manifest.sizes[0].batch
+    fits = manifest.length <= sizes.capacity
+    return like and fits and sizes.fault(1) is None and not sizes.kv_heads % manifest.heads
 
 
-def savings(path: Path) -> list[Path]:
-    """The folders of all savings, those that were cut short and at the end the one that holds, from the last on."""
+def save_folders(path: Path) -> list[Path]:
+    """Return the folders of all saves, the newest first, interrupted ones included."""
     found = []
     for other in path.iterdir():
-        with suppress(FileNotFoundError):  # it may be removed meanwhile
-            if named := FOLDER.fullmatch(other.name):
-                found.append((int(named[1]), other.stat().st_mtime_ns, other))
+        with suppress(FileNotFoundError):  # another job may remove it meanwhile
+            if match := FOLDER.fullmatch(other.name):
+                found.append((int(match[1]), other.stat().st_mtime_ns, other))
     return [other for *_, other in sorted(found, reverse=True)]
 
 
-class File(NamedTuple):
-    """A file of a saving: its rank's place along heads and tokens, from where to where its slots go, and its path."""
+class PieceFile(NamedTuple):
+    """File of one rank's slots `start` to `stop`, by the rank's indices along heads and tokens."""
 
     heads: int
     tokens: int
@@ -178,31 +145,152 @@ class File(NamedTuple):
     path: Path
 
 
-def files_of(path: Path, header: Header) -> Iterator[File]:
-    """Those of a saving."""
-    folder = path / header.folder
+def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
+    """Yield the files of a save that hold ranks' tokens."""
+    folder = path / manifest.folder
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise StoreError("load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", FIX) from error
     for name in names:
-        if named := PIECE_NAME.fullmatch(name):
-            heads, tokens, start, stop = map(int, named.groups())
-            file = File(heads, tokens, start, stop, folder / name)
-            if file.heads < header.heads and file.tokens < header.ranks and file.start < file.stop <= header.length:
-                yield file
+        if match := PIECE_NAME.fullmatch(name):
+            heads, tokens, start, stop = map(int, match.groups())
+            if heads < manifest.heads and tokens < manifest.ranks and start < stop <= manifest.length:
+                yield PieceFile(heads, tokens, start, stop, folder / name)
 
 
-def pieces(used: int) -> Iterator[tuple[int, int]]:
-    """From where to where each file goes: the same for a cache that has grown, but for a few at its end.
+class Layer(Protocol):
+    """Part of a `KVCache` that a load fills."""
 
-    >>> list(pieces(4096 + 128 + 64 + 5))
-    [(0, 4096), (4096, 4224), (4224, 4288), (4288, 4293)]
+    shards: Shards
+
+
+Cache = TypeVar("Cache", bound=Layer)
+
+
+def load_layers(
+    make: Callable[..., Cache],
+    path: str | Path,
+    mesh: DeviceMesh | None,
+    *,
+    layers: int | None = None,
+    capacity: int | None = None,
+    device: torch.device | str | None = None,
+    checked: bool | None = None,
+    copies: int = 1,
+) -> tuple[list[Cache], dict[str, Tensor], str]:
+    """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
+
+    Every rank calls it. `make` is `KVCache`.
     """
-    start = 0
-    while start < used:
-        size = PIECE
-        while size > LEAST and start + size > used:
-            size //= 2
-        yield start, min(start + size, used)
-        start += size
+    axes, place = Mesh.of(mesh), device_for(mesh, device)
+
+    def check() -> SavedCache:
+        if fault := device_fault("load", place, device):
+            raise fault
+        check_copies(copies, axes.queries.size * axes.keys.size)
+        return inspect(path, axes, place, layers, capacity, copies)
+
+    saved = run_agreed(axes, check, lambda found: describe_call("load", of=found.manifest, capacity=capacity))
+    caches = [make(mesh, **vars(sizes), device=device, checked=checked, copies=copies) for sizes in saved.sizes]
+    with torch.no_grad():
+        run_agreed(axes, lambda: fill([cache.shards.own for cache in caches], saved.path, saved.manifest), "load")
+        for cache in caches:
+            cache.shards.mark_present(saved.manifest.length, saved.token_mask)
+    return caches, saved.more, saved.manifest.note
+
+
+class SavedCache(NamedTuple):
+    """Saved layers that have been checked and can be loaded."""
+
+    manifest: Manifest
+    path: Path
+    sizes: tuple[Sizes, ...]  # of the caches to be filled
+    token_mask: Tensor | None
+    more: dict[str, Tensor]
+
+
+def inspect(
+    path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None, copies: int
+) -> SavedCache:
+    """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device."""
+    folder = check_folder("load", path)
+    manifest = read_manifest(folder)
+    if layers not in (None, len(manifest.sizes)):
+        given, fix = f"{len(manifest.sizes)} in {folder}", "load the layers of a model with hf.ShardedCache.load"
+        raise StoreError("load", f"a cache of {layers} layer", given, fix)
+    sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in manifest.sizes)
+    for each in sizes:
+        if fault := each.fault(mesh.heads.size):
+            raise fault
+        if manifest.length > each.capacity:
+            given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
+            raise ShapeError("load", "room for the tokens that were saved", given, fix)
+    _check_memory(sizes, mesh, device, copies, padded=manifest.padded)
+    if not manifest.more:
+        return SavedCache(manifest, folder, sizes, None, {})
+    file = TensorFile(folder / manifest.folder / MORE)
+    shape = manifest.sizes[0].batch, manifest.length
+    token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
+    more = {name.removeprefix("more "): file.read(name) for name in file.entries if name.startswith("more ")}
+    return SavedCache(manifest, folder, sizes, token_mask, more)
+
+
+def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, copies: int, *, padded: bool) -> None:
+    """Raise if the device could not hold the layers: a damaged manifest may give any capacity."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
+    needed = 0
+    for sizes in layers:
+        tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
+        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+        needed += copies * tokens * (elements * sizes.dtype.itemsize + 8)
+        needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
+    if needed > memory:
+        given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
+        raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
+
+
+def fill(shards: Sequence[CacheShard], path: Path, manifest: Manifest) -> None:
+    """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
+    first = shards[0]
+    used = first.block_cyclic.count(first.index, manifest.length)
+    found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by the saving rank's index along heads
+    for piece in piece_files(path, manifest):
+        file = TensorFile(piece.path)
+        tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
+        mine = (first.block_cyclic.owner(tokens) == first.index).nonzero().flatten()
+        slots = first.block_cyclic.slot(tokens[mine])
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= manifest.length):
+            raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
+        if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
+            raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
+        found[piece.heads, slots] = True
+        for layer, shard in enumerate(shards) if len(mine) else ():
+            _copy(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
+        first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
+    for shard in shards:
+        needed = [_shared_heads(shard, Axis(manifest.heads, h)) is not None for h in range(manifest.heads)]
+        if not bool(found[needed].all()):
+            given = f"{int(found[needed].all(0).sum())} of this rank's {used} tokens in {path}"
+            raise StoreError("load", "every token once", given, FIX)
+        shard.token_index[:used] = first.token_index[:used]
+
+
+def _copy(
+    shard: CacheShard, file: TensorFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
+) -> None:
+    """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
+    shared = _shared_heads(shard, saved)
+    if shared is None:
+        return
+    to, source = shared
+    sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
+    for name, x, width in (("keys", shard.keys, sizes.head_dim), ("values", shard.values, sizes.value_dim)):
+        read = file.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
+        x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
+
+
+def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice] | None:
+    """Return the heads that a shard shares with a rank that saved: slices of the shard's and of the saved heads."""
+    to, source = overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
+    return (to, source) if to.start < to.stop else None

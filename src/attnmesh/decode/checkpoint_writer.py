@@ -1,12 +1,12 @@
-"""Writing caches to a folder: while decoding goes on, and only what is new.
+"""Saving caches to a folder while decoding goes on, writing new tokens only.
 
-What a saving that was cut short has written is not written again, nor what the last one had: the next links to it.
+A save links to the files of the previous save, and of interrupted ones, instead of writing the same tokens again.
 """
 
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES
 from fcntl import LOCK_EX, LOCK_NB, flock
@@ -14,137 +14,217 @@ from functools import partial
 from pathlib import Path
 from secrets import randbits
 from threading import Thread
+from typing import Protocol
 
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.failures import deadline
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
     MANIFEST,
     MORE,
     NAME,
-    Header,
-    Layers,
-    files_of,
-    folder_of,
-    opened,
-    pieces,
-    savings,
+    Manifest,
+    check_folder,
+    piece_files,
+    read_manifest,
+    save_folders,
 )
-from attnmesh.decode.tensor_file import check_more, link_or_write, settle, whole
+from attnmesh.decode.replicas import Shards
+from attnmesh.decode.tensor_file import check_more, check_size, link_or_write, sync_folders
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
 
 TIMEOUT = 60.0
-"""Seconds for another job to be done with the folder."""
+"""Seconds to wait for another job that publishes to the same folder."""
 
 POLL_INTERVAL = 1.0
-"""Seconds from one look whether all ranks have written to the next, or less if there is a deadline."""
+"""Seconds between checks that all ranks have written; less under a short deadline."""
+
+MAX_PIECE, MIN_PIECE = 4096, 64
+"""Tokens of the longest file, and of the shortest but the last."""
 
 
-def begin(folder: str | Path, layers: Layers, more: Mapping[str, Tensor], note: str = "") -> "Saving":
-    """Begin to write; every rank calls it. `more` is the same on all, and `note` what a reader has to know of it."""
-    mesh, first, speaks = layers.mesh, layers.rooms[0], layers.is_coordinator
-    sizes = tuple(room.sizes for room in layers.rooms)
+class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
+    """Checksums of the files that hold a cache's slots, as long as the slots stay unchanged; and the last save."""
 
-    def look() -> tuple[Path, Header, dict[str, Tensor]]:
-        path = folder_of("save", folder)
-        check_more(more)
-        if len(set(layers.lengths)) > 1:
-            given, fix = f"layers of {sorted(set(layers.lengths))} tokens", "truncate them to the same length"
-            raise StoreError("save", "layers of the same tokens", given, fix)
-        padded, length = layers.real is not None, layers.lengths[0]
-        place = first.heads.size, first.block_cyclic.ranks, _next(path)
-        header = Header(sizes, padded, padded or bool(more), length, *place, note, f"{0:016x}")
-        header.text()  # or an error
-        whole = {f"more {name}": x.clone() for name, x in more.items()} if speaks else {}
-        return path, header, whole | ({"real": layers.real.clone()} if speaks and layers.real is not None else {})
+    def __init__(self, caches: Sequence[object] = ()) -> None:
+        self.of = tuple(map(id, caches))  # layer by layer
+        self.folder: Path | None = None  # where this process has written the files
+        self.saving: Saving | None = None
 
-    came, said = attempt(look, lambda found: describe_call("save", saving=found[1].saving, note=note))
-    names = agree(mesh, said, [randbits(62)])
-    path, header = came[0], came[1]._replace(name=f"{names[0][0]:016x}")
-    write, publish = partial(_save, path, header, layers, came[2]), partial(_publish, path, header)
-    return Saving(mesh, write, publish if speaks else _nothing)
+    def forget(self, used: int = 0) -> None:
+        """Drop the files with slots from `used` on, before these slots change."""
+        for start, stop in [piece for piece in self if piece[1] > used]:
+            del self[start, stop]
+
+    def finish_writing(self) -> None:
+        """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
+        if self.saving is not None:
+            self.saving.finish_writing()
 
 
-def _nothing() -> None:
-    pass
+class Layer(Protocol):
+    """Part of a `KVCache` that a save needs."""
+
+    mesh: Mesh
+    shards: Shards
+    saved: SavedPieces
+
+
+def save_layers(
+    caches: Sequence[Layer],
+    path: str | Path,
+    *,
+    more: Mapping[str, Tensor] | None = None,
+    note: str = "",
+    wait: bool = True,
+) -> "Saving":
+    """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
+
+    `more` are tensors, the same on all ranks, and `note` a text; `load_layers` returns both.
+    """
+    for cache in caches:
+        if cache.saved.saving is not None and not cache.saved.saving.concluded:
+            cache.saved.saving.wait()  # two saves at once would write the same files
+    mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards.own for cache in caches]
+    if saved.of != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
+        saved = SavedPieces(caches)
+    is_coordinator, used = mesh.shard == 0, shards[0].used
+    prepared, call = attempt(
+        lambda: _prepare(path, shards, more or {}, note, is_coordinator),
+        lambda found: describe_call("save", saving=found[1].saving, note=note),
+    )
+    names = agree(mesh, call, [randbits(62)])
+    folder, manifest, tensors = prepared
+    manifest = manifest._replace(name=f"{names[0][0]:016x}")
+    write = partial(_write, folder, manifest, shards, used, saved, tensors)
+    publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
+    saved.saving = Saving(mesh, write, publish)
+    for cache in caches:
+        cache.saved = saved
+    if wait:
+        saved.saving.wait()
+    return saved.saving
+
+
+def _prepare(
+    path: str | Path, shards: Sequence[CacheShard], more: Mapping[str, Tensor], note: str, is_coordinator: bool
+) -> tuple[Path, Manifest, dict[str, Tensor]]:
+    """Return the folder, the manifest without a name, and on the coordinator copies of what belongs to no rank."""
+    folder, first = check_folder("save", path), shards[0]
+    check_more(more)
+    lengths = sorted({shard.length for shard in shards})
+    if len(lengths) > 1:
+        given, fix = f"layers of {lengths} tokens", "truncate them to the same length"
+        raise StoreError("save", "layers of the same tokens", given, fix)
+    token_mask, sizes = first.token_mask, tuple(shard.sizes for shard in shards)
+    padded = token_mask is not None
+    where = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
+    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *where, note, f"{0:016x}")
+    manifest.to_json()  # raises if it could not be read back
+    if not is_coordinator:
+        return folder, manifest, {}
+    tensors = {f"more {name}": x.clone() for name, x in more.items()}
+    return folder, manifest, tensors | ({} if token_mask is None else {"real": token_mask.clone()})
 
 
 def check_writable(path: Path) -> None:
-    """Raise unless a folder can be written to; it is made if it is not there."""
-    with _writing(path):
+    """Make a folder if it is missing. Raise unless it can be written to."""
+    with _store_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(EACCES, "Permission denied")
 
 
-def _next(path: Path) -> int:
-    """The number of the next saving; a folder that holds something else is left alone."""
-    with _writing(path):
+def _next_number(path: Path) -> int:
+    """Return the number of the next save. Raise if the folder holds something else."""
+    with _store_errors(path):
         if os.path.lexists(path / MANIFEST):
             try:
-                return whole(opened(path).saving + 1)
+                return check_size(read_manifest(path).saving + 1)
             except ValueError as error:
-                fix = "name another folder"
                 given = error.args[2] if isinstance(error, StoreError) else str(error)
-                raise StoreError("save", "a folder of savings, or a new one", given, fix) from error
+                raise StoreError("save", "a folder of savings, or a new one", given, "name another folder") from error
         if path.exists() and not path.is_dir():
             raise StoreError("save", "a folder that can be written to", str(path), "check the path")
     return 1
 
 
-def _save(path: Path, header: Header, layers: Layers, more: Mapping[str, Tensor]) -> None:
-    """Write this rank's tokens, but those that an earlier saving has left."""
-    folder, known = path / header.folder, layers.known
-    with _writing(path):
+def pieces(used: int) -> Iterator[tuple[int, int]]:
+    """Yield the slots of each file: a cache that has grown keeps all its files but a few at the end.
+
+    >>> list(pieces(4096 + 128 + 64 + 5))
+    [(0, 4096), (4096, 4224), (4224, 4288), (4288, 4293)]
+    """
+    start = 0
+    while start < used:
+        size = MAX_PIECE
+        while size > MIN_PIECE and start + size > used:
+            size //= 2
+        yield start, min(start + size, used)
+        start += size
+
+
+def _write(
+    path: Path,
+    manifest: Manifest,
+    shards: Sequence[CacheShard],
+    used: int,
+    saved: SavedPieces,
+    more: Mapping[str, Tensor],
+) -> None:
+    """Write this rank's tokens, linking to files of earlier saves that hold the same."""
+    folder, first = path / manifest.folder, shards[0]
+    with _store_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
-        found = [other for other in savings(path) if other != folder]
-        others = [*found[:2], *found[2:][-1:]]  # where the disk is full for long, many are cut short
-        for start, stop in pieces(layers.used):
-            tensors = {"columns": layers.rooms[0].token_index[start:stop]}
-            for number, room in enumerate(layers.rooms):
-                tensors[f"keys {number}"] = room.keys[:, :, start:stop]
-                tensors[f"values {number}"] = room.values[:, :, start:stop]
-            name = f"{layers.place}{start}-{stop}.safetensors"
-            own = known.folder / name if known.folder is not None and (start, stop) in known else None
-            there = [other / name for other in others]
-            known[start, stop] = link_or_write(folder / name, tensors, there, own, known.get((start, stop)))
+        found = [other for other in save_folders(path) if other != folder]
+        others = [*found[:2], *found[2:][-1:]]  # a disk that stays full leaves many interrupted saves
+        for start, stop in pieces(used):
+            tensors = {"columns": first.token_index[start:stop]}
+            for number, shard in enumerate(shards):
+                tensors[f"keys {number}"] = shard.keys[:, :, start:stop]
+                tensors[f"values {number}"] = shard.values[:, :, start:stop]
+            name = f"{first.heads.index}.{first.index}.{start}-{stop}.safetensors"
+            trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
+            known = saved.get((start, stop))
+            saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in others], trusted, known)
         if more:
             link_or_write(folder / MORE, more)
-        known.folder = folder
-        settle(folder, path, path.parent)
+        saved.folder = folder
+        sync_folders(folder, path, path.parent)
 
 
-def _publish(path: Path, header: Header) -> None:
-    """From now on this saving is the one that is loaded; older ones go. One at a time, of all jobs that save here."""
-    fresh = path / f"{MANIFEST}.{header.name}"
-    with _writing(path), _alone(path):
-        os.stat(path / header.folder)
-        _check_whole(path, header)
-        with fresh.open("w") as file:
-            file.write(header.text())
+def _publish(path: Path, manifest: Manifest) -> None:
+    """Make this save the current one and remove older ones, while no other job publishes to the folder."""
+    new = path / f"{MANIFEST}.{manifest.name}"
+    with _store_errors(path), _locked(path):
+        os.stat(path / manifest.folder)
+        _check_complete(path, manifest)
+        with new.open("w") as file:
+            file.write(manifest.to_json())
             file.flush()
             os.fsync(file.fileno())
-        os.replace(fresh, path / MANIFEST)
-        settle(path)
-        with suppress(OSError):  # what is published is; the rest is tidying up
-            for other in savings(path):
-                if other.name != header.folder:
+        os.replace(new, path / MANIFEST)
+        sync_folders(path)
+        with suppress(OSError):  # the save is published; failing to remove older ones does no harm
+            for other in save_folders(path):
+                if other.name != manifest.folder:
                     shutil.rmtree(other, ignore_errors=True)
-            for part in path.glob(f"{MANIFEST}.*"):  # of a saving that was cut short
+            for part in path.glob(f"{MANIFEST}.*"):  # of interrupted saves
                 if NAME.fullmatch(part.suffix[1:]):
                     part.unlink(missing_ok=True)
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process does the same, on a disk that has locks."""
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a folder, on a file system that has locks."""
     handle, end = os.open(path, os.O_RDONLY), time.monotonic() + TIMEOUT
     try:
         with suppress(OSError):
-            while not _locked(handle):
+            while not _lock(handle):
                 if time.monotonic() > end:
                     given, fix = f"{path}, where another does not end", "name another folder, or end it"
                     raise StoreError("save", "one saving at a time in a folder", given, fix)
@@ -154,7 +234,7 @@ def _alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _lock(handle: int) -> bool:
     try:
         flock(handle, LOCK_EX | LOCK_NB)
     except BlockingIOError:
@@ -162,20 +242,20 @@ def _locked(handle: int) -> bool:
     return True
 
 
-def _check_whole(path: Path, header: Header) -> None:
-    """Raise unless all ranks' files are here: hosts may have folders of that name on disks of their own."""
-    found = sum(file.stop - file.start for file in files_of(path, header)) // header.heads
-    if found != header.length:
-        given, fix = f"{found} of {header.length} tokens in {path}", "name one folder, on a disk that all ranks share"
+def _check_complete(path: Path, manifest: Manifest) -> None:
+    """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
+    found = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
+    if found != manifest.length:
+        given, fix = f"{found} of {manifest.length} tokens in {path}", "name one folder, on a disk that all ranks share"
         raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """What the system refuses is told as an error of ours."""
+def _store_errors(path: Path) -> Iterator[None]:
+    """Raise the system's errors as `StoreError`."""
     try:
         yield
-    except FileNotFoundError as error:  # who is done first removes what others have begun
+    except FileNotFoundError as error:  # the job that publishes first removes the files of others
         given, fix = f"{path}, where another was done first", "name a folder for each cache"
         raise StoreError("save", "one saving at a time in a folder", given, fix) from error
     except OSError as error:
@@ -184,17 +264,28 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 class Saving:
-    """A saving under way. Every rank calls `wait`; until then the saving before it is the one that is loaded."""
+    """Save that may still be writing. Until every rank has called `wait`, the previous save is the current one.
+
+    >>> import tempfile, torch
+    >>> import attnmesh as am
+    >>> cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = cache.save(folder, wait=False)
+    ...     cache.append(*torch.randn(2, 1, 2, 5, 4))
+    ...     saving.wait()
+    ...     am.KVCache.load(folder, None).length
+    0
+    """
 
     def __init__(self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None]) -> None:
-        """Begin to `write`; when all ranks have, `publish`, or raise on all what went wrong on one."""
+        """Start to `write` in a thread; `publish` runs once all ranks have written."""
         self.concluded = False
         self._mesh, self._publish = mesh, publish
         self._error: StoreError | None = None
         self._failure: BaseException | None = None
-        self._begin(write)
+        self._start(write)
 
-    def _begin(self, act: Callable[[], None]) -> None:
+    def _start(self, act: Callable[[], None]) -> None:
         self._all_done = False
         self._thread = Thread(target=self._run, args=[act], name="attnmesh saving")
         self._thread.start()
@@ -204,32 +295,36 @@ class Saving:
             act()
         except StoreError as error:
             self._error = error
-        except Exception as error:  # it is to be raised where it is waited for
+        except Exception as error:  # raised on all ranks by `wait`
             given = f"{type(error).__name__}: {error}"
             self._error = StoreError("save", "tensors that can be written", given, "save again")
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part is on the disk, or has failed."""
+        """True once this rank's files are on the disk, or writing them has failed."""
         return self.concluded or not self._thread.is_alive()
 
     def finish_writing(self) -> None:
-        """Wait until all ranks' parts are on the disk, or have failed: afterwards what was saved may change.
+        """Wait until all ranks' files are on the disk, or have failed, so that the cache may change.
 
-        Every rank calls it. They ask each other again and again: a slow disk is no lost rank.
+        Every rank calls it. Ranks compare their state again and again, so that a slow disk is no lost rank.
         """
         while not self._all_done:
             self._thread.join(min(POLL_INTERVAL, (deadline() or POLL_INTERVAL) / 4))
             self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:
-        """Until all ranks have written and what they wrote is what is loaded."""
+        """Wait until all ranks have written and this save is the current one. Every rank calls it.
+
+        Raises:
+            StoreError: A rank could not write its files, or another job saved to the same folder; on every rank.
+        """
         self.finish_writing()
         if not self.concluded:
             self.concluded = True
             try:
                 agree(self._mesh, self._error or "save")
-                self._begin(self._publish)
+                self._start(self._publish)
                 self.finish_writing()
                 agree(self._mesh, self._error or "save")
             except BaseException as error:

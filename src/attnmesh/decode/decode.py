@@ -1,8 +1,8 @@
-"""Decoding: keys stay where they are and the query goes to them. A step is a local attention and a merge across ranks.
+"""Decoding: keys stay on their ranks and the query comes to them. A step is a local attention and one merge.
 
-With `reproducible=True` the result is the same bits on 1, 2, 4, 8, ... ranks. The law: each block of keys that is dealt
-makes a partial of its own, and these are merged along one tree over the blocks' numbers, whose halves are the even and
-the odd numbers, their halves the residues modulo 4, and so on. Of that tree each rank's blocks are a subtree.
+With `reproducible=True` the result has the same bits on 1, 2, 4, 8, ... ranks. Each block of keys then makes a partial
+of its own. Partials are merged along one tree over the numbers of blocks: its halves are the even and the odd numbers,
+their halves the residues modulo 4, and so on. The blocks of a rank are a subtree of that tree.
 """
 
 from functools import lru_cache
@@ -12,25 +12,18 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import agree, askable, describe_call, unlike
-from attnmesh.comm.merge import COLLECTIVE, check_merge, send_poison
-from attnmesh.core.checks import (
-    check_checked,
-    check_no_more,
-    check_same_kind,
-    check_scale,
-    check_sinks,
-    swap_hint,
-    warn_if_swapped,
-)
+from attnmesh.comm.consensus import describe_call, may_compare
+from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, send_poison
+from attnmesh.core.checks import check_checked, warn_if_swapped
 from attnmesh.core.digest import fingerprints
-from attnmesh.core.mask import Causal, Mask, check_mask
+from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import wide
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.local import on_device
-from attnmesh.decode.operator import Step, decode_op, highest_checksum, or_nan, output_shape, run_step
-from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
-from attnmesh.kernels.select import NAMES, check_kernel
+from attnmesh.decode.operator import decode_op, highest_checksum, nan_unless_equal, run_step, tensors_of
+from attnmesh.decode.step import DecodeStep, check_step
+from attnmesh.errors import DtypeError, InputError, MeshError
+from attnmesh.kernels.select import NAMES
 
 
 def decode(
@@ -45,15 +38,31 @@ def decode(
     reproducible: bool = False,
     kernel: str = "auto",
     checked: bool | None = None,
-    **more: Never,
+    **unsupported: Never,
 ) -> Tensor:
-    """Attention of the last tokens of the cache, the same `q` on every rank, over all that the cache holds.
+    """Return attention of the cache's last tokens over all tokens of the cache, the same bits on every rank.
 
-    Each row of `q` (batch, heads, length, dim) sees what the mask lets its position see: causal, unless another is
-    given. The output is the same bits on every rank, or with `output="heads"` this rank's share of the heads. `merge`
-    is "tree", "direct", "gather", "allreduce" or "auto". `reproducible` asks for the same bits on any power of two of
-    ranks; it wants a cache filled by dealing, and blocks of 128 tokens or more to be fast. `checked` is the cache's own
-    unless it is given: see `KVCache`. Ranks that were called differently and do not ask get NaN.
+    Args:
+        q: Queries of the last tokens, (batch, heads, length, dim), equal on every rank.
+        cache: The sharded cache, which holds the keys and values of these tokens too.
+        mask: Which keys a query sees.
+        scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
+        merge: "tree", "direct", "gather", "allreduce" or "auto".
+        output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
+        reproducible: Whether the result has the same bits on any power of two of ranks. It needs a cache that was
+            filled by `append`, and blocks of 128 tokens or more to be fast.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
+        checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
+            differ and are not compared get NaN.
+        **unsupported: Options of other attention functions, which raise an error that names a substitute.
+
+    Returns:
+        The output, (batch, heads, length, value dim).
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -65,193 +74,84 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
-    options = _Options(mask, scale, merge, output, reproducible, kernel, more or None)
+    place = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
+    step = DecodeStep(*place, mask, cast(float, scale), merge, output, reproducible, kernel)
     checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
-        options = options._replace(scale=_check(q, cache, sinks, options))
+        step = check_step(q, cache, sinks, step, unsupported)
     except InputError as error:
-        if not torch.compiler.is_compiling() and cache.mesh.shape.ranks > 1:
-            _refuse(error, cache, options, checked)
+        compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
+        call = MergedCall(cache.mesh, merge, compares, str)
+        call.failed(error, lambda: _send_poison(cache, step))
         raise
     if torch.compiler.is_compiling():
-        return _compiled(q, cache, sinks, _step(cache, options))
+        return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, *step.encode()))
     with torch.no_grad():
-        out = _agreed(q, cache, sinks, options, checked)
+        out = _run_compared(q, cache, sinks, step, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
 
-def _agreed(q: Tensor, cache: KVCache, sinks: Tensor | None, options: "_Options", checked: bool | None) -> Tensor:
-    """The output, if all ranks were asked the same; else the error that all raise, or where nothing is asked NaN."""
-    held, step = cache.held, _step(cache, options)
-    silent = _silent(cache, options)
-    call = _Call(options, q.dtype, q.shape, None if sinks is None else sinks.dtype, cache.history_checksum)
-    asks = _asks(cache, call, silent, checked)
-    if asks and options.merge in COLLECTIVE:  # collectives cannot hear of a message that is not the one expected
-        agree(cache.mesh, call.text(q, sinks, cache.length))
-    out, checksum = run_step(q, held, sinks, step, _number(call))
+def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, checked: bool | None) -> Tensor:
+    """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
+    stays, kind = (
+        _stays_on_device(cache, step),
+        _Kind(step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype),
+    )
+    compares = may_compare(cache.device) and (
+        (not stays or kind not in cache.checker.kinds) if checked is None else checked
+    )
+    call = MergedCall(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
+    call.before()
+    out, checksum = run_step(q, cache.held, sinks, step, _number(kind, cache.history_checksum))
     if checksum is None:
         return out
-    if not asks:
-        return or_nan(out, checksum, output_shape(q, cache.values, step), merged=silent and step.heads.size == 1)
-    if float(checksum.sum()) != 0:
-        if silent and not checked and float(checksum.sum()) == torch.inf:  # by the message of one that asks nobody
-            given, fix = "an error on another that raised it alone", "see what it raised"
-            raise MeshError("decode", "the same call on every rank", given, fix)
-        agree(cache.mesh, call.text(q, sinks, cache.length))
-        unlike("decode")
-    if silent:
-        cache.checker.kinds.add(call.kind)
+    if not compares:
+        by_kernel = stays and step.heads.size == 1 and out.shape == step.output_shape(q, cache.values)
+        return out if by_kernel else nan_unless_equal(out, checksum, step.output_shape(q, cache.values))
+    if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
+        given, fix = "an error on another that raised it alone", "see what it raised"
+        raise MeshError("decode", "the same call on every rank", given, fix)
+    call.after(checksum, "decode")
+    if stays:
+        cache.checker.kinds.add(kind)
     return out
 
 
-def _asks(cache: KVCache, call: "_Call", silent: bool, checked: bool | None) -> bool:
-    """Whether the host looks at what the ranks said: always where that is free, else as it is told to."""
-    if not askable(cache.device):
-        return False
-    return (not silent or call.kind not in cache.checker.kinds) if checked is None else checked
+class _Kind(NamedTuple):
+    """What calls have in common that differ only in the values of their tensors."""
 
-
-def _silent(cache: KVCache, options: "_Options") -> bool:
-    """Whether ranks ask nothing of each other, and of the device, beyond the merge itself."""
-    kernel = options.kernel if options.kernel in NAMES else "auto"
-    return on_device(cache.keys, cache.held, kernel) and options.merge not in COLLECTIVE
-
-
-class _Call(NamedTuple):
-    """What ranks have to agree on."""
-
-    options: "_Options"
+    options: tuple[Any, ...]
     dtype: torch.dtype
     shape: torch.Size
     sinks: torch.dtype | None
-    history_checksum: int
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What calls have in common that only differ in numbers."""
-        return self[:-1]
-
-    def text(self, q: Tensor, sinks: Tensor | None, length: int) -> str:
-        """The call, as ranks tell each other of it."""
-        held = {"tokens in the cache": length, "padding and order": self.history_checksum}
-        return describe_call("decode", **self.options._asdict(), **fingerprints({"q": q, "sinks": sinks}), **held)
 
 
 @lru_cache(maxsize=64)
-def _number(call: _Call) -> int:
-    return crc32(repr(call).encode())
+def _number(kind: _Kind, history_checksum: int) -> int:
+    """Return a number of the call for its checksum."""
+    return crc32(f"{kind} {history_checksum}".encode())
 
 
-class _Options(NamedTuple):
-    mask: Mask
-    scale: float | None
-    merge: str
-    output: str
-    reproducible: bool
-    kernel: str
-    more: dict[str, Never] | None
+def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep) -> str:
+    """Return the text of the call that ranks compare."""
+    options = dict(zip(step._fields[4:], step.options, strict=True))
+    held = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+    return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **held)
 
 
-def _step(cache: KVCache, options: _Options) -> Step:
-    where = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    scale = cast(float, options.scale)  # as it was checked
-    return Step(*where, options.mask, scale, options.merge, options.output, options.reproducible, options.kernel)
+def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
+    """Return whether the host reads nothing of the device during the step."""
+    kernel = step.kernel if step.kernel in NAMES else "auto"
+    return on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
 
 
-def _refuse(error: InputError, cache: KVCache, options: "_Options", checked: bool | None) -> None:
-    """Before a rank raises: it takes its part in what the others do, and tells those who ask."""
-    if options.merge not in COLLECTIVE:
-        _absent(cache, options)
-    if checked is True or (checked is not False and not _silent(cache, options)):  # else they hear of it
-        agree(cache.mesh, error)
-
-
-def _absent(cache: KVCache, options: "_Options") -> None:
-    """A rank that cannot go on takes its part in the exchanges all the same."""
-    ranks = cache.tokens.size
-    reproducible = options.reproducible is True  # what is neither True nor False, the others do not go by
-    canonical = reproducible and not ranks & (ranks - 1)
-    checksum = torch.full((2,), torch.inf, dtype=wide(cache.sizes.dtype), device=cache.device)
-    merge = "tree" if reproducible else options.merge
-    send_poison(cache.tokens, merge, options.output, checksum, canonical=canonical)
+def _send_poison(cache: KVCache, step: DecodeStep) -> None:
+    """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
+    ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
+    merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
+    like = torch.empty(0, dtype=wide(cache.sizes.dtype), device=cache.device)
+    checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)
-
-
-def _compiled(q: Tensor, cache: KVCache, sinks: Tensor | None, step: Step) -> Tensor:
-    groups = (axis.group.group_name if axis.group is not None else "" for axis in (step.heads, step.tokens))
-    names = [*groups, step.merge, step.output, step.kernel]
-    places = (step.heads.size, step.heads.index, step.tokens.size, step.tokens.index)
-    numbers = [*places, step.block, step.capacity, int(step.reproducible), *step.mask.encode()]
-    padded = (None, None, None) if cache.padding is None else cache.padding
-    room = cache.shard
-    held = (room.keys, room.values, room.token_index, room.state, *padded)
-    return decode_op(q, *held, sinks, numbers, ",".join(names), step.scale)  # type: ignore[no-any-return]
-
-
-def _check(q: Tensor, cache: KVCache, sinks: Tensor | None, options: _Options) -> float:
-    """The scale, if all the rest can be served too."""
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
-        fix = "decode under torch.no_grad(), or train with attention"
-        raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
-    check_no_more("decode", options.more or {})
-    check_same_kind("decode", {"q": q})
-    shape = (cache.sizes.batch, "heads", "length", cache.sizes.head_dim)
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (cache.sizes.batch, cache.sizes.head_dim) or not q.shape[2]:
-        fix = "pass the queries of the cache's last tokens"
-        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
-    if q.shape[1] % cache.sizes.kv_heads or not q.shape[1]:
-        given = f"{q.shape[1]} query heads on {cache.sizes.kv_heads} key heads"
-        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % cache.sizes.kv_heads == 0)
-        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
-    if q.dtype != cache.sizes.dtype or q.device.type != cache.device.type:
-        given = f"{q.dtype} on {q.device}"
-        raise DtypeError("decode q", f"{cache.sizes.dtype} on {cache.device}", given, "call .to(cache.sizes.dtype)")
-    check_mask("decode mask", options.mask)
-    check_merge("decode", options.merge, options.output)
-    check_kernel(options.kernel)
-    scale = check_scale("decode", options.scale, q)
-    check_sinks("decode sinks", sinks, q)
-    if cache.padding is not None and options.mask.ends:
-        fix = "keep documents in sequences of their own"
-        raise MaskError("decode mask", "no documents in a padded batch", f"{options.mask}", fix)
-    check_reproducible("decode reproducible", options.reproducible, cache.tokens.size, options.merge)
-    if options.reproducible:
-        _check_dealt(cache)
-    if askable(q.device):
-        _check_length(q, cache, options)
-    return scale
-
-
-def _check_length(q: Tensor, cache: KVCache, options: _Options) -> None:
-    """What needs to know the length: a graph does not ask for it."""
-    if not cache.holds(q.shape[2]):
-        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
-        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
-        fix = "append before decode" + swap_hint(fits)
-        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
-    if options.mask.ends:
-        options.mask.check_length("decode mask", cache.length)
-
-
-def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
-    """Raise unless the same bits are not asked for, or can be had on so many ranks along queries and keys."""
-    if not isinstance(reproducible, bool):
-        raise KernelError(subject, "True or False", repr(reproducible), "say one of them")
-    if not reproducible:
-        return
-    expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
-    if ranks & (ranks - 1):
-        fix = "use a power of two of ranks, or leave it out"
-        raise KernelError(subject, expected, f"{ranks} ranks", fix)
-    if merge not in ("auto", "tree"):
-        raise KernelError(subject, expected, f"merge {merge!r}", 'leave merge at "auto"')
-
-
-def _check_dealt(cache: KVCache) -> None:
-    if not cache.is_block_cyclic or cache.padding is not None:
-        given = "a padded batch" if cache.padding is not None else "one that keeps what a sharded prefill made"
-        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
-        raise LayoutError("decode reproducible", "a cache whose tokens were dealt", given, fix)

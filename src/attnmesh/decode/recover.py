@@ -1,6 +1,6 @@
-"""After ranks are lost: what the others hold, and their copies, dealt anew to the ranks of another mesh.
+"""Recovery after lost ranks: surviving shards and copies, resharded over another mesh.
 
-Those that are left leave the broken world and enter another, with new ranks or without; then all of them `recover`.
+Survivors leave the broken world and enter another, with new ranks or without. Then all of its ranks call `recover`.
 """
 
 import json
@@ -14,16 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed, texts
 from attnmesh.comm.p2p import all_gather_ints, blank, swap
-from attnmesh.core.checks import check_no_more
+from attnmesh.core.checks import check_unknown_options
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, cover
+from attnmesh.decode.cache_shard import CacheShard, position_sum
 from attnmesh.errors import DtypeError, InputError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
 
-Place = tuple[int, int]
-"""Of a shard in the old mesh: along heads and along tokens."""
+OldShard = tuple[int, int]
+"""A shard's indices in the old mesh, along heads and along tokens."""
 
 
 def recover(
@@ -36,209 +36,232 @@ def recover(
     copies: int = 1,
     **more: Never,
 ) -> list[KVCache]:
-    """The layers' caches on another mesh, from what the ranks that are left held before; every rank of it calls it.
+    """Return the layers' caches on another mesh, from the shards and copies that its ranks still hold.
 
-    A rank that is new passes None. All come to the tokens that every one of them has in every layer: some may have been
-    a step ahead. The options are those of `KVCache`; without `capacity` it is what it was.
+    Every rank of the mesh calls it. The caches are truncated to the tokens that all ranks hold in all layers, since
+    some ranks may have been a step ahead.
+
+    Args:
+        caches: The layers' caches on the old mesh, or None on a new rank.
+        mesh: Mesh of all ranks, or None for one device.
+        capacity: Tokens to reserve memory for; the old capacity by default.
+        device: As in `KVCache`.
+        checked: As in `KVCache`.
+        copies: As in `KVCache`.
+        **more: None: unknown arguments are refused on all ranks.
+
+    Returns:
+        One cache per layer, its tokens block-cyclic.
+
+    Raises:
+        MeshError: A shard and all its copies are lost, or the ranks' caches do not fit together.
+        ShapeError: `capacity` is less than the tokens that are left.
+        DtypeError: `caches` is not a list of caches.
+        ArgumentError: An argument is unknown.
+
+    >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+    >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
+    >>> [recovered] = recover([cache], None)
+    >>> recovered.length
+    5
     """
-    here = Mesh.of(mesh)
+    axes = Mesh.of(mesh)
 
-    def look() -> str:
+    def check() -> str:
         _check(caches, more)
-        return json.dumps(_told_of(caches))
+        return json.dumps(_describe(caches))
 
-    mine = run_agreed(here, look, describe_call("recover", capacity=capacity, checked=checked, copies=copies))
-    said = [json.loads(text) for text in texts(here, mine)]
-    known = [each for each in said if each]
-    length = min((each["length"] for each in known), default=0)
-    if fault := _fault(known, here, capacity, length):
-        raise fault  # as all ranks do, who have heard the same
-    room = max(each["capacity"] for each in known) if capacity is None else capacity
-    sizes = [replace(Sizes.decode(code), capacity=room) for code in known[0]["sizes"]]
+    text = run_agreed(axes, check, describe_call("recover", capacity=capacity, checked=checked, copies=copies))
+    by_rank = [json.loads(each) for each in texts(axes, text)]
+    found = [each for each in by_rank if each]
+    length = min((each["length"] for each in found), default=0)
+    if fault := _fault(found, axes, capacity, length):
+        raise fault  # the same on all ranks: all have the same texts
+    capacity = max(each["capacity"] for each in found) if capacity is None else capacity
+    sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     made = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
-    moves = _Moves(caches or (), made, length, _sources(said))
+    moves = _Moves(caches or (), made, length, _sources(by_rank))
     with torch.no_grad():
-        real = moves.real() if known[0]["padding"] < length else None
+        token_mask = moves.token_mask() if found[0]["padding"] < length else None
         for layer in range(len(made)):
-            moves.fill(layer, real)
+            moves.fill(layer, token_mask)
     return made
 
 
 class _Moves:
-    """Who sends which tokens to whom: every rank works out the same."""
+    """Messages that carry each old shard's tokens to their new ranks; every rank computes the same plan."""
 
-    def __init__(self, old: Sequence[KVCache], new: Sequence[KVCache], length: int, sources: dict[Place, int]) -> None:
+    def __init__(
+        self, old: Sequence[KVCache], new: Sequence[KVCache], length: int, sources: dict[OldShard, int]
+    ) -> None:
         self.old, self.new, self.length, self.sources = old, new, length, sources
         self.mesh, tokens = new[0].mesh, new[0].tokens
         self.axis = flat_axis(new[0].device_mesh, AXES)
-        here = [self.axis.index, self.mesh.heads.index, tokens.index]
-        self.ranks = all_gather_ints(here, self.mesh.axes)  # by shard: where it is in line, and in the new mesh
-        held = [json.loads(text) for text in texts(self.mesh, json.dumps([*map(self._counts, range(len(new)))]))]
-        self.counts: list[list[dict[str, list[int]]]] = held  # by shard, layer and place in the old mesh
-        whole = len({heads for heads, _ in sources}) * cover(torch.arange(length))
+        indices = [self.axis.index, self.mesh.heads.index, tokens.index]
+        self.ranks = all_gather_ints(indices, self.mesh.axes)  # by rank: indices in the flat axis, heads and tokens
+        counts = json.dumps([self._counts(layer) for layer in range(len(new))])
+        self.counts: list[list[dict[str, list[int]]]] = [json.loads(text) for text in texts(self.mesh, counts)]
+        expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(length))
         for layer in range(len(new)):
-            found = sum(counts.pop() for each in held for counts in each[layer].values())
-            if (found - whole) % 2**64:
+            total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
+            if (total - expected) % 2**64:
                 given, fix = f"others in layer {layer}", "load a checkpoint, or prefill once more"
                 raise MeshError("recover", f"each of {length} tokens once", given, fix)
 
     def _counts(self, layer: int) -> dict[str, list[int]]:
-        """Of each old shard that comes from here, how many of its tokens go to each place of the new deal.
-
-        At the end a sum that tells which they are.
-        """
+        """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
         found = {}
         for place in self._sent_by(self.mesh.shard):
             tokens = self._tokens(layer, place)
             owners = self.new[layer].shard.block_cyclic.owner(tokens)
             counts = torch.bincount(owners, minlength=self.new[layer].tokens.size)
-            found[str(place)] = [*counts.tolist(), cover(tokens)]
+            found[str(place)] = [*counts.tolist(), position_sum(tokens)]
         return found
 
-    def _tokens(self, layer: int, place: Place) -> Tensor:
-        """Those of an old shard that all ranks have come to."""
-        room = _room(self.old[layer], place)
-        return room.token_index[: room.before(self.length)]
+    def _tokens(self, layer: int, place: OldShard) -> Tensor:
+        """Return the tokens of an old shard that all ranks have reached."""
+        shard = _shard(self.old[layer], place)
+        return shard.token_index[: shard.count_before(self.length)]
 
-    def _sent_by(self, shard: int) -> list[Place]:
-        return [place for place, source in self.sources.items() if source == shard]
+    def _sent_by(self, rank: int) -> list[OldShard]:
+        return [place for place, source in self.sources.items() if source == rank]
 
-    def _shared(self, sizes: Sizes, place: Place, heads: int) -> tuple[slice, slice]:
-        """The key heads that an old shard and a new one have in common: which of the old's, and which of the new's."""
+    def _shared(self, sizes: Sizes, place: OldShard, heads: int) -> tuple[slice, slice]:
+        """Return the key heads that an old and a new shard share: slices of the old and of the new heads."""
         old, new = Axis(1 + max(h for h, _ in self.sources), place[0]), Axis(self.mesh.heads.size, heads)
         return overlap(old.share_of(sizes.kv_heads), new.share_of(sizes.kv_heads))
 
-    def fill(self, layer: int, real: Tensor | None) -> None:
-        """Send what others are to have of an old layer, and write what comes."""
+    def fill(self, layer: int, token_mask: Tensor | None) -> None:
+        """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
-        none = torch.empty(0, dtype=torch.int64, device=cache.device)
-        wanted, places = self._wanted(layer, none)
-        came = swap(self._parts(layer, none), wanted, self.axis)
-        for line, first, heads in places:
-            tokens, k, v = came[line][first : first + 3]
+        empty = torch.empty(0, dtype=torch.int64, device=cache.device)
+        wanted, places = self._wanted(layer, empty)
+        received = swap(self._parts(layer, empty), wanted, self.axis)
+        for peer, first, heads in places:
+            tokens, k, v = received[peer][first : first + 3]
             slots = cache.shard.block_cyclic.slot(tokens)
             cache.shard.token_index.index_copy_(0, slots, tokens)
             cache.keys[:, heads].index_copy_(2, slots, k)
             cache.values[:, heads].index_copy_(2, slots, v)
-        cache.filled(self.length, real)
+        cache.shards.mark_present(self.length, token_mask)
 
-    def _parts(self, layer: int, none: Tensor) -> list[tuple[Tensor, ...]]:
-        """For each rank in line its heads and tokens of what comes from here."""
+    def _parts(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return the tensors that this rank sends to each peer."""
         cache = self.new[layer]
-        parts: list[tuple[Tensor, ...]] = [(none,)] * len(self.ranks)
+        parts: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         for place in self._sent_by(self.mesh.shard):
-            theirs, tokens = _room(self.old[layer], place), self._tokens(layer, place)
+            shard, tokens = _shard(self.old[layer], place), self._tokens(layer, place)
             owners = cache.shard.block_cyclic.owner(tokens)
-            for line, heads, index in self.ranks:
-                of, _ = self._shared(cache.sizes, place, heads)
-                mine = (owners == index).nonzero().flatten()
-                if of.start < of.stop:
-                    k, v = (x[:, of].index_select(2, mine) for x in (theirs.keys, theirs.values))
-                    parts[line] += tokens[mine], k, v
+            for peer, heads, index in self.ranks:
+                source, _ = self._shared(cache.sizes, place, heads)
+                slots = (owners == index).nonzero().flatten()
+                if source.start < source.stop:
+                    k, v = (x[:, source].index_select(2, slots) for x in (shard.keys, shard.values))
+                    parts[peer] += tokens[slots], k, v
         return parts
 
-    def _wanted(self, layer: int, none: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
-        """What will come of each rank in line; and of each shard in it where it is, and to which heads it goes."""
+    def _wanted(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
+        """Return blanks for what each peer sends, and each old shard's (peer, first tensor, heads to write)."""
         cache = self.new[layer]
-        wanted: list[tuple[Tensor, ...]] = [(none,)] * len(self.ranks)
+        wanted: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         places: list[tuple[int, int, slice]] = []
-        for shard, (line, _, _) in enumerate(self.ranks):
-            for place in self._sent_by(shard):
+        for rank, (peer, _, _) in enumerate(self.ranks):
+            for place in self._sent_by(rank):
                 _, heads = self._shared(cache.sizes, place, self.mesh.heads.index)
-                count = self.counts[shard][layer][str(place)][cache.tokens.index]
+                count = self.counts[rank][layer][str(place)][cache.tokens.index]
                 if heads.start < heads.stop:
-                    places.append((line, len(wanted[line]), heads))
+                    places.append((peer, len(wanted[peer]), heads))
                     k, v = (blank(x[:, heads], count) for x in (cache.keys, cache.values))
-                    wanted[line] += blank(cache.shard.token_index, count, 0), k, v
+                    wanted[peer] += blank(cache.shard.token_index, count, 0), k, v
         return wanted, places
 
-    def real(self) -> Tensor:
-        """Which tokens are real, as the first rank knows that has any."""
+    def token_mask(self) -> Tensor:
+        """Return the token mask of the first rank that has caches, on every rank."""
         first = min(self.sources.values())
-        line, shape = self.ranks[first][0], (self.new[0].sizes.batch, self.length)
-        own = none = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
+        peer, shape = self.ranks[first][0], (self.new[0].sizes.batch, self.length)
+        mask = empty = torch.empty(0, dtype=torch.bool, device=self.new[0].device)
         if self.mesh.shard == first and (padding := self.old[0].padding) is not None:
-            own = padding.token_mask[:, : self.length]
-        wanted = [(none,)] * len(self.ranks)
-        wanted[line] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
-        return swap([(own,)] * len(self.ranks), wanted, self.axis)[line][0]
+            mask = padding.token_mask[:, : self.length]
+        wanted = [(empty,)] * len(self.ranks)
+        wanted[peer] = (torch.empty(shape, dtype=torch.bool, device="meta"),)
+        return swap([(mask,)] * len(self.ranks), wanted, self.axis)[peer][0]
 
 
-def _told_of(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
-    """What a rank has: of its own, and copies."""
+def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
+    """Return this rank's sizes, lengths and shards, its own shard first, as JSON can carry them."""
     if caches is None:
         return None
     first, heads = caches[0], caches[0].mesh.heads
-    common = set.intersection(*({room.index for room in cache.rooms} for cache in caches))
-    rooms = [room for cache in caches for room in cache.rooms if room.index in common]
+    common = set.intersection(*({shard.index for shard in cache.shards.all} for cache in caches))
+    shards = [shard for cache in caches for shard in cache.shards.all if shard.index in common]
     return {
         "sizes": [replace(cache.sizes, capacity=1).encode() for cache in caches],
         "capacity": max(cache.sizes.capacity for cache in caches),
         "mesh": [heads.size, first.tokens.size],
-        "length": min(room.length for room in rooms),
+        "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
-        "held": [[heads.index, room.index] for room in first.rooms if room.index in common],
+        "held": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
     }
 
 
 def _first_padding(cache: KVCache) -> int:
-    """How many tokens come before the first that is padding in some sequence: all, if none is."""
-    if cache.padding is None:
+    """Return how many tokens precede the first that is padding in some sequence; all, without padding."""
+    if (token_mask := cache.shard.token_mask) is None:
         return cache.length
-    padded = (~cache.padding.token_mask[:, : cache.length]).any(0).nonzero()
+    padded = (~token_mask).any(0).nonzero()
     return int(padded[0]) if len(padded) else cache.length
 
 
 def _check(caches: object, more: dict[str, Never]) -> None:
+    """Raise unless `caches` are caches of one mesh, or None."""
     if caches is not None and not (
         isinstance(caches, (list, tuple)) and caches and all(isinstance(cache, KVCache) for cache in caches)
     ):
         fix = "pass [cache], or None on a rank that is new"
         raise DtypeError("recover", "a list of caches, one a layer", type(caches).__name__, fix)
-    check_no_more("recover", more)
+    check_unknown_options("recover", more)
     if len({(cache.mesh.heads, cache.tokens) for cache in caches or ()}) > 1:
         fix = "pass the caches of one model, layer by layer"
         raise MeshError("recover", "caches of one mesh", "caches of several", fix)
 
 
-def _fault(known: list[dict[str, Any]], here: Mesh, capacity: object, length: int) -> InputError | None:
-    """What every rank finds wrong with what all said, if anything is."""
-    if not known:
+def _fault(found: list[dict[str, Any]], axes: Mesh, capacity: object, length: int) -> InputError | None:
+    """Return the error for ranks whose caches cannot be recovered together, or None."""
+    if not found:
         fix = "pass what is left of the caches on the ranks that had them"
         return MeshError("recover", "caches on some rank", "None on all", fix)
     for name in ("sizes", "mesh"):
-        if any(each[name] != known[0][name] for each in known):
+        if any(each[name] != found[0][name] for each in found):
             given, fix = f"ranks whose {name} differ", "pass the caches of one model, layer by layer, on every rank"
             return MeshError("recover", "the same caches on every rank", given, fix)
-    if any(each["changes"] != known[0]["changes"] for each in known):
-        given, fix = "ranks of which some were cut or reordered once more", "load a checkpoint, or prefill once more"
-        return MeshError("recover", "caches whose tokens only grew since all were alike", given, fix)
-    if any(min(each["padding"], length) != min(known[0]["padding"], length) for each in known):
-        given, fix = "ranks whose padding differs", "load a checkpoint, or prefill once more"
-        return MeshError("recover", "the same padding on every rank", given, fix)
-    heads, tokens = known[0]["mesh"]
-    held = {tuple(place) for each in known for place in each["held"]}
+    again = "load a checkpoint, or prefill once more"
+    if any(each["changes"] != found[0]["changes"] for each in found):
+        given = "ranks of which some were truncated or reordered once more"
+        return MeshError("recover", "caches that were truncated and reordered alike", given, again)
+    if any(min(each["padding"], length) != min(found[0]["padding"], length) for each in found):
+        return MeshError("recover", "the same padding on every rank", "ranks whose padding differs", again)
+    heads, tokens = found[0]["mesh"]
+    held = {tuple(place) for each in found for place in each["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
     if lost:
-        given, fix = f"none of {lost}, along heads and tokens", "load a checkpoint, or prefill once more"
-        return MeshError("recover", "a rank or a copy of each shard", given, fix)
+        return MeshError("recover", "a rank or a copy of each shard", f"none of {lost}, along heads and tokens", again)
     if isinstance(capacity, int) and capacity < length:
-        given = f"{length} in a capacity of {capacity}"
-        return ShapeError("recover", "room for the tokens that are left", given, "say a larger capacity=")
-    return Sizes.decode(known[0]["sizes"][0]).fault(here.heads.size)
+        given, fix = f"{length} in a capacity of {capacity}", f"pass capacity={length}"
+        return ShapeError("recover", "room for the tokens that are left", given, fix)
+    return Sizes.decode(found[0]["sizes"][0]).fault(axes.heads.size)
 
 
-def _sources(said: list[dict[str, Any] | None]) -> dict[Place, int]:
-    """From which rank of the new mesh each old shard comes: from who held it, or else from the first copy."""
-    sources: dict[Place, int] = {}
+def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
+    """Return the new rank that sends each old shard: its owner, or else the first rank with a copy."""
+    sources: dict[OldShard, int] = {}
     for copy in (False, True):
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(by_rank):
             for heads, tokens in (each["held"][1:] if copy else each["held"][:1]) if each else ():
                 sources.setdefault((heads, tokens), rank)
     return sources
 
 
-def _room(cache: KVCache, place: Place) -> CacheShard:
-    """That of an old shard, of its own or a copy."""
-    return next(room for room in cache.rooms if room.index == place[1])
+def _shard(cache: KVCache, place: OldShard) -> CacheShard:
+    """Return an old shard that this rank holds, its own or a copy."""
+    return next(shard for shard in cache.shards.all if shard.index == place[1])

@@ -1,10 +1,11 @@
-"""Tensors in a file of the safetensors format, each with a sum that tells damage; nothing that is read is ever run.
+"""Tensors in a safetensors file, each with a checksum; reading executes nothing.
 
-        8 bytes     the length of the header
-        header      JSON: for each tensor its dtype, its shape, and from which byte to which it lies behind the header
+        8 bytes     length of the header
+        header      JSON: dtype, shape and byte range of each tensor, and its checksum as metadata
         the rest    the tensors, one behind the other
 
-What a file says of itself is checked against its own size before any memory is reserved.
+The `safetensors` package cannot replace this file: the core depends on torch alone, and the package verifies no
+checksums. All sizes in a header are checked against the file's own size before any memory is reserved.
 """
 
 import ctypes
@@ -32,113 +33,116 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""Those that a cache has, by their names in the format."""
+"""Supported dtypes, by their names in the format."""
 
-LONGEST = 1 << 24
-"""Bytes of the longest header that is read."""
+MAX_HEADER, MAX_SIZE, MAX_DIMS = 1 << 24, 1 << 48, 8
+"""Limits of what is read: bytes of a header, any single number in it, and dimensions of a tensor."""
 
 FIX = "restore the folder from a copy, or save to another"
 
-DIMS = 8
-"""Dimensions that a tensor has at most."""
-
 
 class Entry(NamedTuple):
-    """A tensor in a file: what it is, where it lies, and its sum."""
+    """A tensor in a file: its dtype, shape, byte range and checksum."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
-    sum: int
+    checksum: int
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the checksum of each tensor."""
+    return {name: int(digest(x)) for name, x in tensors.items()}
 
 
 def link_or_write(
     path: Path,
     tensors: Mapping[str, Tensor],
     others: Iterable[Path] = (),
-    own: Path | None = None,
-    sums: Mapping[str, int] | None = None,
+    trusted: Path | None = None,
+    known: Mapping[str, int] | None = None,
 ) -> Mapping[str, int]:
-    """Write them, unless one of the others holds them, to which this file then becomes a link; gives their sums.
+    """Link `path` to one of `others` that holds the tensors, or write them. Return their checksums.
 
-    Sums that are known are not made once more, and a file that is this process's `own` is not read.
+    `known` checksums are not computed again. A `trusted` file, written by this process, is not read to verify it.
     """
-    sums = sums or {name: int(digest(x)) for name, x in tensors.items()}
+    known = known or checksums(tensors)
     for other in others:
-        if _holds(other, tensors, sums, read=other != own):
-            with suppress(OSError):  # a disk that has no links has it written once more
+        if _holds(other, tensors, known, verify=other != trusted):
+            with suppress(OSError):  # a file system without links
                 os.link(other, path)
-                return sums
-    write(path, tensors, sums)
-    return sums
+                return known
+    write(path, tensors, known)
+    return known
 
 
-def _holds(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int], *, read: bool) -> bool:
-    """Whether a file is of these tensors: by what it says, and if it is to be read by what it has."""
+def _holds(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int], *, verify: bool) -> bool:
+    """Return True if a file's header describes these tensors and, with `verify`, its contents match the header."""
+    wanted = {name: (x.dtype, tuple(x.shape), known[name]) for name, x in tensors.items()}
     try:
-        stored = Stored(path)
-        wanted = {name: (x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-        if {name: (entry.dtype, entry.shape) for name, entry in stored.entries.items()} != wanted:
+        file = TensorFile(path)
+        if {name: (entry.dtype, entry.shape, entry.checksum) for name, entry in file.entries.items()} != wanted:
             return False
-        if any(entry.sum != sums[name] for name, entry in stored.entries.items()):
-            return False
-        for name, (dtype, shape) in wanted.items() if read else ():
-            stored.read(name, dtype, shape)
+        for name in wanted if verify else ():
+            file.read(name)
     except StoreError:
         return False
     return True
 
 
-def write(path: Path, tensors: Mapping[str, Tensor], sums: Mapping[str, int]) -> None:
-    """All of them with their sums, in one go: the file has its name when the disk has all of it."""
+def write(path: Path, tensors: Mapping[str, Tensor], known: Mapping[str, int]) -> None:
+    """Write tensors and their checksums. The file appears under its name only once the disk has all of it."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {name: str(number) for name, number in sums.items()}}
-    place = 0
+    header: dict[str, Any] = {"__metadata__": {name: str(number) for name, number in known.items()}}
+    start = 0
     for name, x in tensors.items():
-        size = x.numel() * x.element_size()
-        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [place, place + size]}
-        place += size
+        header[name] = {"dtype": names[x.dtype], "shape": list(x.shape), "data_offsets": [start, start + x.nbytes]}
+        start += x.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for x in tensors.values():
-            flat = x.detach().contiguous().cpu()
-            size = flat.numel() * flat.element_size()
-            file.write((ctypes.c_char * size).from_address(flat.data_ptr()) if size else b"")
+            flat = x.detach().contiguous().cpu()  # named, so that the buffer's memory lives on
+            file.write(_buffer(flat))
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
 
 
-def settle(*folders: Path) -> None:
-    """Until the disk has the names that were given in these: a file that is whole may else be lost with its name."""
+def _buffer(x: Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a buffer, without a copy."""
+    return (ctypes.c_char * x.nbytes).from_address(x.data_ptr()) if x.nbytes else bytearray()
+
+
+def sync_folders(*folders: Path) -> None:
+    """Flush folders to disk: without it a power failure may lose the name of a complete file."""
     for folder in folders:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # of file systems on which there is nothing to wait for
+            if error.errno != errno.EINVAL:  # raised by file systems that cannot flush folders
                 raise
         finally:
             os.close(handle)
 
 
-class Stored:
-    """A file that `write` wrote, or that says so."""
+class TensorFile:
+    """A file of tensors whose header has been checked; its tensors are checked as they are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             size = path.stat().st_size
-            if not path.is_file():  # to open a pipe would be to wait for whoever writes to it
-                raise ValueError("no file")
+            if not path.is_file():  # opening a pipe would wait for a writer
+                raise ValueError("not a regular file")
             with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if not 2 <= length <= min(LONGEST, size - 8):
-                    raise ValueError("a header of no such length")
+                if not 2 <= length <= min(MAX_HEADER, size - 8):
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
                 header = json.loads(file.read(length))
             self.start = 8 + length
             self.entries = _entries(header, size - self.start)
@@ -147,7 +151,7 @@ class Stored:
             raise StoreError("load", expected, given, "check the path, or save again") from error
 
     def read(self, name: str, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of that name; an error if it is not there, is another than is wanted, or not what was written."""
+        """Return a tensor. Raise if it is missing, damaged, or not of the expected dtype and shape."""
         if name not in self.entries:
             raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
         entry = self.entries[name]
@@ -155,63 +159,63 @@ class Stored:
             given = f"{entry.dtype} {entry.shape} in {self.path}"
             raise StoreError("load", f"{name!r} as {dtype} {shape}", given, FIX)
         size = entry.stop - entry.start
-        if size > memory():
+        if size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
-            raise StoreError("load", f"at most this host's {memory() / 1e9:,.1f} GB", given, FIX)
+            raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start + entry.start)
-                got = file.readinto((ctypes.c_char * size).from_address(tensor.data_ptr())) if size else 0
+                got = file.readinto(_buffer(tensor))
         except OSError as error:
             given = f"{name!r} in {self.path} ({error.strerror})"
             raise StoreError("load", "files as they were written", given, FIX) from error
-        if got != size or int(digest(tensor)) != entry.sum:
+        if got != size or int(digest(tensor)) != entry.checksum:
             raise StoreError("load", "files as they were written", f"damage in {name!r} in {self.path}", FIX)
         return tensor
 
 
-def _entries(header: Any, room: int) -> dict[str, Entry]:
-    """What a header says, if that can be: whole numbers, and tensors that fill the room without a gap."""
+def _entries(header: Any, size: int) -> dict[str, Entry]:
+    """Return the entries of a header. Raise unless its tensors fill `size` bytes without gap or overlap."""
     if not isinstance(header, dict):
-        raise ValueError("a header that is none")
-    sums = dict(header.pop("__metadata__"))
-    entries, places = {}, []
-    for name, said in header.items():
-        start, stop = (whole(x) for x in said["data_offsets"])
-        shape, dtype = tuple(whole(n) for n in said["shape"]), DTYPES[said["dtype"]]
-        many = len(shape) > DIMS or math.prod(max(n, 1) for n in shape) > 1 << 48
-        if many or start > stop or stop > room or math.prod(shape) * dtype.itemsize != stop - start:
-            raise ValueError(f"{name!r} does not lie where it should")
-        entries[name] = Entry(dtype, shape, start, stop, int(str(sums[name])))
-        places.append((start, stop))
-    places.sort()
-    if [start for start, _ in places] + [room] != [0] + [stop for _, stop in places]:
+        raise ValueError(f"a header of type {type(header).__name__}")
+    known = dict(header.pop("__metadata__"))
+    entries = {}
+    for name, fields in header.items():
+        start, stop = (check_size(x) for x in fields["data_offsets"])
+        shape, dtype = tuple(check_size(n) for n in fields["shape"]), DTYPES[fields["dtype"]]
+        large = len(shape) > MAX_DIMS or math.prod(max(n, 1) for n in shape) > MAX_SIZE
+        if large or start > stop or stop > size or math.prod(shape) * dtype.itemsize != stop - start:
+            raise ValueError(f"{name!r} has a byte range that does not match its shape or the file")
+        entries[name] = Entry(dtype, shape, start, stop, int(str(known[name])))
+    ranges = sorted((entry.start, entry.stop) for entry in entries.values())
+    if [start for start, _ in ranges] + [size] != [0] + [stop for _, stop in ranges]:
         raise ValueError("tensors that overlap, or gaps between them")
     return entries
 
 
 def check_more(more: object) -> None:
-    """Raise unless these are named tensors that a file can hold."""
+    """Raise unless `more` maps names to tensors that a file can hold."""
     fix = "pass a dict of names to tensors"
     if not isinstance(more, Mapping):
         raise StoreError("save more", "tensors by their names", type(more).__name__, fix)
     for name, x in more.items():
         if not isinstance(name, str) or not isinstance(x, Tensor):
             raise StoreError("save more", "tensors by their names", f"{name!r}: {type(x).__name__}", fix)
-        if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > DIMS:
+        if x.dtype not in DTYPES.values() or x.layout != torch.strided or x.ndim > MAX_DIMS:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
-            given = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims"
-            raise StoreError("save more", f"dense tensors of {kinds}, of {DIMS} dims at most", given, "convert it")
+            expected = f"dense tensors of {kinds}, of {MAX_DIMS} dims at most"
+            given, fix = f"{name!r} as {x.dtype}, {x.layout}, of {x.ndim} dims", "call .to_dense() and .to() on it"
+            raise StoreError("save more", expected, given, fix)
 
 
-def memory() -> int:
-    """Bytes that this host has."""
+def host_memory() -> int:
+    """Return the bytes of memory of this host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def whole(x: Any) -> int:
-    """A number or a size that a file says, if it can be one."""
-    if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 1 << 48:
+def check_size(x: Any) -> int:
+    """Return `x` if it is an integer that a size can be. Raise otherwise."""
+    if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < MAX_SIZE:
         raise ValueError(f"{str(x)[:20]!r} where a size should be")
     return x

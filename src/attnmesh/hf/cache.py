@@ -1,157 +1,46 @@
-"""A cache of transformers whose keys and values are spread over the ranks of a mesh, one `KVCache` a layer."""
+"""Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache, PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 
-from attnmesh.comm.consensus import agree, describe_call, run_agreed
-from attnmesh.comm.merge import check_merge
+from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.core.checks import check_checked
-from attnmesh.core.mask import Mask
-from attnmesh.decode.cache import KVCache, load_layers, save_layers
-from attnmesh.decode.checkpoint_writer import Saving
-from attnmesh.decode.decode import check_reproducible, decode
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.checkpoint import load_layers
+from attnmesh.decode.checkpoint_writer import Saving, save_layers
 from attnmesh.decode.recover import recover
-from attnmesh.decode.replicas import check_copies
 from attnmesh.decode.tensor_file import check_more
-from attnmesh.errors import InputError, KernelError, ShapeError, StoreError
-from attnmesh.hf.models import NAME, check_keys, check_layers
-from attnmesh.hf.opaque import Opaque
-from attnmesh.kernels.select import check_kernel
+from attnmesh.errors import KernelError, ShapeError, StoreError
+from attnmesh.hf.cache_layer import CacheSettings, ShardedLayer, check_settings
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import check_exchange
-from attnmesh.mesh.shapes import Shape
 
 
-@dataclass(frozen=True)
-class PendingKV(Opaque):
-    """New keys and values on their way from the cache's `update` to the attention function, which stores them.
+class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
+    """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
-    Only there is it known which of them are padding, and whether they are the same on every rank.
-    """
+    Every rank holds a share of the tokens and makes the same calls.
 
-    k: Tensor
-    v: Tensor
-    layer: "ShardedLayer"
+    Args:
+        config: The model's configuration.
+        mesh: The mesh that shares the tokens; None for one device.
+        capacity: Tokens to allocate for; None to grow as tokens come, by copying.
+        block: Consecutive tokens that one rank holds.
+        merge: How `attnmesh.decode` merges partial results of ranks.
+        reproducible: True for results that do not depend on the number of ranks, in `attnmesh.decode`.
+        kernel: The kernel of `attnmesh.decode` and `attnmesh.attention`.
+        exchange: How `attnmesh.attention` exchanges keys in prefill.
+        checked: When ranks compare their calls, as in `attnmesh.attention`.
+        copies: Ranks that hold each token, as in `attnmesh.KVCache`.
 
-
-class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer: a `KVCache`, made when its first tokens come."""
-
-    is_croppable = True
-    supports_early_init = False
-
-    def __init__(self, cache: "ShardedCache") -> None:
-        super().__init__()
-        self.keys = self.values = Opaque()  # a model that reads them raises: no rank has them all
-        self.cache = cache
-        self.kv: KVCache | None = None
-
-    def __repr__(self) -> str:
-        """What it holds."""
-        return "ShardedLayer(empty)" if self.kv is None else f"ShardedLayer({self.kv})"
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Room is made by `room`, which knows for how many tokens."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[PendingKV, PendingKV]:
-        """Hand new tokens on, with the layer that is to keep them."""
-        self.cache.check_model()
-        pending = PendingKV(key_states, value_states, self)
-        return pending, pending
-
-    def room(self, pending: PendingKV, more: int) -> KVCache:
-        """The layer's keys and values, with room for so many tokens of all ranks."""
-        k, v = pending.k, pending.v
-        kv = self._before(pending)
-        if kv is None:
-            capacity = self.cache.capacity or _grown(more)
-            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
-            where = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
-            where |= {"checked": self.cache.checked, "copies": self.cache.copies}
-            kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **where)  # type: ignore[arg-type]
-            self.is_initialized = True
-        elif self._grows(kv, more):
-            kv.reserve(_grown(kv.length + more))
-        return kv
-
-    def _before(self, pending: PendingKV) -> KVCache | None:
-        """What these tokens are added to; None if room is made anew for them."""
-        other = self.kv is not None and self.kv.sizes.batch != len(pending.k) and not self.kv.length
-        return None if other else self.kv
-
-    def _grows(self, kv: KVCache, more: int) -> bool:
-        """Whether there has to be more room for so many tokens."""
-        return self.cache.capacity is None and kv.length + more > kv.sizes.capacity
-
-    def refuse(self, error: InputError, pending: PendingKV, more: int, *, asked: bool | None = None) -> NoReturn:
-        """Raise what is wrong with `more` new tokens on all ranks, if they ask each other when these come.
-
-        As `asked` says, or else as for `append`.
-        """
-
-        def check() -> NoReturn:
-            raise error
-
-        kv = self._before(pending)
-        if kv is None or asked or (self.cache.checked is not False and self._grows(kv, more)):
-            agree(Mesh.of(self.cache.mesh), error)
-        elif asked is None:
-            kv.checker.check("append", check, dict)
-        raise error
-
-    def get_seq_length(self) -> int:
-        """Tokens so far, of all ranks."""
-        return 0 if self.kv is None else self.kv.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All tokens, from the first."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """The capacity, or -1 if it grows."""
-        return self.cache.capacity or -1
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.kv, self.is_initialized = None, False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last tokens, given as a negative number."""
-
-        def check() -> None:
-            if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
-                fix = "pass a negative number: how many tokens to remove"
-                raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
-
-        if self.kv is None:
-            check()
-            return
-        self.kv.checker.check("crop", check, lambda: {"by": tokens_to_remove})
-        if tokens_to_remove < 0:
-            self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes what sequence `beam_idx[b]` was; there may be more or fewer."""
-        if self.kv is not None:
-            self.kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
-
-
-class ShardedCache(Cache):  # type: ignore[misc]
-    """`past_key_values` for a model with `attn_implementation="attnmesh"`: each rank of the mesh keeps a share.
-
-    Every rank makes the same calls. Without `capacity` it grows, by copying, as tokens come. `merge`, `reproducible`
-    and `kernel` are those of `attnmesh.decode`; `exchange` is that of `attnmesh.attention`, for prefill; `checked` says
-    when ranks ask each other whether they were called alike, in all three. `copies` are those of `KVCache`.
+    Raises:
+        InputError: A layer of the model is not supported, or ranks differ in an argument.
 
     >>> from transformers import LlamaConfig
     >>> cache = ShardedCache(LlamaConfig(num_hidden_layers=2, attn_implementation="attnmesh"), None)
@@ -173,35 +62,24 @@ class ShardedCache(Cache):  # type: ignore[misc]
         checked: bool | None = None,
         copies: int = 1,
     ) -> None:
-        here = Mesh.of(mesh)
+        place = Mesh.of(mesh)
         options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        run_agreed(here, lambda: _check(config, here.shape, options), describe_call("ShardedCache", **options))
+        call = describe_call("ShardedCache", **options)
+        run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
-        self.mesh, self.ranks = mesh, here.shape.ranks
+        self.mesh, self.ranks = mesh, place.shape.ranks
         self.capacity, self.block = capacity, block
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
         self.checked, self.copies = checked, copies
         self.tokens: Tensor | None = None
-        """The token ids that it holds, and if generation was broken off those to go on with; -1 for padding.
+        """Ids of the cached tokens, -1 for padding. After an interrupted generation, the ids to continue from.
 
-        None if it was not `attnmesh.hf.generate` that put them there.
+        None if the tokens were not cached by `attnmesh.hf.generate`.
         """
         self.rope: tuple[int, ...] | None = None
-        """What the rope of its keys depends on, as `rope_regime` has it; None if `generate` did not put them there."""
+        """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
-
-    def check_model(self) -> None:
-        """Raise if a model asks for it whose attention would not know what to do with spread keys."""
-        if self.config._attn_implementation != NAME:
-            given = f"{self.config._attn_implementation!r}"
-            fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
-            raise KernelError("ShardedCache", f"a model with attn_implementation {NAME!r}", given, fix)
-
-    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
-        """Attention of the last tokens of a layer over all that it holds on all ranks."""
-        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
-        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
 
     @property
     def held(self) -> int:
@@ -211,81 +89,123 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of keys and values that this rank holds, of all layers."""
+        """Bytes of keys and values that this rank holds, over all layers."""
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
         return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in (kv.keys, kv.values))
 
-    def level(self) -> None:
-        """All layers to the tokens that each of them has: a forward pass that was broken off leaves them uneven."""
+    def truncate_to_shortest(self) -> None:
+        """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths."""
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
         lengths = [kv.length for kv in kvs] + [0] * (len(self.layers) - len(kvs))
         for kv in kvs if len(set(lengths)) > 1 else ():
             kv.truncate(min(lengths))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last tokens, given as a negative number."""
+        """Drop the last tokens of all layers.
+
+        Args:
+            tokens_to_remove: The number of tokens, negated, as transformers passes it.
+
+        Raises:
+            ShapeError: The number is positive, or no int.
+        """
         super().crop(tokens_to_remove)
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.get_seq_length()]
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         super().reset()
         self.tokens = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence b becomes what sequence `beam_idx[b]` was; there may be more or fewer."""
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink.
+
+        Args:
+            beam_idx: Indices into the batch.
+        """
         super().reorder_cache(beam_idx)
         if self.tokens is not None:
             self.tokens = self.tokens[beam_idx.long().to(self.tokens.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence so many times."""
+        """Repeat each sequence.
+
+        Args:
+            repeats: How often each sequence stands in the new batch.
+        """
         if self.get_seq_length() and repeats > 1:
             self.reorder_cache(torch.arange(self.layers[0].kv.sizes.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """These sequences alone."""
+        """Keep some sequences.
+
+        Args:
+            indices: Their indices in the batch.
+        """
         self.reorder_cache(indices)
 
     def save(
         self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
     ) -> Saving:
-        """Write all layers to a folder, as `KVCache.save` does one; `more` and `note` come back by `restore`."""
+        """Write all layers to a folder, as `KVCache.save` writes one.
+
+        Args:
+            path: A folder that all ranks can write to.
+            more: Further tensors, which `restore` returns.
+            note: Text, which `restore` returns.
+            wait: False to return while the files are written.
+
+        Returns:
+            The running save. Its `wait` returns when the files are complete.
+
+        Raises:
+            InputError: A layer is empty, the folder cannot be written, or ranks differ.
+        """
         kvs = [layer.kv for layer in self.layers]
 
-        def look() -> None:
+        def check() -> None:
             check_more({} if more is None else more)
             if not all(kv is not None and kv.length for kv in kvs):
                 fix = "prefill a prompt first"
                 raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
             if more is not None and "held" in more:
-                raise StoreError("save more", "names but held", "held", "name it otherwise")
+                raise StoreError("save more", "names other than held", "held", "rename it")
 
-        run_agreed(Mesh.of(self.mesh), look, "save")
+        run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
     ) -> tuple[dict[str, Tensor], str]:
-        """Fill this cache, whatever it holds, from a folder; what more was saved there, and its note.
+        """Replace the cached tokens by those in a folder. Every rank calls it, on any number of ranks.
 
-        Every rank calls it; they may be more or fewer than those that saved. The device is the mesh's, and the
-        capacity the cache's, unless others are given.
+        Args:
+            path: A folder that `save` wrote.
+            device: The device of the tensors; None for the mesh's device.
+            capacity: Tokens to allocate for; None for the cache's capacity.
+
+        Returns:
+            The further tensors and the note that were saved.
+
+        Raises:
+            InputError: The folder has no complete save of such a cache, or ranks differ.
         """
-        where = self._options | ({} if capacity is None else {"capacity": capacity})
-        kvs, more, note = load_layers(path, self.mesh, layers=len(self.layers), device=device, **where)
+        options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
+        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=len(self.layers), device=device, **options)
         self._fill(kvs)
-        self.capacity = where["capacity"]
+        self.capacity = options["capacity"]
         self.tokens = more.pop("held", None)
         return more, note
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def _kv_options(self) -> dict[str, Any]:
+        """Options of the `KVCache` of each layer."""
         return {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
+        """Set the `KVCache` of each layer."""
         for layer, kv in zip(self.layers, kvs, strict=True):
             layer.kv, layer.is_initialized = kv, True
         self.block = kvs[0].sizes.block
@@ -300,40 +220,56 @@ class ShardedCache(Cache):  # type: ignore[misc]
         device: torch.device | str | None = None,
         **options: Any,
     ) -> "ShardedCache":
-        """The cache on another mesh, after ranks were lost, as `attnmesh.recover` does it; a new rank passes None.
+        """Return the cache on another mesh after ranks were lost, as `attnmesh.recover` does.
 
-        Its `tokens` are those to go on with: `generate(model, cache.tokens, cache=cache)`. `options` are a cache's.
+        Continue with `generate(model, cache.tokens, cache=cache)`.
+
+        Args:
+            cache: The cache of a surviving rank; None on a new rank.
+            config: The configuration of the cache's model.
+            mesh: The new mesh.
+            device: The device of the tensors; None for the mesh's device.
+            options: Options of the new `ShardedCache`.
+
+        Returns:
+            The new cache. Its `tokens` are the ids to continue from.
+
+        Raises:
+            InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
-        whole = cls(config, mesh, **options)
-        run_agreed(Mesh.of(mesh), lambda: _check_left(cache, len(whole.layers)), "ShardedCache.recover")
+        recovered = cls(config, mesh, **options)
+        run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, len(recovered.layers)), "ShardedCache.recover")
         kvs = [] if cache is None else [layer.kv for layer in cache.layers]
-        left = kvs if None not in kvs else []  # where a prompt's first tokens were broken off, some have none
-        whole._fill(recover(left or None, mesh, device=device, **whole._options))
-        whole.tokens = _tokens_left(None if cache is None else cache.tokens, whole.layers[0].kv)
-        return whole
+        left = kvs if None not in kvs else []  # a prefill interrupted in its first chunk leaves layers without a cache
+        recovered._fill(recover(left or None, mesh, device=device, **recovered._kv_options))
+        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.layers[0].kv)
+        return recovered
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
-        """A cache of its own on the same mesh: a prefix is computed once and gone on with twice."""
-        twin = object.__new__(type(self))
-        twin.__dict__ = {**self.__dict__, "layers": []}
+        """Return an independent cache on the same mesh, for two continuations of one prefix."""
+        copied = object.__new__(type(self))
+        copied.__dict__ = {**self.__dict__, "layers": []}
         for layer in self.layers:
-            twin.layers.append(ShardedLayer(twin))
-            twin.layers[-1].kv, twin.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
-        return twin
+            copied.layers.append(ShardedLayer(copied))
+            copied.layers[-1].kv, copied.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
+        return copied
 
 
-def _check_left(cache: object, layers: int) -> None:
-    """Raise unless it is what is left of a cache of so many layers, if anything is."""
+def _check_recoverable(cache: object, layers: int) -> None:
+    """Raise unless it is a cache with this number of layers, or None."""
     if cache is not None and not isinstance(cache, ShardedCache):
-        fix = "pass the cache that was there, or None on a rank that is new"
+        fix = "pass the ShardedCache of this rank, or None on a new rank"
         raise KernelError("ShardedCache.recover cache", "a ShardedCache", type(cache).__name__, fix)
     if cache is not None and len(cache.layers) != layers:
-        given, fix = f"one of {len(cache.layers)} layers", "pass the config of the model that it was of"
+        given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
         raise KernelError("ShardedCache.recover cache", f"a cache of {layers} layers", given, fix)
 
 
-def _tokens_left(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
-    """The tokens that all ranks know which know any, if they are all that a cache holds: some may be one ahead."""
+def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
+    """Return the token ids of the cache, from any rank that has them; None if they cover less than the cache.
+
+    Ranks may differ by the newest token, so the ids are cut to the shortest.
+    """
     known = tokens if tokens is not None and len(tokens) == kv.sizes.batch else torch.empty(0, 0, dtype=torch.int64)
     lengths = [row[0] for row in all_gather_ints([known.shape[1]], kv.mesh.axes)]
     length = min((n for n in lengths if n), default=0)
@@ -341,33 +277,5 @@ def _tokens_left(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
         return None
     known = known[:, :length] if len(known) else torch.zeros(kv.sizes.batch, length, dtype=torch.int64)
     rows = all_gather_ints(known.flatten().tolist(), kv.mesh.axes)
-    said = next(row for row, n in zip(rows, lengths, strict=True) if n)
-    return torch.tensor(said).view(kv.sizes.batch, length).to(kv.device)
-
-
-def _check(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
-    if not isinstance(config, PreTrainedConfig):
-        fix = "pass model.config"
-        raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
-    check_layers(config)
-    check_keys(config)
-    check_merge("ShardedCache", options["merge"], "replicated")
-    check_kernel(options["kernel"])
-    check_exchange("ShardedCache exchange", options["exchange"])
-    check_checked("ShardedCache", options["checked"])
-    for name, expected, fix in (
-        ("capacity", "None or a whole number, 1 or more", "count prompt and new tokens, or leave it out"),
-        ("block", "a whole number, 1 or more", "leave it at 16"),
-    ):
-        given = options[name]
-        whole = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-        if not whole and (given is not None or name == "block"):
-            raise ShapeError(f"ShardedCache {name}", expected, repr(given), fix)
-    ranks = shape.queries * shape.keys
-    check_copies(options["copies"], ranks)
-    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])
-
-
-def _grown(tokens: int) -> int:
-    """Room for a quarter more: a cache that grows is copied seldom."""
-    return tokens + tokens // 4 + 128
+    ids = next(row for row, n in zip(rows, lengths, strict=True) if n)
+    return torch.tensor(ids).view(kv.sizes.batch, length).to(kv.device)

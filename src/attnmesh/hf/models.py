@@ -1,60 +1,80 @@
-"""Models that attention over a mesh serves: their layers, their ropes, and what may be wrapped around them."""
+"""Models that attention over a mesh supports: checks of their layers, ropes and wrappers.
+
+Configurations are checked before a model runs. `Opaque` catches the rest: a model with custom attention reads the
+masks and cached keys that pass through it, and raises.
+"""
 
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, ShapeError
-from attnmesh.hf.opaque import FAMILIES
 
 NAME = "attnmesh"
-"""The name of the plug-ins in transformers."""
+"""Name of the attention and mask functions in transformers' registries."""
 
-SERVED = ("full_attention", "sliding_attention")
-"""Kinds of layers that are served. Others keep states that are no keys, or attend by chunks or by an index."""
+SUBJECT = "attnmesh.hf"
+"""First words of errors that a model raises inside its forward pass."""
 
-RECURRENT = ("rwkv", "xlstm")
-"""Model types of recurrent layers that do not say so in their `layer_types`."""
+USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
+"""Fix in errors about models that are not supported."""
 
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
+"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by chunk or index."""
 
-def check_layers(config: PreTrainedConfig) -> None:
-    """Raise unless every layer is attention over all tokens, or over a window of them."""
-    config = config.get_text_config(decoder=True)
-    expected = f"a model of layers of {' and '.join(SERVED)}"
-    kinds = getattr(config, "layer_types", None) or []
-    if others := sorted({kind for kind in kinds if kind not in SERVED}):
-        raise KernelError("attnmesh.hf", expected, f"{config.model_type} with layers of {', '.join(others)}", FAMILIES)
-    if getattr(config, "attention_chunk_size", None):
-        raise KernelError("attnmesh.hf", expected, f"{config.model_type} with layers of chunks", FAMILIES)
-    if config.model_type in RECURRENT:
-        given = f"{config.model_type} with layers of recurrent states"
-        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
+RECURRENT_MODELS = ("rwkv", "xlstm")
+"""Model types with recurrent layers and without `config.layer_types`."""
 
 
-def check_keys(config: PreTrainedConfig) -> None:
-    """Raise unless each layer has keys of its own, which a cache can keep."""
-    config = config.get_text_config(decoder=True)
-    if not hasattr(config, "num_hidden_layers"):
-        expected, given = "a model of one stack of layers", f"{config.model_type}, whose config counts none"
-        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in modes:
-        expected, given = "a model whose layers have keys of their own", f"{config.model_type}, whose layers share keys"
-        raise KernelError("attnmesh.hf", expected, given, FAMILIES)
+class Opaque:
+    """A value that a model must pass on unread. Reading it raises, because the model computes its own attention."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python probes every object for special methods
+        self._raise_read(name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
+        """Raise for every function of PyTorch."""
+        cls._raise_read(func.__name__)
+
+    @staticmethod
+    def _raise_read(operation: str) -> NoReturn:
+        expected = "a model that passes masks and cached keys to attention unread"
+        given = f"one that reads them with {operation}, as custom attention does"
+        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def _raising(name: str) -> Callable[..., NoReturn]:
+    """Return a special method that raises."""
+
+    def special_method(self: Opaque, *_: Any) -> NoReturn:
+        self._raise_read(name)
+
+    return special_method
+
+
+for _name in (
+    *("getitem", "setitem", "len", "iter", "contains", "bool", "neg", "invert", "lt", "le", "gt", "ge", "matmul"),
+    *(f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")),
+):
+    setattr(Opaque, f"__{_name}__", _raising(_name))  # Python looks special methods up on the class, past __getattr__
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise unless it is a causal language model that asks attnmesh for its attention."""
+    """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
         fix = "load it with AutoModelForCausalLM"
         raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
     check_layers(model.config)
     check_keys(model.config)
     if not (model.is_backend_compatible() or hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")):
-        given = f"{type(model).__name__}, which computes its own"
-        raise KernelError("generate", "a model that lets attention be chosen", given, FAMILIES)
+        given = f"{type(model).__name__} with built-in attention"
+        raise KernelError("generate", "a model with selectable attention", given, USE_SUPPORTED)
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         given = "one in training with gradient checkpointing, which drops the cache"
         raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
@@ -63,25 +83,52 @@ def check_model(model: PreTrainedModel) -> None:
         raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
 
 
-def unwrapped(model: Any) -> Any:
-    """Return the model of transformers inside of torch.compile, DDP or PEFT's adapters."""
+def check_layers(config: PreTrainedConfig) -> None:
+    """Raise unless every layer attends to all earlier tokens or to a sliding window of them."""
+    config = config.get_text_config(decoder=True)
+    expected = f"a model of layers of {' and '.join(SUPPORTED_LAYERS)}"
+    layer_types = getattr(config, "layer_types", None) or []
+    unsupported = ", ".join(sorted({layer for layer in layer_types if layer not in SUPPORTED_LAYERS}))
+    if not unsupported and getattr(config, "attention_chunk_size", None):
+        unsupported = "chunks"
+    if not unsupported and config.model_type in RECURRENT_MODELS:
+        unsupported = "recurrent states"
+    if unsupported:
+        raise KernelError(SUBJECT, expected, f"{config.model_type} with layers of {unsupported}", USE_SUPPORTED)
+
+
+def check_keys(config: PreTrainedConfig) -> None:
+    """Raise unless every layer computes keys that a cache can keep."""
+    config = config.get_text_config(decoder=True)
+    if not hasattr(config, "num_hidden_layers"):
+        expected, given = "a model of one stack of layers", f"{config.model_type} without num_hidden_layers"
+        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+    modes = getattr(config, "kv_sharing_modes", None) or []
+    if getattr(config, "num_kv_shared_layers", None) or "reuse" in modes:
+        expected, given = "a model whose layers each compute their keys", f"{config.model_type} with shared keys"
+        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def unwrap(model: Any) -> Any:
+    """Return the transformers model inside torch.compile, DDP or PEFT adapters. Prompt-learning adapters raise."""
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
     adapters = getattr(model, "peft_config", None) or {}
     if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
         fix = "use adapters that change weights, such as LoRA"
-        raise KernelError("generate", "adapters without tokens of their own", type(model).__name__, fix)
+        raise KernelError("generate", "adapters without virtual tokens", type(model).__name__, fix)
     if adapters:
-        base: Any = model.get_base_model  # LoRA's layers stand inside of it
+        base: Any = model.get_base_model  # LoRA layers are inside the base model
         return base()
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-    return unwrapped(inner) if isinstance(inner, nn.Module) else model
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[int, ...]:
-    """Return what the rope's frequencies depend on: keys of two regimes are not keys of one sequence.
+    """Return one number per length-dependent rope. Keys computed under different numbers cannot share a cache.
 
-    `grown` is the length that a model's dynamic ropes have been scaled to before, as `rope_growth` has it.
+    `length` is the length of the sequence. `grown` is the length that dynamic ropes are scaled to already, see
+    `rope_growth`.
 
     >>> from transformers import LlamaConfig
     >>> dynamic = LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
@@ -90,12 +137,12 @@ def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[
     """
     return tuple(
         (max(length, grown) if length > switch else switch) if rope["rope_type"] == "dynamic" else int(length > switch)
-        for rope, switch in _scaled_ropes(config)
+        for rope, switch in _length_dependent_ropes(config)
     )
 
 
 def rope_growth(model: PreTrainedModel) -> int:
-    """Return the longest sequence that the model's dynamic ropes are scaled to: they grow, and seldom shrink."""
+    """Return the longest sequence that the model's dynamic ropes are scaled to. They grow, and seldom shrink."""
     grown = [
         int(value)
         for module in model.modules()
@@ -106,16 +153,16 @@ def rope_growth(model: PreTrainedModel) -> int:
 
 
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:
-    """Raise where generation crosses the length at which a rope changes, and all keys would have to be made again."""
-    for rope, switch in _scaled_ropes(config.get_text_config(decoder=True)):
+    """Raise if generation crosses the length at which a longrope changes, because cached keys would become invalid."""
+    for rope, switch in _length_dependent_ropes(config.get_text_config(decoder=True)):
         if rope["rope_type"] == "longrope" and cached <= switch < total:
             expected = f"tokens on one side of {switch}, where the model's longrope changes"
-            fix = f"generate up to {switch} tokens, then call it again with these as the prompt"
+            fix = f"generate up to {switch} tokens, then call generate again with the output as the prompt"
             raise ShapeError("generate", expected, f"a prompt of {cached + 1} and up to {total} in all", fix)
 
 
-def _scaled_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:
-    """Return the ropes that depend on the length of a sequence, with the length at which they change."""
+def _length_dependent_ropes(config: PreTrainedConfig) -> list[tuple[dict[str, Any], int]]:
+    """Return each rope that depends on the sequence length, with the length at which it changes."""
     config = config.get_text_config(decoder=True)
     ropes = getattr(config, "rope_parameters", None) or {}
     ropes = [ropes] if "rope_type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]

@@ -1,13 +1,13 @@
-"""Tensors of one rank's tokens, which travel through a model of transformers and answer for the whole sequence.
+"""Tensors of one rank's tokens, which a transformers model takes for tensors of the whole sequence.
 
-A model takes each argument for that of a whole sequence. On a mesh every rank passes only its own tokens, so the
-arguments are tensors of these classes:
+A model reads its arguments as if they were the whole sequence, but each rank passes only its tokens. So the arguments
+are subclasses of `Tensor`, which return what the whole sequence would return, or raise:
 
-    input_ids            `ShardIds`        a forward pass begins where they are embedded
-    attention_mask       `ShardMask`       goes to attnmesh as it is; a model that reads it raises
-    position_ids         `ShardPositions`  its maximum is that of the whole sequence, by which ropes scale
-    labels               `OtherLabels`     a model that makes its loss from these, and not from shift_labels, raises
-    shift_labels         `ShardLabels`     their loss raises if no layer has asked attnmesh for its attention
+    input_ids            `ShardIds`        starts a forward pass when the tokens are embedded
+    attention_mask       `ShardMask`       passes its `Shards` to `mask_function`; a model that reads it raises
+    position_ids         `ShardPositions`  returns the maximum of the whole sequence, which scales ropes
+    labels               `GuardedLabels`   raises if the model computes its loss from it, not from shift_labels
+    shift_labels         `ShardLabels`     raises in the loss if a layer has not called attnmesh for attention
     num_items_in_batch   `ItemCount`       keeps its precision
 """
 
@@ -23,79 +23,80 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import ArgumentError, KernelError
-from attnmesh.hf.opaque import FAMILIES
+from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
 from attnmesh.mesh.axes import Mesh
 
-SUBJECT = "attnmesh in transformers"
-
-QUESTIONS = {
+METADATA_FUNCTIONS = {
     *("__get__", "size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset"),
     *("__len__", "__repr__", "__format__", "__hash__", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
     *("is_pinned", "is_shared", "get_device", "data_ptr", "untyped_storage", "requires_grad_", "is_conj", "is_neg"),
     *("is_inference", "is_nonzero_static", "has_names", "_is_view", "__class__"),
 }
-"""Functions of PyTorch that ask what a tensor is, and read none of its numbers."""
+"""Functions of PyTorch that read a tensor's metadata and none of its values."""
 
-MOVES = {
+COPY_FUNCTIONS = {
     *("to", "type", "type_as", "bool", "int", "long", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone"),
-    *(
-        "contiguous",
-        "detach",
-        "view",
-        "view_as",
-        "reshape",
-        "reshape_as",
-        "expand",
-        "expand_as",
-        "pin_memory",
-        "__get__",
-    ),
-    *("__deepcopy__", "__copy__", "record_stream"),
+    *("contiguous", "detach", "view", "view_as", "reshape", "reshape_as", "expand", "expand_as", "pin_memory"),
+    *("__get__", "__deepcopy__", "__copy__", "record_stream"),
 }
-"""Functions of PyTorch that move a tensor or its dims, and change none of its numbers."""
+"""Functions of PyTorch that return all values of a tensor in their order: casts, copies and reshapes."""
 
-VIEWS = {*MOVES, "__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "select", "narrow", "movedim", "transpose"}
-"""Functions of PyTorch that give some or all of a tensor's numbers in another shape."""
+VIEW_FUNCTIONS = {
+    *COPY_FUNCTIONS,
+    *("__getitem__", "unsqueeze", "squeeze", "flatten", "repeat", "select", "narrow", "movedim", "transpose"),
+}
+"""Functions of PyTorch that return some or all values of a tensor in another shape."""
 
 
-class Uses:
-    """What a model has done with its shards in this forward pass.
+class ForwardPass:
+    """Record of one forward pass: which layers called attnmesh, and which arguments the model used.
 
-    It is no dataclass: FSDP copies those among a layer's arguments, and all layers have to count in one place.
+    FSDP copies dataclasses among a layer's arguments. This is a plain class, so that all layers share one record.
     """
 
     def __init__(self) -> None:
-        self.count: object = None
-        """The `num_items_in_batch` that the model was called with, where that is not the batch's."""
+        self.item_count: object = None
+        """`num_items_in_batch` that the model was called with, unless it is the batch's `ItemCount`."""
         self.begin()
 
     def begin(self) -> None:
         """Begin a forward pass."""
-        self.calls = 0
-        """Layers that have asked attnmesh for their attention."""
+        self.attention_calls = 0
+        """Layers that have called attnmesh for attention."""
         self.layers = 1
-        """Layers of the model, as its config counts them."""
-        self.positions = False
+        """Layers of the model, from its config."""
+        self.positions_read = False
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The tokens of a forward pass that this rank passes to its model, and the sequence that they are cut from."""
+    """Description of the sequence that this rank's tokens are a shard of.
+
+    Args:
+        mesh: The mesh that shares the sequence; None for one device.
+        layout: The tokens that each rank holds.
+        length: Tokens of all ranks.
+        documents: Mask of packed sequences; `Full()` without packing.
+        start: Tokens that the cache holds before these.
+        token_mask: (batch, tokens of all ranks), False for padding; None without padding.
+        cached: True in generation, where keys go to a cache.
+        even: True if all ranks have equally many labels to learn.
+        forward_pass: Record that the model's layers share.
+
+    >>> from attnmesh import Zigzag
+    >>> Shards(None, Zigzag(), 8).ranks
+    1
+    """
 
     mesh: DeviceMesh | None
     layout: Layout
     length: int
-    """Tokens of all ranks."""
     documents: Mask = Full()
     start: int = 0
-    """Tokens before these, in a cache."""
-    real: Tensor | None = None
-    """(batch, tokens of all ranks), False for padding; None if there is none."""
+    token_mask: Tensor | None = None
     cached: bool = False
-    """Whether their keys go to a cache, in generation."""
     even: bool = True
-    """Whether all ranks learn from as many tokens."""
-    uses: Uses = field(default_factory=Uses, compare=False)
+    forward_pass: ForwardPass = field(default_factory=ForwardPass, compare=False)
 
     @property
     def ranks(self) -> int:
@@ -104,204 +105,207 @@ class Shards:
 
     @property
     def has_prefix(self) -> bool:
-        """Whether attention reads the cache, for the tokens before these or for padding."""
-        return self.start > 0 or self.real is not None
+        """True if attention reads the cache, for earlier tokens or for padding."""
+        return self.start > 0 or self.token_mask is not None
 
-    def check_layer(self, layer: str, layers: int) -> None:
-        """Count a layer that asks attnmesh for its attention, one of so many. Raise if the model takes no positions."""
-        self.uses.calls, self.uses.layers = self.uses.calls + 1, layers
-        if not self.uses.positions and self.ranks > 1:
-            expected = "a model that takes the positions of its tokens from position_ids"
-            raise KernelError(SUBJECT, expected, f"a {layer} that counts them from 0 on each shard", FAMILIES)
+    def count_layer(self, layer: str, layers: int) -> None:
+        """Count one attention call, of a model of `layers` layers. Raise if the model has not read position_ids."""
+        self.forward_pass.attention_calls += 1
+        self.forward_pass.layers = layers
+        if not self.forward_pass.positions_read and self.ranks > 1:
+            expected = "a model that takes positions from position_ids"
+            raise KernelError(SUBJECT, expected, f"a {layer} that counts them from 0 on each shard", USE_SUPPORTED)
+
+    def check_all_layers_counted(self) -> None:
+        """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""
+        calls, layers = self.forward_pass.attention_calls, self.forward_pass.layers
+        if calls < layers and self.ranks > 1:
+            expected = "a model whose layers all call attnmesh for attention"
+            given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
+            raise KernelError(SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
 
 
 class ShardTensor(Tensor):
-    """A tensor with the `Shards` that it is of. Functions of PyTorch get their results from `answer`."""
+    """A tensor with its `Shards`. PyTorch passes every function on it to `dispatch`."""
 
     shards: Shards
 
     @classmethod
     def of(cls, x: Tensor, shards: Shards) -> Self:
-        """Return the same numbers as a tensor of this class."""
-        made = x.as_subclass(cls)
-        made.shards = shards
-        return made
+        """Return the same values as a tensor of this class."""
+        wrapped = x.as_subclass(cls)
+        wrapped.shards = shards
+        return wrapped
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # its graphs take tensors of PyTorch alone
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer for this class, with plain tensors as results unless `answer` says otherwise."""
+        """Return `dispatch` of the first argument that has this class."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func == vars(torch._C.TensorBase)["_base"].__get__:
-                return func(*args)  # torch.compile follows it to a tensor of its own class
-            own = next(x for x in _flat((*args, *kwargs.values())) if isinstance(x, cls))
-            return own.answer(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
+                return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
+            shard_tensor = next(x for x in _flatten((*args, *kwargs.values())) if isinstance(x, cls))
+            return shard_tensor.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a function of PyTorch by its name."""
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function of PyTorch with this name. `call` computes it on this rank's tokens."""
         return call()
 
-    def like(self, result: Any) -> Any:
+    def wrap(self, result: Any) -> Any:
         """Return a result as a tensor of this class, if it is a tensor."""
         return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
 
     def plain(self) -> Tensor:
-        """Return the same numbers as a tensor of PyTorch's own class."""
+        """Return the same values as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.like(deepcopy(self.plain(), memo))
+        return self.wrap(deepcopy(self.plain(), memo))
 
 
 class ShardIds(ShardTensor):
-    """This rank's tokens, as the model's `input_ids`. A forward pass begins where they are embedded."""
+    """This rank's tokens, as `input_ids`. Embedding them begins a forward pass."""
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what is asked for, and forget what another forward pass has done."""
-        if name in VIEWS:
-            return self.like(call())
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result. `embedding` also clears the record of the last forward pass."""
+        if name in VIEW_FUNCTIONS:
+            return self.wrap(call())
         if name == "embedding":
-            self.shards.uses.begin()
+            self.shards.forward_pass.begin()
         return call()
 
 
 class ShardMask(ShardTensor):
-    """Which of this rank's tokens are real, as the model's `attention_mask`; `mask_function` reads its `shards`.
+    """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `shards`.
 
-    It tells its shape, and how many tokens are real. Any other look at it raises: a layer that reads it would take the
-    shard for the whole sequence.
+    Shape and sum can be read. Any other access raises, because the layer would take the shard for the whole sequence.
     """
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what does not depend on the order of tokens, or raise."""
-        counted = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
-        if counted and self.dtype != torch.bool:  # PyTorch's own attention counts them as bools, to leave the mask out
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return results that do not depend on the order of tokens. Raise on all others."""
+        is_sum = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
+        if is_sum and self.dtype != torch.bool:  # PyTorch's attention sums bools, and drops the mask if all are True
             return call()
-        result = call() if name in QUESTIONS | MOVES else None
-        if isinstance(result, Tensor) and name in MOVES and result.shape == self.shape:
-            return self.like(result)
-        if name in QUESTIONS and not isinstance(result, Tensor):
+        result = call() if name in METADATA_FUNCTIONS | COPY_FUNCTIONS else None
+        if isinstance(result, Tensor) and name in COPY_FUNCTIONS and result.shape == self.shape:
+            return self.wrap(result)
+        if name in METADATA_FUNCTIONS and not isinstance(result, Tensor):
             return result
-        expected = "a model whose layers leave their attention_mask to attnmesh"
-        given = f"one that reads it by {name.strip('_')}, as recurrent layers and attention of its own do"
-        raise KernelError(SUBJECT, expected, given, FAMILIES)
+        expected = "a model whose layers leave attention_mask to attnmesh"
+        given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
+        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
 class ShardPositions(ShardTensor):
-    """Positions of tokens in the whole sequence, as the model's `position_ids`."""
+    """Positions of this rank's tokens in the whole sequence, as `position_ids`."""
 
     last: int
-    """The largest position of the whole sequence."""
+    """Largest position of the whole sequence."""
     ids: Tensor | None = None
-    """The tokens of the whole sequence, where positions are their numbers; None where positions were given."""
+    """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
 
     @classmethod
-    def within(cls, x: Tensor, shards: Shards, last: int, ids: Tensor | None = None) -> Self:
-        """Return positions of which the largest, on whatever rank, is `last`."""
-        made = cls.of(x, shards)
-        made.last, made.ids = last, ids
-        return made
+    def of_sequence(cls, x: Tensor, shards: Shards, last: int, ids: Tensor | None = None) -> Self:
+        """Return positions of a sequence whose largest position, on any rank, is `last`."""
+        wrapped = cls.of(x, shards)
+        wrapped.last, wrapped.ids = last, ids
+        return wrapped
 
-    def like(self, result: Any) -> Any:
-        """Return a result as positions of the same sequence."""
-        return self.within(result, self.shards, self.last, self.ids) if isinstance(result, Tensor) else result
+    def wrap(self, result: Any) -> Any:
+        """Return a result as positions of the same sequence, if it is a tensor."""
+        return self.of_sequence(result, self.shards, self.last, self.ids) if isinstance(result, Tensor) else result
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the largest position of the whole sequence for `max`, and what is asked for anything else."""
-        if name in QUESTIONS and name not in MOVES:
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the largest position of the whole sequence for `max`, and this rank's result otherwise."""
+        if name in METADATA_FUNCTIONS and name not in COPY_FUNCTIONS:
             return call()
-        if name in VIEWS:
-            return self.like(call())
-        self.shards.uses.positions = True
+        if name in VIEW_FUNCTIONS:
+            return self.wrap(call())
+        self.shards.forward_pass.positions_read = True
         if name in ("max", "amax") and len(args) == 1 and not kwargs:
             return torch.tensor(self.last, dtype=self.dtype, device=self.device)
         padding = kwargs.get("padding_idx") if name == "embedding" else None
         if padding is not None and self.ids is not None:
-            _check_unpadded(self.ids, padding)
-            return torch.nn.functional.embedding(self + padding + 1, args[1])  # as RoBERTa counts them
+            _check_no_inner_padding(self.ids, padding)
+            return torch.nn.functional.embedding(self + padding + 1, args[1])  # RoBERTa counts from padding_idx + 1
         return call()
 
 
-def _check_unpadded(ids: Tensor, padding: int) -> None:
-    """Raise where positions do not count some tokens: those of padding, unless they end a sequence."""
-    pads = ids == padding
-    if bool((pads[:, :-1] & ~pads[:, 1:]).any()):
-        expected, given = "padding at the end of a sequence, if any", f"token {padding}, which is padding, inside of it"
-        raise KernelError(f"{SUBJECT}: input_ids", expected, given, "replace it by another token")
+def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
+    """Raise if a padding token comes before another token: RoBERTa's positions do not count padding."""
+    is_padding = ids == padding
+    if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
+        expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
+        raise KernelError(f"{SUBJECT} input_ids", expected, given, "replace it by another token")
 
 
-class OtherLabels(ShardTensor):
-    """Labels that tell a model to make a loss, which it has to make from `shift_labels`."""
+class GuardedLabels(ShardTensor):
+    """Labels that request a loss from a model. The model must compute it from `shift_labels`."""
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return these labels moved, or raise."""
-        if name in QUESTIONS | VIEWS - {"__getitem__", "select", "narrow"}:
-            return self.like(call())
-        expected = "a loss made from shift_labels, as transformers' ForCausalLMLoss makes it"
-        given = f"one made from labels ({name}), which were shifted before they were cut"
-        raise KernelError(f"{SUBJECT}: labels", expected, given, "make the loss from logits and shift_labels yourself")
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the labels cast or reshaped. Raise on all other functions."""
+        if name in METADATA_FUNCTIONS | VIEW_FUNCTIONS - {"__getitem__", "select", "narrow"}:
+            return self.wrap(call())
+        expected = "a loss computed from shift_labels, as by ForCausalLMLoss of transformers"
+        given = f"one computed from labels ({name}), which are shifted already"
+        raise KernelError(f"{SUBJECT} labels", expected, given, "compute the loss from logits and shift_labels")
 
 
 class ShardLabels(ShardTensor):
-    """The token that each of this rank's tokens is to foretell, as the model's `shift_labels`."""
+    """Target of each of this rank's tokens, the next token of the whole sequence, as `shift_labels`."""
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the loss once it is known that attention was computed over all shards."""
-        if name in VIEWS:
-            return self.like(call())
-        if name == "cross_entropy":
-            _check_attended(self.shards)
-            reduction = kwargs.get("reduction", "mean")
-            if reduction == "mean" and not self.shards.even:
-                given, fix = "a mean over its own", "divide a loss of reduction='sum' by the batch's num_items_in_batch"
-                expected = "a loss in which the tokens of all ranks weigh alike"
-                raise ArgumentError(f"{SUBJECT}: num_items_in_batch", expected, given, fix)
-            return LossSum.of(call(), self.shards) if reduction == "sum" else call()
-        return call()
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result. `cross_entropy` raises unless all layers attended over all shards."""
+        if name in VIEW_FUNCTIONS:
+            return self.wrap(call())
+        if name != "cross_entropy":
+            return call()
+        self.shards.check_all_layers_counted()
+        reduction = kwargs.get("reduction", "mean")
+        if reduction == "mean" and not self.shards.even:
+            expected = "a loss that weighs the tokens of all ranks equally"
+            fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
+            raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", fix)
+        return LossSum.of(call(), self.shards) if reduction == "sum" else call()
 
 
 class LossSum(ShardTensor):
-    """The sum of losses over this rank's tokens, about to be divided by the number of tokens that are learned."""
+    """Sum of losses over this rank's tokens. Models divide it by the number of labels."""
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return this rank's part of the mean loss, also where `Trainer` passes a count of the tokens of all ranks."""
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result. A division by `Trainer`'s count of all ranks' labels is multiplied by the ranks.
+
+        Then the mean over ranks is the loss of the whole batch, as it is with the batch's `ItemCount`.
+        """
         if name in ("__get__", "to", "float", "double"):
-            return self.like(call())
+            return self.wrap(call())
         if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
             return call()
-        divisor, count = args[1], self.shards.uses.count
+        divisor, count = args[1], self.shards.forward_pass.item_count
         if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
             return call().mul_(self.shards.ranks)
         if isinstance(divisor, Tensor) and not isinstance(divisor, ItemCount):
             expected, fix = "the count of the batch", "pass it to shard_batch(..., num_items_in_batch=)"
-            raise ArgumentError(f"{SUBJECT}: num_items_in_batch", expected, "another tensor", fix)
+            raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "another tensor", fix)
         return call()
 
 
 class ItemCount(ShardTensor):
-    """A rank's share of the number of tokens to learn from, which mixed precision must not round."""
+    """Number of labels to learn divided by the ranks, as `num_items_in_batch`. Mixed precision must not round it."""
 
-    def answer(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return results as shares too, in the precision that the count has."""
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result as a count. Casts move it to another device and keep its dtype."""
         result = call()
-        if name in MOVES and isinstance(result, Tensor):
+        if name in COPY_FUNCTIONS and isinstance(result, Tensor):
             result = self.plain().to(result.device)
-        return self.like(result)
+        return self.wrap(result)
 
 
-def _check_attended(shards: Shards) -> None:
-    """Raise unless every layer has asked for its attention: another layer mixed tokens of this shard alone, or none."""
-    uses = shards.uses
-    if uses.calls < uses.layers and shards.ranks > 1:
-        expected = "a model whose layers all ask attnmesh for their attention"
-        given = f"one of which {uses.calls} of {uses.layers} layers do" if uses.calls else "one of which no layer does"
-        raise KernelError(SUBJECT, expected, f"{given}, as recurrent models and attention of its own", FAMILIES)
-
-
-def _flat(values: Iterable[Any]) -> Iterable[Any]:
+def _flatten(values: Iterable[Any]) -> Iterable[Any]:
+    """Yield the values, and those inside of lists and tuples."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)

@@ -1,1 +1,1 @@
-"""One device: blocks, the driver, each kernel, `select`, and the operator `attend`."""
+"""Attention on one device: blocks, the driver, the kernels, their selection, and the operator `attend`."""

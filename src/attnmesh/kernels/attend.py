@@ -1,6 +1,7 @@
-"""`attend` as an operator of PyTorch: differentiable, traceable by `torch.compile`, the same on every kernel.
+"""`attend`: attention on one device, as a PyTorch operator.
 
-The mask and the positions are turned into a band inside the attend_op, where they may be read without breaking a graph.
+It is differentiable, it can be traced by `torch.compile`, and it is the same on every kernel. The operator turns mask
+and positions into a band inside, where their values may be read without a graph break.
 """
 
 from collections.abc import Sequence
@@ -11,17 +12,18 @@ from torch import Tensor
 
 from attnmesh.core.checks import (
     autocast,
-    autocasts,
-    check_no_more,
+    autocast_enabled,
+    check_positions,
     check_qkv,
     check_scale,
-    dims,
-    hinted,
+    check_unknown_options,
+    heads_and_length,
     warn_if_swapped,
+    with_swap_hint,
 )
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, wide, with_sinks
-from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import SavedForward, backward, forward
 from attnmesh.kernels.select import check_kernel, choose
 
@@ -38,11 +40,27 @@ def attend(
     kernel: str = "auto",
     **more: Never,
 ) -> Partial:
-    """Attention of q over k and v on one device: the normalised `out` and its `lse`, both differentiable.
+    """Return attention of q over k and v on one device, as a partial `(out, lse)`.
 
-    The mask, `Full()` unless given, is a function of positions. They are 0, 1, 2, ... unless given, for q and for k
-    alike: the first query stands at the first key, also when there are fewer queries than keys. Tokens may come in any
-    order.
+    Positions are 0, 1, 2, ... by default, for q and for k alike: the first query is at the first key, also when there
+    are fewer queries than keys. Tokens may be in any order.
+
+    Args:
+        q: Queries, (batch, heads, q_len, dim).
+        k: Keys, (batch, kv_heads, k_len, dim); `kv_heads` divides `heads`.
+        v: Values, (batch, kv_heads, k_len, value_dim).
+        mask: The keys that each query sees, by position; `Full()` by default.
+        q_positions: Position of each query, int64, (q_len,).
+        k_positions: Position of each key, int64, (k_len,).
+        scale: Factor of the logits, 1/sqrt(dim) by default.
+        kernel: Name of a kernel: "cpu", "cuda", "triton" or "reference". "auto" takes the first that supports q, k, v.
+        **more: Not supported. Options of other attention functions raise an error with a fix.
+
+    Returns:
+        The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.
+
+    Raises:
+        InputError: If the arguments do not fit together, or the kernel does not support them.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
@@ -50,28 +68,24 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    check_no_more("attend", more)
-    if autocasts(q, k, v):
+    check_unknown_options("attend", more)
+    if autocast_enabled(q, k, v):
         options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions, "scale": scale}
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return attend(q, k, v, mask=mask, kernel=kernel, **options)
     try:
-        _check(q, k, v, mask, q_positions, k_positions)
+        check_qkv("attend", q, k, v)
+        in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
+        check_mask("attend mask", mask, *in_order)
+        check_positions("attend q_positions", q_positions, q.shape[2])
+        check_positions("attend k_positions", k_positions, k.shape[2])
     except (MaskError, ShapeError) as error:
-        raise hinted(error, dims(q), dims(k)) from None
+        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
     scale = check_scale("attend", scale, q)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
     return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask, q_positions: Tensor | None, k_positions: Tensor | None) -> None:
-    check_qkv("attend", q, k, v)
-    in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
-    check_mask("attend mask", mask, *in_order)
-    _check_positions("attend q_positions", q_positions, q.shape[2])
-    _check_positions("attend k_positions", k_positions, k.shape[2])
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -86,11 +100,11 @@ def attend_op(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Forward: (out, lse)."""
+    """Return (out, lse)."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
-    partial = forward(choose(kernel, q, k, v), _take(q, q_order), _take(k, k_order), _take(v, k_order), band, scale)
+    partial = forward(choose(kernel, q, k, v), _sort(q, q_order), _sort(k, k_order), _sort(v, k_order), band, scale)
     out, lse = with_sinks(partial, sinks)
-    return placed(_give(out, q_order), q.dtype), _give(lse, q_order).contiguous()
+    return placed(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
 
 @attend_op.register_fake
@@ -112,13 +126,13 @@ def attend_backward_op(
     scale: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward, from the out and lse over all keys: (dq, dk, dv)."""
+    """Return (dq, dk, dv), given out and lse over all keys."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
-    answer = SavedForward(*(_take(x, q_order) for x in (out, lse, dout)))
-    rows = _take(q, q_order), _take(k, k_order), _take(v, k_order)
-    gradients = backward(choose(kernel, q, k, v), *rows, answer, band, scale)
+    saved = SavedForward(*(_sort(x, q_order) for x in (out, lse, dout)))
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    gradients = backward(choose(kernel, q, k, v), *qkv, saved, band, scale)
     orders = (q_order, k_order, k_order)
-    dq, dk, dv = (placed(_give(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
+    dq, dk, dv = (placed(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
@@ -128,7 +142,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
     return dq, dk, dv
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, sinks, q_positions, k_positions, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, *output)
     ctx.set_materialize_grads(False)
@@ -136,36 +150,37 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, q_positions, k_positions, out, lse = ctx.saved_tensors
-    where = (q_positions, k_positions, *ctx.options)
+    options = (q_positions, k_positions, *ctx.options)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *where)
+    dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *options)
     if dlse is not None:
-        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, where)
+        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, options)
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
     return dq, dk, dv, dsinks, None, None, None, None, None
 
 
-def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, where: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """The energy's gradient is attention again: `dlse/dq` is attention over k as values, and dk its transpose."""
-    *_, scale, _ = where
-    values, own_lse = attend_op(q, k, k, None, *where)
+def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Return the gradients of lse: `dlse/dq` is attention with k as values, and `dlse/dk` is its transpose."""
+    *_, scale, _ = options
+    values, lse_without_sinks = attend_op(q, k, k, None, *options)
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    share = torch.exp(own_lse - lse.masked_fill(lse == -torch.inf, torch.inf))  # 1, or less beside a sink
+    # The weight of all keys: 1 without sinks, less with them.
+    share = torch.exp(lse_without_sinks - lse.masked_fill(lse == -torch.inf, torch.inf))
     dq = (dlse * scale * share).unsqueeze(-1) * values
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
-    pull = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # of size 1: a loss scale would overflow half precision
-    dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, pull, *where)[2]
+    dout = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # divided by size: a loss scale overflows half precision
+    dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, dout, *options)[2]
     return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
 
 
 def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """A sink takes the weight `e^(sink - lse)` and gives nothing for it."""
-    pull = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
-    pull = pull if dlse is None else pull + dlse
-    # A row that sees nothing and has a sink of -inf has lse -inf: the weight is to be 0, not e^(-inf + inf).
+    """Return the gradient of sinks. A sink has weight `e^(sink - lse)` and value 0."""
+    dlogit = -(out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1)
+    dlogit = dlogit if dlse is None else dlogit + dlse
+    # An empty row with a sink of -inf has lse -inf. Its weight must be 0, not e^(-inf + inf).
     weights = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
-    return (weights * pull).sum((0, 2)).to(sinks.dtype)
+    return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
 def _no_second_gradients(ctx: Any, *_: Any) -> None:
@@ -173,22 +188,23 @@ def _no_second_gradients(ctx: Any, *_: Any) -> None:
     raise KernelError("attend", expected, "a gradient of a gradient", "differentiate energy, which is dense, instead")
 
 
-attend_op.register_autograd(_gradients, setup_context=_remember)
+attend_op.register_autograd(_gradients, setup_context=_save)
 attend_backward_op.register_autograd(_no_second_gradients)
 
 
 def _band(
     q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, mask: Sequence[int]
 ) -> tuple[Band, Tensor | None, Tensor | None]:
-    """The band of a local problem, and the orders that put its queries and its keys in order of position."""
+    """Return the band over sorted tokens, and the orders that sort queries and keys by position."""
     decoded = Mask.decode(mask)
-    rows, q_order = _ordered("attend q_positions", q_positions, decoded)
-    keys, k_order = _ordered("attend k_positions", k_positions, decoded)
-    rows = torch.arange(q.shape[2]) if rows is None else rows
-    return Band.of(decoded, rows, k.shape[2] if keys is None else keys), q_order, k_order
+    queries, q_order = _sorted("attend q_positions", q_positions, decoded)
+    keys, k_order = _sorted("attend k_positions", k_positions, decoded)
+    queries = torch.arange(q.shape[2]) if queries is None else queries
+    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), q_order, k_order
 
 
-def _ordered(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+def _sorted(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+    """Return the positions in ascending order, and that order; None if they are ascending already."""
     if positions is None or not len(positions):
         return None, None
     positions = positions.cpu()
@@ -203,33 +219,23 @@ def _ordered(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | 
     return positions, order
 
 
-def _take(x: Tensor, order: Tensor | None) -> Tensor:
+def _sort(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return the tokens of x in the given order."""
     return x if order is None else x.index_select(2, order.to(x.device))
 
 
-def _give(x: Tensor, order: Tensor | None) -> Tensor:
-    """The inverse of `_take`."""
+def _unsort(x: Tensor, order: Tensor | None) -> Tensor:
+    """Return the tokens of x in their order before `_sort`."""
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
 def empty_placed(x: Tensor, width: int) -> Tensor:
-    """An empty tensor like x but of another width, as `placed` in memory."""
+    """Return an empty tensor like x with another width, in the memory order of `placed`."""
     return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
 
 def placed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In memory (batch, length, heads, dim), as the flash operators write it and an output projection reads it."""
+    """Return x in memory order (batch, length, heads, dim), which an output projection reads; never a view."""
     if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
         return x
-    return empty_placed(x.to(dtype), x.shape[-1]).copy_(x)  # no view of another, so that users may write to it
-
-
-def _check_positions(name: str, positions: Tensor | None, length: int) -> None:
-    if positions is None:
-        return
-    fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
-    if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
-        given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DtypeError(name, "a tensor of torch.int64", given, fix)
-    if tuple(positions.shape) != (length,):
-        raise ShapeError(name, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
+    return empty_placed(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it

@@ -1,14 +1,14 @@
-"""A local problem, in any layout and under any mask, cut into few blocks that a plain kernel can do.
+"""Blocks: a local problem, in any layout and under any mask, cut into few rectangles for a plain kernel.
 
-With queries and keys in order of position, query i sees one run of keys, from `low[i]` up to `high[i]`, and both only
-move forward: a *band*. Wherever the rows of a band are alike they are one block, however long:
+Queries and keys are sorted by position. Query i then sees one run of keys, from `low[i]` up to `high[i]`, and both
+bounds only move forward: a `Band`. Consecutive rows of one kind become one block, of any length:
 
         full     every row sees every key of the block
         causal   a square block whose row i sees its keys 0..i
-        masked   a tile of few rows, with each row's own bounds
+        masked   a tile of few rows, with bounds per row
 
-so a causal square is one call, packed documents are one each, and a window is tiles along its diagonal. Keys that
-nobody sees are in no block, and no mask is ever larger than one tile's rows by the keys that those rows see.
+A causal square is one call, packed documents are one call each, and a window is tiles along its diagonal. Invisible
+keys are in no block. A dense mask is never larger than one tile's rows by their visible keys.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,10 @@ from torch import Tensor
 from attnmesh.core.mask import Band
 
 TILE = 128
-"""Rows of a masked tile: as many as keep a matrix product busy, as few as keep a window's wasted corners small."""
+"""Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
 
-
-ALIKE = 64
-"""Rows that must be alike to be worth a block of their own rather than a place in a tile."""
-
+MIN_RUN = 64
+"""Rows of one kind that are worth a block. Shorter runs go into tiles."""
 
 FULL, CAUSAL, MASKED = range(3)
 
@@ -37,10 +35,10 @@ class Block:
     queries: slice
     keys: slice
     causal: bool = False
-    band: Band | None = None  # each row's bounds within the block; None when full or causal
+    band: Band | None = None  # bounds per row within the block; None if full or causal
 
     def bounds(self) -> Band:
-        """Each row's bounds within the block, whatever its kind."""
+        """Return the bounds of each row within the block, for any kind of block."""
         if self.band is not None:
             return self.band
         rows, keys = (part.stop - part.start for part in (self.queries, self.keys))
@@ -48,44 +46,44 @@ class Block:
         return Band(torch.zeros(rows, dtype=torch.long), high)
 
     def visible(self) -> Tensor:
-        """Point by point, (queries, keys)."""
+        """Return the dense mask, (queries, keys)."""
         return self.bounds().visible(self.keys.stop - self.keys.start)
 
-    def blind(self) -> Tensor:
-        """The rows that see nothing of the block."""
+    def empty_rows(self) -> Tensor:
+        """Return the indices of rows that see no key of the block."""
         if self.band is None:
             return torch.empty(0, dtype=torch.long)
         keys = self.keys.stop - self.keys.start
         return (self.band.high.clamp(max=keys) <= self.band.low.clamp(min=0)).nonzero().flatten()
 
-    def only(self, rows: Tensor) -> "Block":
-        """A block of some of its rows, over the same keys."""
+    def select(self, rows: Tensor) -> "Block":
+        """Return a block of some of the rows, over the same keys."""
         bounds = self.bounds()
         return Block(slice(0, len(rows)), self.keys, band=Band(bounds.low[rows], bounds.high[rows]))
 
 
 def cut(band: Band) -> list[Block]:
-    """The blocks that hold every visible pair of the band exactly once.
+    """Return blocks that contain every visible pair of the band exactly once.
 
     >>> import attnmesh as am
     >>> [(b.queries, b.keys) for b in cut(Band.of(am.Documents((100, 200)), torch.arange(300), 300))]
     [(slice(0, 100, None), slice(0, 100, None)), (slice(100, 300, None), slice(100, 300, None))]
     """
-    return [block for kind, start, stop in _stretches(band) for block in _CUT[kind](band, start, stop)]
+    return [block for kind, start, stop in _runs(band) for block in _CUT[kind](band, start, stop)]
 
 
 def tiles(band: Band) -> list[Block]:
-    """The same pairs in tiles of a few rows each, for a kernel whose memory grows with a block's area."""
+    """Return the same pairs in tiles of few rows, for a kernel that needs memory for the area of a block."""
     return list(_tiles(band, 0, len(band.low)))
 
 
-def _stretches(band: Band) -> Iterator[tuple[int, int, int]]:
-    """(kind, start, stop): rows joined by links of one kind, and the rows between them to be tiled."""
+def _runs(band: Band) -> Iterator[tuple[int, int, int]]:
+    """Yield (kind, start, stop): rows joined by links of one kind, and the rows between them as `MASKED`."""
     rows, row, link = len(band.low), 0, 0
     kinds, counts = _links(band)
     for kind, count in zip(kinds, counts, strict=True):
         link += count
-        # The row on the border belongs to the stretch of alike rows; between two of those, to the first.
+        # The row between two runs belongs to the one that is not masked; if neither is, to the first.
         stop = link if kind == MASKED and link < rows - 1 else link + 1
         if row < stop:
             yield kind, row, stop
@@ -95,11 +93,14 @@ def _stretches(band: Band) -> Iterator[tuple[int, int, int]]:
 
 
 def _links(band: Band) -> tuple[list[int], list[int]]:
-    """Runs of equal links between neighbouring rows: both see the same, or the later sees one key more."""
+    """Return kinds and lengths of the runs of equal links between neighbouring rows.
+
+    A link is `FULL` if both rows see the same keys, `CAUSAL` if the later sees one key more, else `MASKED`.
+    """
     low, high = band.low.diff(), band.high.diff()
     kind = torch.where(low == 0, high.clamp(max=MASKED), MASKED)
     kinds, counts = kind.unique_consecutive(return_counts=True)
-    kind = torch.where(counts >= ALIKE - 1, kinds, MASKED).repeat_interleave(counts)
+    kind = torch.where(counts >= MIN_RUN - 1, kinds, MASKED).repeat_interleave(counts)
     kinds, counts = kind.unique_consecutive(return_counts=True)
     return kinds.tolist(), counts.tolist()
 
@@ -112,8 +113,8 @@ def _full(band: Band, start: int, stop: int) -> Iterator[Block]:
 
 def _causal(band: Band, start: int, stop: int) -> Iterator[Block]:
     low, high = int(band.low[start]), int(band.high[start])
-    blind = max(low + 1 - high, 0)  # the first rows may see nothing yet
-    start, high = start + blind, high + blind
+    empty = max(low + 1 - high, 0)  # the first rows may see no key
+    start, high = start + empty, high + empty
     if start < stop:
         if low < high - 1:
             yield Block(slice(start, stop), slice(low, high - 1))

@@ -1,6 +1,6 @@
-"""A rank's part of a cache as tensors on its device, and the padding of a batch.
+"""Tensors of a rank's cache shard, on its device, for kernels.
 
-Kernels attend to this view without asking the host how many tokens it holds.
+The number of tokens is in a tensor too, so that a kernel needs no value from the host.
 """
 
 from typing import NamedTuple
@@ -14,79 +14,76 @@ from attnmesh.core.partial import Partial
 
 
 class Padding(NamedTuple):
-    """Tensors that are written to as the cache grows."""
+    """Padding of a batch: which tokens are real, and their positions. Updated in place as the cache grows."""
 
-    token_mask: Tensor  # (batch, capacity), of all tokens, on every rank
-    places: Tensor  # (batch, slots), each slot's place in its own sequence, -1 for padding
-    lengths: Tensor  # (batch,), real tokens of each sequence
+    token_mask: Tensor  # (batch, capacity), True for real tokens, of all ranks
+    places: Tensor  # (batch, slots), position of each slot's token in its sequence, -1 for padding
+    lengths: Tensor  # (batch,), real tokens per sequence
 
     @staticmethod
-    def none(batch: int, capacity: int, columns: Tensor, length: Tensor) -> "Padding":
-        """As if all tokens so far were real; `columns` says which token is in which slot."""
+    def none(batch: int, capacity: int, token_index: Tensor, length: Tensor) -> "Padding":
+        """Return a padding where all tokens so far are real; `token_index` is the token in each slot."""
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            everything = torch.ones(batch, capacity, dtype=torch.bool, device=columns.device)
-            return Padding(everything, columns.expand(batch, -1).clone(), length.expand(batch).clone())
+            everything = torch.ones(batch, capacity, dtype=torch.bool, device=token_index.device)
+            return Padding(everything, token_index.expand(batch, -1).clone(), length.expand(batch).clone())
 
     def add(self, start: Tensor, real: Tensor, new: Tensor, slots: Tensor) -> None:
-        """The tokens from `start` on that are real; of these tokens `new` are in `slots`."""
-        where = start + torch.arange(real.shape[1], device=real.device)
-        self.token_mask.index_copy_(1, where, real)
+        """Add tokens from `start` on, with their mask `real`; the tokens `new` among them are in `slots`."""
+        tokens = start + torch.arange(real.shape[1], device=real.device)
+        self.token_mask.index_copy_(1, tokens, real)
         places = torch.where(real, self.lengths[:, None] + real.cumsum(1) - 1, -1)
         self.places.index_copy_(1, slots, places.index_select(1, new))
         self.lengths.add_(real.sum(1))
 
     def last(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these last tokens are real, and each one's place in its own sequence."""
+        """Return which of these last tokens are real, and the position of each in its sequence."""
         real = self.token_mask.index_select(1, tokens)
-        after = real.flip(1).cumsum(1).flip(1)  # of its own, and the real ones behind it
+        after = real.flip(1).cumsum(1).flip(1)  # real tokens from this one on
         return real, (self.lengths[:, None] - after).clamp(min=0)
 
     def cut(self, length: int, before: int) -> None:
-        """Forget the tokens from `length` on, of those `before`."""
+        """Remove the tokens from `length` up to `before`."""
         self.lengths.sub_(self.token_mask[:, length:before].sum(1))
         self.token_mask[:, length:] = True
 
     def reordered(self, index: Tensor) -> "Padding":
-        """Sequence b becomes what sequence `index[b]` was."""
+        """Return a padding whose sequence b is the sequence `index[b]` of this one."""
         with torch.inference_mode(False):
             return Padding(*(each.index_select(0, index) for each in self))
 
     def grown(self, capacity: int, slots: int) -> "Padding":
-        """With room for so many tokens, and slots."""
+        """Return the padding with a larger capacity and more slots."""
         real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
         return Padding(real, pad(self.places, (0, slots - self.places.shape[1]), value=-1), self.lengths)
 
 
 class DecodeQuery(NamedTuple):
-    """What a step asks of the slots: the last queries, and how they are to be attended."""
+    """The queries of a decode step, and the options of its attention."""
 
     q: Tensor
     mask: Mask
     scale: float
     capacity: int
     sinks: Tensor | None = None
-    block: int | None = None  # tokens of which a partial each is made, to be merged along the tree of blocks
-    into: Partial | None = None  # where the partial is to be written
+    block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
+    into: Partial | None = None  # tensors for the result
 
 
 class CacheView(NamedTuple):
-    """Room for tokens, the first of it used: keys and values, (batch, heads, slots, dim), and which token is in each.
+    """Slots for tokens, the first of which are used, in the order of their tokens."""
 
-    Tokens are in order: of two slots the later one has the later token.
-    """
-
-    keys: Tensor
-    values: Tensor
-    token_index: Tensor  # (slots,), the token in each
-    state: Tensor  # (2,), tokens of all ranks, and of them those that are here
+    keys: Tensor  # (batch, kv_heads, slots, dim)
+    values: Tensor  # (batch, kv_heads, slots, value_dim)
+    token_index: Tensor  # (slots,), the token in each slot
+    state: Tensor  # (2,), tokens of all ranks, tokens of this rank
     padding: Padding | None
 
     def places(self) -> Tensor:
-        """Each slot's position in its sequence, (1 or batch, slots), -1 for padding."""
+        """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""
         return self.token_index[None] if self.padding is None else self.padding.places
 
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
-        """The first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
+        """Return the first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""
         tokens = (self.state[0] - rows + torch.arange(rows, device=self.state.device)).clamp(min=0)
         if self.padding is None:
             return mask.bounds(tokens[None])

@@ -1,6 +1,6 @@
-"""Merges of partials that lie stacked, in tensors of their own or packed in messages: one launch where Triton serves.
+"""Merges of stacked partials, in plain tensors or in received messages: one launch where Triton is supported.
 
-Blocks of one rank and messages of several are merged by the same arithmetic, so that who held a block cannot be told.
+Blocks of one rank and messages of several ranks are merged by the same arithmetic, so that they give the same bits.
 """
 
 import warnings
@@ -15,7 +15,7 @@ from attnmesh.core.partial import Partial, collapse, wide, with_sinks
 from attnmesh.kernels.triton_runtime import installed, interpreted, launch, parts
 
 ROWS = 16
-"""Rows of a program: a step has few, and each is to have a part of the chip."""
+"""Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
 
 
 def merged(
@@ -26,12 +26,13 @@ def merged(
     checksums: Tensor | None = None,
     checksum: Tensor | None = None,
 ) -> Partial:
-    """Partials stacked along a first dim as one, written to where `into` says, in its dtype.
+    """Return the merge of partials stacked along a first dim, with sinks, written to `into` if given.
 
-    Where it is `by_triton`, the maximum of the `checksums` goes to `checksum`, and if they do not cancel all is NaN.
+    With Triton, the maximum of the `checksums` is written to `checksum`. If its two values do not cancel, ranks
+    disagree and the result is NaN.
     """
-    if not by_triton(stacked.lse):
-        return placed(with_sinks(collapse(stacked), sinks), into)
+    if not use_triton(stacked.lse):
+        return copied(with_sinks(collapse(stacked), sinks), into)
     if into is None:
         shape = stacked.out.shape[1:]
         out = stacked.out.new_empty(shape, dtype=wide(stacked.out.dtype))
@@ -40,8 +41,8 @@ def merged(
     return into
 
 
-def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
-    """A number for what a rank was told, and less that number: of one or two tensors, and the tokens in a cache."""
+def launch_checksum(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int, checksum: Tensor) -> Tensor:
+    """Write the checksum of a call and its negative: of a number, one or two tensors, and the length of a cache."""
     patterns = [bits(x) for x in tensors]
     counts = [len(x) for x in patterns]
     launch(
@@ -62,66 +63,66 @@ def compared(tensors: Sequence[Tensor], number: int, state: Tensor, modulus: int
     return checksum
 
 
-def up_the_tree(blocks: Partial) -> Partial:
-    """Merge blocks whose numbers differ in the highest bit, then the next: the two halves of what there is, again."""
+def merged_along_tree(blocks: Partial) -> Partial:
+    """Return the merge of stacked blocks along a tree: pairs that differ in the highest bit, then the next bit."""
     while (count := len(blocks.lse)) > 1:
         half = 1 << (count - 1).bit_length() - 1
-        more = count - half
-        pairs = (x.as_strided((2, more, *x.shape[1:]), (half * x.stride(0), *x.stride())) for x in blocks)
-        both = merged(Partial(*pairs))
-        blocks = Partial(*(torch.cat((x, y[more:half])) for x, y in zip(both, blocks, strict=True)))
+        pairs = count - half
+        stacked = (x.as_strided((2, pairs, *x.shape[1:]), (half * x.stride(0), *x.stride())) for x in blocks)
+        both = merged(Partial(*stacked))
+        blocks = Partial(*(torch.cat((x, y[pairs:half])) for x, y in zip(both, blocks, strict=True)))
     return Partial(blocks.out[0], blocks.lse[0])
 
 
-def placed(partial: Partial, into: Partial | None) -> Partial:
-    """The partial, put where it is asked for."""
+def copied(partial: Partial, into: Partial | None) -> Partial:
+    """Return the partial, copied to `into` if given."""
     return partial if into is None else Partial(into.out.copy_(partial.out), into.lse.copy_(partial.lse))
 
 
-def unable(device: torch.device) -> str | None:
-    """Why Triton's programs do not run on a device, or None."""
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why Triton programs do not run on a device, or None if they do."""
     if not installed():
         return "Triton is not installed"
     if device.type == "cuda":
-        return _fault(device)
+        return _gpu_fault(device)
     return None if interpreted() else f"it runs on CUDA, the tensors are on {device.type}"
 
 
 @cache
-def _fault(device: torch.device) -> str | None:
-    """What keeps a GPU from it, said once if it is not its age."""
+def _gpu_fault(device: torch.device) -> str | None:
+    """Return why a GPU does not run a merge correctly, or None; warn unless the GPU is too old."""
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"{torch.cuda.get_device_name(device)} multiplies no bfloat16"
+        return f"{torch.cuda.get_device_name(device)} has no bfloat16 products"
     try:
         few = Partial(torch.ones(2, 1, 1, 1, 16, device=device), torch.zeros(2, 1, 1, 1, device=device))
         one = Partial(torch.zeros_like(few.out[0]), torch.zeros_like(few.lse[0]))
         _launch(few, one, None, None, None)
-    except Exception as error:  # whatever a compiler comes upon
-        return said_once(f"{type(error).__name__}: {error}".splitlines()[0])
-    return None if bool((one.out == 1).all()) else said_once("a merge comes out wrong")
+    except Exception as error:  # a compiler may raise any exception
+        return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
+    return None if bool((one.out == 1).all()) else warn_unsupported("a merge gives a wrong result")
 
 
-def said_once(what: str) -> str:
-    """A warning, and the reason that it gives."""
-    reason = f"Triton does not serve here: {what}"
-    warnings.warn(f"attnmesh goes by PyTorch's own kernels, as {reason}", stacklevel=3)
+def warn_unsupported(fault: str) -> str:
+    """Warn that PyTorch's kernels are used instead of Triton, and return the reason."""
+    reason = f"Triton does not work on this device: {fault}"
+    warnings.warn(f"attnmesh uses PyTorch's own kernels, since {reason}", stacklevel=3)
     return reason
 
 
-def serves(device: torch.device) -> bool:
-    """Whether Triton's programs run on tensors of a device."""
-    return (device.type == "cuda" or interpreted()) and unable(device) is None
+def supports(device: torch.device) -> bool:
+    """Return True if Triton programs run on a device."""
+    return (device.type == "cuda" or interpreted()) and unsupported_reason(device) is None
 
 
-def by_triton(lse: Tensor) -> bool:
-    """Whether one program merges partials of such an lse: of any rows, in float32, where Triton serves."""
-    return lse.dtype == torch.float32 and lse.numel() > 0 and serves(lse.device)
+def use_triton(lse: Tensor) -> bool:
+    """Return True if a Triton program merges partials with this lse: not empty, in float32, on a supported device."""
+    return lse.dtype == torch.float32 and lse.numel() > 0 and supports(lse.device)
 
 
 def _launch(
     stacked: Partial, into: Partial, sinks: Tensor | None, checksums: Tensor | None, checksum: Tensor | None
 ) -> None:
-    """What is absent is stood for by something that is there, and is not read."""
+    """Launch the merge. An argument that is None is replaced by another tensor, which is not read."""
     outs, lses = (x if x[0].is_contiguous() else x.contiguous() for x in stacked)
     splits, *shape, values = outs.shape
     rows, (first, second) = lses[0].numel(), parts(values)
@@ -148,7 +149,7 @@ def _launch(
         ROWS=ROWS,
         V_0=first,
         V_1=second,
-        SUNK=sinks is not None,
-        WITNESSED=checksums is not None and checksum is not None,
-        enable_fp_fusion=False,  # or the bits would depend on which partial is the first
+        HAS_SINKS=sinks is not None,
+        HAS_CHECKSUMS=checksums is not None and checksum is not None,
+        enable_fp_fusion=False,  # with fusion the bits would depend on the order of the partials
     )

@@ -1,4 +1,4 @@
-"""Attention as its formula reads, in plain PyTorch, on any device and in any dtype: what the others are held to."""
+"""The reference kernel: attention by its formula, in plain PyTorch, on any device and in any dtype."""
 
 from dataclasses import dataclass
 
@@ -18,18 +18,18 @@ class Reference:
     name: str = "reference"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """It serves everything."""
+        """Return None: all tensors are supported."""
         return None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """Tiles: a plain matrix product has no causal form to profit from."""
+        """Return tiles, since a plain matrix product has no causal form."""
         return tiles(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-        """With weights `w_a = e^logit_a`: `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`."""
+        """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
         logits = _logits(q, k, block, scale)
         peak = logits.amax(-1, keepdim=True)
-        # Where nothing was seen the peak is -inf: measured from 0 instead, every weight is e^-inf = 0 and never NaN.
+        # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
         peak.masked_fill_(peak == -torch.inf, 0.0)
         weights = logits.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -37,10 +37,10 @@ class Reference:
         lse = (peak + total.log()).squeeze(-1)
         return Partial(_unpacked(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
-        """With weights w and `delta = sum(out * dout)`: `dv = w'dout`, `dlogit = w (dout v' - delta)`."""
-        out, dout, rows = (_packed(x, k) for x in (answer.out, answer.dout, q))
-        weights = torch.exp(_logits(q, k, block, scale) - answer.lse.reshape(*rows.shape[:-1], 1))
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float) -> Gradients:
+        """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`."""
+        out, dout, rows = (_packed(x, k) for x in (saved.out, saved.dout, q))
+        weights = torch.exp(_logits(q, k, block, scale) - saved.lse.reshape(*rows.shape[:-1], 1))
         delta = (out * dout).sum(-1, keepdim=True)
         dlogits = weights * (dout @ _wide(v).transpose(-1, -2) - delta) * scale
         dq, dk, dv = dlogits @ _wide(k), dlogits.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
@@ -48,7 +48,7 @@ class Reference:
 
 
 def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
-    """(batch, kv_heads, group * length, keys). Keys times queries: for few queries that reads the keys fastest."""
+    """Return (batch, kv_heads, group * length, keys), computed as keys times queries: fastest for few queries."""
     columns = _packed(q, k).transpose(-1, -2) * scale
     logits = (_wide(k) @ columns).transpose(-1, -2).contiguous()
     if block.causal or block.band is not None:
@@ -58,7 +58,7 @@ def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
 
 
 def _packed(x: Tensor, k: Tensor) -> Tensor:
-    """(batch, kv_heads, group * length, dim): the query heads that share a key, as further rows of one head."""
+    """Return (batch, kv_heads, group * length, dim): the query heads that share a key head as rows of one head."""
     return _wide(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 

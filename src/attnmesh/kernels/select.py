@@ -1,7 +1,8 @@
-"""The kernels there are, and which one serves: asked of each, never told from a version or a name of a device."""
+"""The list of kernels, and the choice of one. Each kernel decides if it supports q, k and v."""
 
 from torch import Tensor
 
+from attnmesh.core.checks import check_choice
 from attnmesh.errors import KernelError
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
@@ -10,14 +11,14 @@ from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
 
 KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
-"""Best first; the last serves everything."""
+"""Best first; the last supports everything."""
 
 NAMES = ("auto", *(kernel.name for kernel in KERNELS))
-"""What `kernel=` may say."""
+"""Values of `kernel=`."""
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """The kernel of that name, or for "auto" the first that serves tensors like these.
+    """Return the kernel of that name, or for "auto" the first that supports the tensors.
 
     >>> import torch
     >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
@@ -28,12 +29,12 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
         return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v) is None)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     if (reason := kernel.unsupported_reason(q, k, v)) is not None:
-        raise KernelError(f"kernel {name}", "tensors that it serves", f"others: {reason}", 'leave it at "auto"')
+        raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
     return kernel
 
 
-def choose_held(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """The kernel of a decode step: on a GPU "auto" prefers one that reads lengths there, if it serves."""
+def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+    """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
     if name == "auto" and q.device.type != "cpu":
         for kernel in KERNELS:
             if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v) is None:
@@ -42,6 +43,5 @@ def choose_held(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
 
 
 def check_kernel(name: str) -> None:
-    """Raise unless there is a kernel of that name."""
-    if not isinstance(name, str) or name not in NAMES:
-        raise KernelError("kernel", f"one of {', '.join(NAMES)}", repr(name), 'leave it at "auto"')
+    """Raise unless name is "auto" or a kernel's."""
+    check_choice("kernel", name, NAMES)

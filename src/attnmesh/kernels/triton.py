@@ -1,4 +1,4 @@
-"""Triton: one launch for any mask and layout, decoding split over the keys until the chip is full."""
+"""The Triton kernel: one launch for any mask and layout. Decoding is split over the keys to fill the chip."""
 
 import math
 from collections.abc import Callable
@@ -14,23 +14,29 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Block
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.driver import CacheKernel, Gradients, SavedForward
-from attnmesh.kernels.merge import merged, placed, said_once, unable, up_the_tree
+from attnmesh.kernels.merge import copied, merged, merged_along_tree, unsupported_reason, warn_unsupported
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
-WIDEST = 576
-"""Of a head: latent attention keeps 512 columns and 64 that are rotated."""
+MAX_WIDTH = 576
+"""Columns of a head. Latent attention has 512 columns and 64 rotated ones."""
 
-REACH = 1 << 40
-"""As far as a mask can reach, and far from where adding to it overflows."""
+MAX_REACH = 1 << 40
+"""Reach of an unbounded mask: beyond every position, and small enough that sums do not overflow."""
 
-SPAN = 4
-"""Tiles of keys that are at least worth a program of their own."""
+MIN_SPAN_TILES = 4
+"""Tiles of keys that are worth a program instance."""
+
+LARGE_ROWS = 128
+"""Rows from which on a tile is as large as the registers allow."""
+
+MIN_TILE = 16
+"""Rows or keys of the smallest tile that can be multiplied."""
 
 
 class Tile(NamedTuple):
-    """Rows and keys that a program holds at once, and the warps and stages it is given."""
+    """Rows and keys that a program instance holds at once, and its warps and stages."""
 
     rows: int
     keys: int
@@ -40,127 +46,136 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Triton(CacheKernel):
-    """The programs of `programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
+    """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
     name: str = "triton"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """It serves single and half precision on GPUs with tensor cores for both halves."""
-        if (reason := unable(q.device)) is not None:
+        """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
+        if (reason := unsupported_reason(q.device)) is not None:
             return reason
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"it knows no {q.dtype}"
-        if max(q.shape[-1], v.shape[-1]) > WIDEST:
-            return f"heads are {max(q.shape[-1], v.shape[-1])} wide, of at most {WIDEST}"
-        return _compiles(q.device) if q.device.type == "cuda" else None
+            return f"it does not support {q.dtype}"
+        if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
+            return f"heads are {max(q.shape[-1], v.shape[-1])} wide, of at most {MAX_WIDTH}"
+        return _fault(q.device) if q.device.type == "cuda" else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """One block, of the keys that any row sees."""
-        seen = (band.low < band.high).nonzero().flatten()
-        if not len(seen):
+        """Return one block of the keys that any row sees, or no block if there are none."""
+        rows = (band.low < band.high).nonzero().flatten()
+        if not len(rows):
             return []
-        first, last = int(seen[0]), int(seen[-1])
+        first, last = int(rows[0]), int(rows[-1])
         start, stop = int(band.low[first]), int(band.high[last])
         return [Block(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
-        """The block's partial, in float32."""
-        return _fitted("attend", q, v, q.shape[2] * q.shape[1] // k.shape[1], partial(_attended, q, k, v, block, scale))
+        """Return the block's partial, in float32."""
+        rows = q.shape[2] * q.shape[1] // k.shape[1]
+        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, scale))
 
-    def attend_cache(self, question: DecodeQuery, slots: CacheView) -> Partial:
-        """The partial of the last queries, over so many parts of the slots as fill the chip, or a part a block."""
-        q, sinks, into = question.q, question.sinks, question.into
-        rows = q.shape[2] * q.shape[1] // slots.keys.shape[1]
-        made = _fitted("held", q, slots.values, rows, partial(_held, question, slots))
-        if question.block is not None:
-            return placed(with_sinks(up_the_tree(made), sinks), into)
-        return merged(made, into, sinks=sinks)
+    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
+        """Return the partial of the last queries, merged from one partial per block or per program instance."""
+        q, sinks, into = query.q, query.sinks, query.into
+        rows = q.shape[2] * q.shape[1] // view.keys.shape[1]
+        partials = _with_fitting_tile("attend_cache", q, view.values, rows, partial(_attend_cache, query, view))
+        if query.block is not None:
+            return copied(with_sinks(merged_along_tree(partials), sinks), into)
+        return merged(partials, into, sinks=sinks)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float) -> Gradients:
-        """The block's share of the gradients, in float32: a program for each tile of queries, then of keys."""
-        return _fitted("differentiate", q, v, BACKWARD, partial(_differentiated, q, k, v, answer, block, scale))
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> Partial:
-    call = _call(q, k, v, block, scale, tile)
-    lines, tiles = k.shape[0] * k.shape[1], -(-call["rows"] // tile.rows)
-    span = _span(call["keys"], lines * tiles, SPAN * tile.keys, q.device)
-    spans = -(-call["keys"] // span)
-    shape = spans, *q.shape[:-1]
-    partials = Partial(_blank(q, *shape, v.shape[-1]), _blank(q, *shape))
-    launch("attend", "attend", (tiles, spans, lines), q.device, **call, out=partials.out, lse=partials.lse, span=span)
-    return Partial(*(x[0] for x in partials)) if spans == 1 else merged(partials)
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float) -> Gradients:
+        """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, scale))
 
 
-def _held(question: DecodeQuery, slots: CacheView, tile: Tile) -> Partial:
-    """A partial of each part of the slots."""
-    q, mask, block = question.q, question.mask, question.block
-    lines, rows = q.shape[0] * slots.keys.shape[1], q.shape[2] * q.shape[1] // slots.keys.shape[1]
-    room = slots.keys.shape[2] - 1
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> Partial:
+    arguments = _block_arguments(q, k, v, block, scale, tile)
+    heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
+    span = _span(arguments["keys"], heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)
+    spans = -(-arguments["keys"] // span)
+    partials = _empty_partials(q, spans, v.shape[-1])
+    out, lse = partials
+    launch("attend", "attend", (tiles, spans, heads), q.device, **arguments, out=out, lse=lse, span=span)
+    return Partial(out[0], lse[0]) if spans == 1 else merged(partials)
+
+
+def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
+    """Return stacked partials, one per part of the slots."""
+    q, mask, block = query.q, query.mask, query.block
+    heads, rows = q.shape[0] * view.keys.shape[1], q.shape[2] * q.shape[1] // view.keys.shape[1]
+    slots = view.keys.shape[2] - 1
     tiles = -(-rows // tile.rows)
-    count = -(-room // (block or _span(room, lines * tiles, SPAN * tile.keys, q.device)))
-    partials = Partial(_blank(q, count, *q.shape[:-1], slots.values.shape[-1]), _blank(q, count, *q.shape[:-1]))
-    places, bounded = slots.places(), slots.padding is not None or bool(mask.ends)
-    first, last = slots.bounds(q.shape[2], mask) if bounded else (places, places)  # these are not read
+    count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
+    partials = _empty_partials(q, count, view.values.shape[-1])
+    places, bounded = view.places(), view.padding is not None or bool(mask.ends)
+    first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
     launch(
         "decode",
-        "held",
-        (count, tiles, lines),
+        "attend_cache",
+        (count, tiles, heads),
         q.device,
-        **_tensors(q, slots.keys, slots.values, tile),
+        **_arguments(q, view.keys, view.values, tile),
         places=places,
-        columns=slots.token_index,
-        state=slots.state,
+        token_index=view.token_index,
+        state=view.state,
         firsts=first,
         lasts=last,
         out=partials.out,
         lse=partials.lse,
-        places_batch=_step(places),
-        bounds_batch=_step(first),
+        places_batch=_batch_stride(places),
+        bounds_batch=_batch_stride(first),
         block=block or 0,
-        capacity=question.capacity,
-        left=min(mask.left, REACH),
-        right=min(mask.right, REACH),
-        scale=question.scale,
+        capacity=query.capacity,
+        left=min(mask.left, MAX_REACH),
+        right=min(mask.right, MAX_REACH),
+        scale=query.scale,
         BOUNDED=bounded,
         NEAR=mask.left < FAR or bool(mask.ends),
     )
     return partials
 
 
-def _differentiated(
-    q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, block: Block, scale: float, tile: Tile
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float, tile: Tile
 ) -> Gradients:
-    dout = answer.dout.to(q.dtype).contiguous()
-    delta = (answer.out.float() * answer.dout.float()).sum(-1)
-    call = _call(q, k, v, block, scale, tile) | {"dout": dout, "lse": answer.lse.contiguous(), "delta": delta}
-    lines, tiles = k.shape[0] * k.shape[1], -(-call["keys"] // tile.keys)
-    dq, dk, dv = (_blank(q, *x.shape) for x in (q, k, v))
-    launch("attend", "queries_backward", (-(-call["rows"] // tile.rows), lines), q.device, **call, dq=dq)
+    dout = saved.dout.to(q.dtype).contiguous()
+    delta = (saved.out.float() * saved.dout.float()).sum(-1)
+    arguments = _block_arguments(q, k, v, block, scale, tile)
+    arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
+    heads, tiles = k.shape[0] * k.shape[1], -(-arguments["keys"] // tile.keys)
+    dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+    launch("attend", "queries_backward", (-(-arguments["rows"] // tile.rows), heads), q.device, **arguments, dq=dq)
     edges = torch.arange(tiles + 1, dtype=torch.int32, device=q.device) * tile.keys
-    seen = {
-        "begin": torch.searchsorted(call["high"], edges[:-1], right=True, out_int32=True),
-        "finish": torch.searchsorted(call["low"], edges[1:], out_int32=True),
+    queries = {  # the run of queries that see each tile of keys
+        "begin": torch.searchsorted(arguments["high"], edges[:-1], right=True, out_int32=True),
+        "finish": torch.searchsorted(arguments["low"], edges[1:], out_int32=True),
     }
-    launch("attend", "keys_backward", (tiles, lines), q.device, **call, **seen, dk=dk, dv=dv)
+    launch("attend", "keys_backward", (tiles, heads), q.device, **arguments, **queries, dk=dk, dv=dv)
     return Gradients(dq, dk, dv)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
-    """What all programs are given."""
+def _empty_partials(q: Tensor, count: int, width: int) -> Partial:
+    """Return uninitialised partials of q's rows, stacked."""
+    shape = (count, *q.shape[:-1])
+    return Partial(*(q.new_empty(size, dtype=torch.float32) for size in ((*shape, width), shape)))
+
+
+def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
+    """Return the arguments that all programs over a block share."""
     keys = k.shape[2]
-    if block.band is None and not block.causal:  # made where it is needed: nothing is sent there
+    if block.band is None and not block.causal:  # created on the device, without a copy from the host
         low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
     else:
         bounds = block.bounds()
         low, high = (x.clamp(0, keys).to(q.device, torch.int32) for x in (bounds.low, bounds.high))
-    return {**_tensors(q, k, v, tile), "low": low, "high": high, "keys": keys, "scale": scale}
+    return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, "scale": scale}
 
 
-def _tensors(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
-    """The three of them, their shapes, and what of these is compiled in."""
+def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
+    """Return q, k and v, their strides and shapes, and the constants of compilation."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(DIMS)}
+    dims = ("batch", "head", "row")
+    strides = {f"{name}_{dim}": x.stride(i) for name, x in (("q", q), ("k", k), ("v", v)) for i, dim in enumerate(dims)}
     group, q_parts, v_parts = q.shape[1] // k.shape[1], parts(q.shape[-1]), parts(v.shape[-1])
     return {
         "q": q,
@@ -180,77 +195,64 @@ def _tensors(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
         "Q_1": q_parts[1],
         "V_0": v_parts[0],
         "V_1": v_parts[1],
-        "PRECISION": "widened" if interpreted() else "ieee",  # float32 is not rounded to half its digits
+        "PRECISION": "widened" if interpreted() else "ieee",  # full float32, not TF32
     }
 
 
-DIMS = "batch", "head", "row"
+_FITTING_TILES: dict[tuple[Any, ...], Tile] = {}
 
 
-BACKWARD = 128
-"""Rows from which on a tile is as large as the registers allow."""
-
-
-def _fitted(name: str, q: Tensor, v: Tensor, rows: int, act: Callable[[Tile], Found]) -> Found:
-    """Act with tiles as large as is good, or as the memory that a program's tiles share on this device allows."""
+def _with_fitting_tile(name: str, q: Tensor, v: Tensor, rows: int, run: Callable[[Tile], Result]) -> Result:
+    """Return the result of `run`, with the largest tile that fits in the shared memory of the device."""
     wanted = _tile(q, v, rows)
     key = name, q.device, q.dtype, q.shape[-1], v.shape[-1], wanted
-    tile = _FITTING.get(key, wanted)
+    tile = _FITTING_TILES.get(key, wanted)
     while True:
         try:
-            found = act(tile)
+            result = run(tile)
         except Exception as error:
-            if type(error).__name__ != "OutOfResources" or max(tile.rows, tile.keys) == LEAST:
+            if type(error).__name__ != "OutOfResources" or max(tile.rows, tile.keys) == MIN_TILE:
                 raise
-            less = {"keys": tile.keys // 2} if tile.keys > LEAST else {"rows": tile.rows // 2}
+            less = {"keys": tile.keys // 2} if tile.keys > MIN_TILE else {"rows": tile.rows // 2}
             tile = tile._replace(**less)
             continue
-        _FITTING[key] = tile
-        return found
-
-
-_FITTING: dict[tuple[Any, ...], Tile] = {}
-
-LEAST = 16
-"""Rows or keys of a tile: fewer cannot be multiplied."""
+        _FITTING_TILES[key] = tile
+        return result
 
 
 def _tile(q: Tensor, v: Tensor, rows: int) -> Tile:
-    """So many rows and keys that a program's sums stay in registers: fewer of wider heads and of float32."""
+    """Return a tile whose sums stay in registers: smaller for wide heads and for float32."""
     width = max(q.shape[-1], v.shape[-1])
     size = 16 if interpreted() else (128 if width <= 128 else 64 if width <= 256 else 16) // (q.element_size() // 2)
-    few = max(16, min(size, 1 << (rows - 1).bit_length()))
-    return Tile(few, max(16, min(size, 64)), warps=8 if few * width >= 128 * 128 else 4)
+    tile_rows = max(16, min(size, 1 << (rows - 1).bit_length()))
+    return Tile(tile_rows, max(16, min(size, 64)), warps=8 if tile_rows * width >= 128 * 128 else 4)
 
 
 def _span(keys: int, programs: int, least: int, device: torch.device) -> int:
-    """Keys of a program: so many that all programs of a launch fill the chip twice, and no fewer than are worth one."""
+    """Return the keys per program instance, at least `least`, with which a launch fills the chip twice."""
     wanted = max(1, 2 * _processors(device) // programs)
     return max(least, -(-keys // wanted))
 
 
-def _step(x: Tensor) -> int:
-    """From one sequence to the next; none if all have the same."""
+def _batch_stride(x: Tensor) -> int:
+    """Return the stride from one sequence to the next; 0 if all sequences share one row."""
     return x.stride(0) if len(x) > 1 else 0
 
 
-def _blank(q: Tensor, *shape: int) -> Tensor:
-    return q.new_empty(shape, dtype=torch.float32)
-
-
 @cache
-def _compiles(device: torch.device) -> str | None:
-    """Why a device cannot run attention, or None: tried once, on a few tokens whose answer is known."""
+def _fault(device: torch.device) -> str | None:
+    """Return why a device does not run attention correctly, or None; tested once, on a few tokens."""
     values = torch.arange(16, dtype=torch.bfloat16, device=device).expand(1, 1, 16, 16).mT.contiguous()
     few = torch.zeros_like(values)
     try:
         out, lse = Triton().attend(few, few, values, Block(slice(0, 16), slice(0, 16)), 1.0)
-    except Exception as error:  # whatever a compiler comes upon
-        return said_once(f"{type(error).__name__}: {error}".splitlines()[0])
+    except Exception as error:  # a compiler may raise any exception
+        return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
     right = (out - 7.5).abs().amax() < 1e-5 and (lse - math.log(16)).abs().amax() < 1e-5
-    return None if bool(right) else said_once("attention comes out wrong")
+    return None if bool(right) else warn_unsupported("attention gives a wrong result")
 
 
 @cache
 def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,7 +1,4 @@
-"""What it takes to launch a program of Triton: that it is installed, and how a width is cut.
-
-PyTorch alone imports this; Triton itself is imported when a program is first asked for.
-"""
+"""Launching Triton programs. Triton itself is imported at the first launch, so that attnmesh works without it."""
 
 import os
 from contextlib import nullcontext
@@ -15,7 +12,7 @@ import torch
 
 
 def launch(file: str, name: str, grid: tuple[int, ...], device: torch.device, /, **arguments: Any) -> None:
-    """A program, by its file and its name, on the device that its tensors are on, which need not be the current one."""
+    """Launch a program of a file on the device of its tensors, which may not be the current device."""
     program = getattr(programs(file), f"{name}_program")
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         program[grid](**arguments)
@@ -23,23 +20,23 @@ def launch(file: str, name: str, grid: tuple[int, ...], device: torch.device, /,
 
 @cache
 def programs(file: str) -> ModuleType:
-    """A file of programs, imported when they are first needed."""
+    """Return a module of programs, imported on first use."""
     return import_module(f"attnmesh.kernels.programs.{file}")
 
 
 @cache
 def installed() -> bool:
-    """Whether Triton is here."""
+    """Return True if Triton is installed."""
     return find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether Triton's programs are to run on the CPU, in its interpreter."""
+    """Return True if Triton programs run on the CPU, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def parts(width: int) -> tuple[int, int]:
-    """A width as two powers of two of 16 or more, the second 0 if the first is enough.
+    """Return two powers of two, 16 or more, that cover a width. The second is 0 if the first is enough.
 
     >>> [parts(width) for width in (8, 64, 80, 192, 576)]
     [(16, 0), (64, 0), (64, 16), (128, 64), (512, 64)]

@@ -1,1 +1,1 @@
-"""Who holds and who computes what, as values; nothing is sent here."""
+"""Meshes as values, without communication: shapes, axes, schedules, reduction trees, figures."""

@@ -1,20 +1,16 @@
 """Three named axes over PyTorch's `DeviceMesh`: heads, queries and keys, of which any may be missing.
 
-Rank (h, r, c) holds the shard numbered `(h * R + r) * C + c` of the tokens. Its row are the C ranks that share r: among
-them queries are gathered. Its column are the R ranks that share c: among them keys and values are gathered.
+Rank (h, r, c) holds shard `(h * R + r) * C + c` of the tokens. Its row is the C ranks with the same r, which gather
+queries. Its column is the R ranks with the same c, which gather keys and values.
 
                   keys axis: c = 0   1   2
     queries axis: r = 0      shard 0   1   2     row 0 gathers the queries of shards 0, 1 and 2
                   r = 1      shard 3   4   5     column 0 gathers the keys of shards 0 and 3
 """
 
-import atexit
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
-from typing import ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,63 +20,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import warn_once
 from attnmesh.errors import MeshError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.shutdown import come_to_rest
-
-Given = ParamSpec("Given")
-
-
-Found = TypeVar("Found")
-
-
-def cached_per_world(
-    most: int | None = None,
-) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """A cache of what was found out about meshes and axes, until it is to `clear_caches`."""
-
-    def decorate(find: Callable[Given, Found]) -> Callable[Given, Found]:
-        cached = lru_cache(most)(find)
-        _REMEMBERED.append(cached.cache_clear)
-        return cast(Callable[Given, Found], cached)
-
-    return decorate
-
-
-_REMEMBERED: list[Callable[[], None]] = []
-
-
-def clear_caches() -> None:
-    """Let go of all meshes and their groups."""
-    for clear in _REMEMBERED:
-        clear()
-    gc.collect()  # a sharded model refers to itself, and holds its groups
-
-
-@atexit.register
-def end() -> None:
-    """What has to be done before Python ends: to destroy a group ends its threads, which needs them to be at rest."""
-    come_to_rest()
-    clear_caches()
+from attnmesh.mesh.world import cached_per_world
 
 
 @cached_per_world()
 def backends(group: ProcessGroup) -> dict[str, str]:
-    """What carries a group's tensors, by the type of their device: a group may have a backend for each."""
+    """Return the backend of a group for each type of device."""
     return dict(pair.split(":") for pair in get_backend_config(group).split(","))
 
 
 def device_type_of(group: ProcessGroup | None) -> str:
-    """The type of devices that a group was made for: gloo carries a GPU's tensors too, but not on purpose."""
+    """Return the type of device that a group was made for. Gloo can send tensors of a GPU, but through the host."""
     found = {} if group is None else backends(group)
     return "cuda" if found.get("cuda", "gloo") != "gloo" else "cpu"
 
 
 def device_of(mesh: DeviceMesh | None) -> torch.device:
-    """Where the ranks of a mesh compute."""
+    """Return the device of a mesh's ranks."""
     return torch.device("cpu" if mesh is None else mesh.device_type)
 
 
 class NotGiven(Enum):
-    """The default of `mesh=` where `mesh=None` says more than leaving it out: that a rank is meant to be alone."""
+    """Default of `mesh=` in functions where an explicit `mesh=None` means one rank alone, without a warning."""
 
     MESH = "mesh=None"
 
@@ -89,10 +50,10 @@ class NotGiven(Enum):
 
 
 def given_mesh(subject: str, mesh: DeviceMesh | NotGiven | None, alone: str) -> DeviceMesh | None:
-    """The mesh given, or None; with a warning where it was left out among several ranks.
+    """Return the mesh given, or None. Warn once where it was left out among several ranks.
 
-    `alone` tells what each rank then computes, and what to pass instead. Calls inside attnmesh always say their mesh,
-    so a call that is local by intent does not warn. Call this from the public function itself: its caller is blamed.
+    `alone` names what each rank then computes, and what to pass instead. The warning points at the caller of the public
+    function, so this is called by the public function itself. Calls inside attnmesh always pass a mesh.
     """
     if not isinstance(mesh, NotGiven):
         return mesh
@@ -104,22 +65,27 @@ def given_mesh(subject: str, mesh: DeviceMesh | NotGiven | None, alone: str) -> 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks in line with this one along an axis: how many, which of them this one is, their group, and its name."""
+    """One axis of a mesh as this rank sees it: the number of ranks, this rank's index, their group, and a name."""
 
     size: int = 1
     index: int = 0
     group: ProcessGroup | None = None
     name: str = field(default="only", compare=False)
 
+    @property
+    def group_name(self) -> str:
+        """Name of the axis' group, for `group_named`."""
+        return "" if self.group is None else self.group.group_name
+
     def share_of(self, count: int) -> slice:
-        """Of so many heads this rank's: shares differ by one where they do not divide, the larger ones first."""
+        """Return this rank's share of so many heads. Shares differ by one at most, the larger ones first."""
         size, more = divmod(count, self.size)
         start = self.index * size + min(self.index, more)
         return slice(start, start + size + (self.index < more))
 
 
 def overlap(one: slice, other: slice) -> tuple[slice, slice]:
-    """What two runs have in common, if anything: where it is in the one, and in the other.
+    """Return where the intersection of two slices lies within the one, and within the other.
 
     >>> overlap(slice(0, 4), slice(3, 9))
     (slice(3, 4, None), slice(0, 1, None))
@@ -139,12 +105,12 @@ class Mesh:
 
     @property
     def kind(self) -> str:
-        """The type of devices that its groups were made for."""
+        """Type of device that the groups were made for."""
         return next((device_type_of(axis.group) for axis in self.axes if axis.group is not None), "cpu")
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":
-        """The axes that a `DeviceMesh` names, in any order; axes with other names are somebody else's."""
+        """Return this rank's place on the axes named heads, queries and keys. Other axes are ignored."""
         if device_mesh is None:
             return Mesh(Axis(), Axis(), Axis())
         if not isinstance(device_mesh, DeviceMesh):
@@ -162,32 +128,29 @@ class Mesh:
         return Mesh(*(_axis(device_mesh, name) if name in mine else Axis() for name in AXES))
 
     @staticmethod
-    def named(shape: Shape, indices: Sequence[int], group_names: str) -> "Mesh":
-        """The mesh again, from what an operator's schema can carry."""
-        names = group_names.split(",")
-        axes = (
-            Axis(n, i, group_named(name), axis) for n, i, name, axis in zip(shape, indices, names, AXES, strict=True)
-        )
-        return Mesh(*axes)
+    def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
+        """Return the mesh of these axes, from what the schema of an operator can carry."""
+        places = zip(sizes, indices, group_names, AXES, strict=True)
+        return Mesh(*(Axis(size, index, group_named(group), name) for size, index, group, name in places))
 
     @property
-    def group_names(self) -> str:
-        """The names of the axes' groups, for `named`."""
-        return ",".join(axis.group.group_name if axis.group is not None else "" for axis in self.axes)
+    def group_names(self) -> list[str]:
+        """Names of the axes' groups, for `named`."""
+        return [axis.group_name for axis in self.axes]
 
     @property
     def shape(self) -> Shape:
-        """The sizes of the axes."""
+        """Sizes of the axes."""
         return Shape(self.heads.size, self.queries.size, self.keys.size)
 
     @property
     def shard(self) -> int:
-        """The number of this rank's shard."""
+        """Number of this rank's shard."""
         return self.shape.shard(self.heads.index, self.queries.index, self.keys.index)
 
     @property
     def axes(self) -> tuple[Axis, Axis, Axis]:
-        """From the outermost to the innermost, as shards are numbered."""
+        """All axes, the outermost first, as shards are numbered."""
         return self.heads, self.queries, self.keys
 
 
@@ -197,7 +160,7 @@ def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
 
 
 def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Several axes of a mesh as one: the ranks that share a place along all others."""
+    """Return several axes of a mesh as one: the ranks that share an index along all other axes."""
     if device_mesh is None:
         return Axis()
     given = device_mesh.mesh_dim_names or ()
@@ -209,6 +172,6 @@ def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
 
 
 def group_named(name: str) -> ProcessGroup | None:
-    """The process group of that name; none for the empty one."""
+    """Return the process group of that name, or None for an empty name."""
     group: ProcessGroup | None = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
     return group

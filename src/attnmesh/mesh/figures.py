@@ -1,4 +1,4 @@
-"""Figures of a mesh: which rank computes which pair of query and key, and who sends to whom in a tree."""
+"""Figures: the rank that computes each pair of query and key on a mesh, and the messages of a merge tree."""
 
 import colorsys
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnmesh.core.checks import check_count
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import Mask, check_mask
-from attnmesh.errors import LayoutError, MeshError, ShapeError
+from attnmesh.errors import LayoutError, MeshError
+from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape
 
@@ -17,27 +19,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-from attnmesh.mesh.reduction_tree import tree
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
 DPI, SIDE = 110, 432
-"""At this resolution the pairs of a panel are so many pixels wide, and each token a whole number of them, if it can."""
-
+"""Resolution, and the width of a panel's pairs in pixels: a multiple of many token counts."""
 
 BAR, GAP = 12, 5
-"""Pixels: how wide the bar is that tells who holds a token, and how far it is from the pairs."""
-
+"""Pixels: width of the bar that shows the holder of each token, and its distance from the pairs."""
 
 LEFT, RIGHT, TOP, BOTTOM, LINE = 66, 16, 66, 56, 22
-"""Pixels round a panel, and of a line of the legend."""
-
+"""Pixels: the margins of a panel, and the height of a line of the legend."""
 
 HUES = (0.58, 0.07, 0.42, 0.90, 0.75, 0.16)
-"""Of the rows: blue and orange first, which every eye tells apart."""
-
+"""Hues of the mesh rows. Blue and orange come first, since they can be told apart with any colour vision."""
 
 CAPTION = """A pair is computed in its query's row and its key's column.
 Bars: the holder of each query (left) and of each key (top)."""
@@ -45,9 +37,11 @@ Bars: the holder of each query (left) and of each key (top)."""
 
 INK, FAINT, UNSEEN = "#2b3038", "#626a75", (0.945, 0.950, 0.957)
 
+RANK_LINE, INSIDE_HOST, BETWEEN_HOSTS = "#c9ced6", "#2f7fc1", "#d9772b"
+
 
 def pairs_of_ranks(problem: Problem) -> Tensor:
-    """The rank that computes each pair, (queries, keys): `r * C + c` for rank (r, c), and -1 where nobody looks.
+    """Return the rank that computes each pair, (queries, keys): `r * C + c` for rank (r, c), -1 for invisible pairs.
 
     >>> import attnmesh as am
     >>> pairs_of_ranks(Problem(am.Causal(), am.Shape(1, 2, 2), am.Contiguous(), am.Contiguous(), 4, 4))
@@ -56,14 +50,14 @@ def pairs_of_ranks(problem: Problem) -> Tensor:
             [ 2,  3,  2, -1],
             [ 2,  3,  2,  3]])
     """
-    owners = torch.full((problem.length, problem.key_length), -1)
-    for rank, queries, keys, visible in computed(problem):
-        owners[queries[:, None], keys] += (rank + 1) * visible
-    return owners
+    ranks = torch.full((problem.length, problem.key_length), -1)
+    for rank, queries, keys, visible in computed_blocks(problem):
+        ranks[queries[:, None], keys] += (rank + 1) * visible
+    return ranks
 
 
-def computed(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """What each rank computes, step by step: its number, positions of queries and of keys, and which pairs of them."""
+def computed_blocks(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield for each step of each rank: the rank, the positions of queries and of keys, and the visible pairs."""
     for r in range(problem.shape.queries):
         for c in range(problem.shape.keys):
             plan = schedule(problem, r, c, ring=False)
@@ -73,14 +67,22 @@ def computed(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
 
 
 def draw_mesh(mask: Mask, shape: Shape, layouts: Sequence[Layout], length: int) -> "Figure":
-    """A panel for each layout: queries down, keys across, each visible pair in the colour of the rank that computes it.
+    """Return a figure with one panel per layout. Each visible pair has the colour of the rank that computes it.
 
-    The bars along a panel tell who holds each query and each key. Ranks in line along the heads axis share a colour,
-    as they compute the same pairs for different heads. Needs matplotlib: `pip install 'attnmesh[plot]'`.
+    Queries are rows, keys are columns. The bars show the rank that holds each query and each key. Ranks along the heads
+    axis share a colour, since they compute the same pairs for different heads. Needs matplotlib:
+    `pip install 'attnmesh[plot]'`.
     """
     from matplotlib.figure import Figure
 
-    _check(mask, shape, layouts, length)
+    check_count("draw_mesh length", length, "count the tokens to draw")
+    if not isinstance(shape, Shape) or min(shape) < 1:
+        raise MeshError("draw_mesh shape", "a Shape of 1 or more each way", repr(shape), "pass Shape(1, 2, 2)")
+    if not isinstance(layouts, Sequence) or not layouts:
+        raise LayoutError("draw_mesh layouts", "a layout or more", repr(layouts), "pass a list, as in [Zigzag()]")
+    for layout in layouts:
+        check_layout("draw_mesh layouts", layout)
+    check_mask("draw_mesh", mask, length)
     panel, lines = LEFT + BAR + GAP + SIDE + RIGHT, _lines(shape, len(layouts))
     width, height = panel * len(layouts), TOP + BAR + GAP + SIDE + BOTTOM + LINE * (lines + 3)
     figure = Figure((width / DPI, height / DPI), dpi=DPI, facecolor="white")
@@ -92,18 +94,6 @@ def draw_mesh(mask: Mask, shape: Shape, layouts: Sequence[Layout], length: int) 
     return figure
 
 
-def _check(mask: Mask, shape: Shape, layouts: Sequence[Layout], length: int) -> None:
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ShapeError("draw_mesh length", "a whole number, 1 or more", repr(length), "count the tokens to draw")
-    if not isinstance(shape, Shape) or min(shape) < 1:
-        raise MeshError("draw_mesh shape", "a Shape of 1 or more each way", repr(shape), "pass Shape(1, 2, 2)")
-    if not isinstance(layouts, Sequence) or not layouts:
-        raise LayoutError("draw_mesh layouts", "a layout or more", repr(layouts), "pass a list, as in [Zigzag()]")
-    for layout in layouts:
-        check_layout("draw_mesh layouts", layout)
-    check_mask("draw_mesh", mask, length)
-
-
 def _panel(axes: "Axes", problem: Problem) -> None:
     owners, length = pairs_of_ranks(problem), problem.length
     palette = torch.tensor([*_colours(problem.shape), UNSEEN])  # -1 is the last
@@ -112,7 +102,7 @@ def _panel(axes: "Axes", problem: Problem) -> None:
     holders = palette[_holders(problem)]
     axes.imshow(holders[:, None].numpy(), extent=(-gap - bar, -gap, length, 0))
     axes.imshow(holders[None].numpy(), extent=(0, length, -gap, -gap - bar))
-    if length <= SIDE // 6:  # lines between tokens, where there is room for them
+    if length <= SIDE // 6:  # lines between tokens, if tokens are wide enough
         lines = range(1, length)
         axes.hlines(lines, -gap - bar, length, colors="white", linewidth=72 / DPI)
         axes.vlines(lines, -gap - bar, length, colors="white", linewidth=72 / DPI)
@@ -121,12 +111,11 @@ def _panel(axes: "Axes", problem: Problem) -> None:
 
 
 def _write(axes: "Axes", problem: Problem, owners: Tensor) -> None:
-    """Title, balance, and the numbers of some tokens."""
+    """Add the title, the balance of work, and the labels of the axes."""
     axes.set_title(repr(problem.layout), loc="left", pad=24, fontsize=12, fontweight="bold", color=INK)
     balance = _balance(owners, problem.shape)
     axes.annotate(balance, (0, 1), (0, 9), "axes fraction", "offset points", fontsize=9, color=FAINT)
-    every = max(1, problem.length // 4)
-    tokens = range(0, problem.length, every)
+    tokens = range(0, problem.length, max(1, problem.length // 4))
     ticks, labels = [token + 0.5 for token in tokens], [str(token) for token in tokens]
     axes.set_xticks(ticks, labels)
     axes.set_yticks(ticks, labels)
@@ -137,7 +126,7 @@ def _write(axes: "Axes", problem: Problem, owners: Tensor) -> None:
 
 
 def _balance(owners: Tensor, shape: Shape) -> str:
-    """What share of the visible pairs each rank computes, where a line holds it, and what the busiest does."""
+    """Return the work of the busiest rank relative to the mean, and for few ranks each rank's share of the pairs."""
     ranks = shape.queries * shape.keys
     counts = owners[owners >= 0].bincount(minlength=ranks)
     shares = ", ".join(f"{100 * share:.1f}" for share in (counts / counts.sum()).tolist())
@@ -146,7 +135,7 @@ def _balance(owners: Tensor, shape: Shape) -> str:
 
 
 def _holders(problem: Problem) -> Tensor:
-    """Which rank holds each token."""
+    """Return the rank that holds each token."""
     holders = torch.empty(problem.length, dtype=torch.long)
     for r in range(problem.shape.queries):
         for c in range(problem.shape.keys):
@@ -155,7 +144,7 @@ def _holders(problem: Problem) -> Tensor:
 
 
 def _colours(shape: Shape) -> list[tuple[float, float, float]]:
-    """Rank after rank: the hue of its row, in the shade of its column."""
+    """Return a colour per rank: the hue of its row, in the shade of its column."""
     _, rows, columns = shape
     hues = HUES if rows <= len(HUES) else [r / rows for r in range(rows)]
     shades = [0.46 + 0.34 * (c + 0.5 * (columns == 1)) / max(columns - 1, 1) for c in range(columns)]
@@ -163,7 +152,7 @@ def _colours(shape: Shape) -> list[tuple[float, float, float]]:
 
 
 def _lines(shape: Shape, panels: int) -> int:
-    """Lines of the legend: a row of the mesh each, unless it is longer than there is room for."""
+    """Return the number of lines of the legend: one per mesh row, or more if a row is too long."""
     return -(-shape.queries * shape.keys // min(shape.keys, 4 * panels))
 
 
@@ -173,41 +162,30 @@ def _legend(figure: "Figure", shape: Shape, panels: int) -> None:
     ranks = [f"rank ({r}, {c})" for r in range(shape.queries) for c in range(shape.keys)]
     patches = [Patch(color=colour, label=rank) for colour, rank in zip(_colours(shape), ranks, strict=True)]
     columns = min(shape.keys, 4 * panels)
-    down = [patch for column in range(columns) for patch in patches[column::columns]]  # as a legend is filled
+    down = [patch for column in range(columns) for patch in patches[column::columns]]  # legends are filled by column
     left, bottom = LEFT / DPI / figure.get_figwidth(), LINE / DPI / figure.get_figheight()
-    style = {
-        "frameon": False,
-        "fontsize": 9,
-        "labelcolor": INK,
-        "borderpad": 0,
-        "borderaxespad": 0,
-        "handlelength": 1.2,
-        "columnspacing": 1.1,
-        "handletextpad": 0.5,
-    }
+    style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "borderpad": 0, "borderaxespad": 0}
+    style |= {"handlelength": 1.2, "columnspacing": 1.1, "handletextpad": 0.5}
     figure.legend(handles=down, ncols=columns, loc="lower left", bbox_to_anchor=(left, 3 * bottom), **style)
     figure.text(left, bottom, CAPTION, fontsize=9, color=FAINT, linespacing=1.5)
 
 
-INK, FAINT, NEAR, FAR = "#2b3038", "#c9ced6", "#2f7fc1", "#d9772b"
+def tree_messages(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
+    """Return the pairs (sender, receiver) of each round of the tree over the ranks of these hosts.
 
-
-def heard(hosts: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]]:
-    """For each round the pairs (speaker, hearer) of the tree over these hosts' ranks.
-
-    >>> heard([[0, 1], [2, 3]])
+    >>> tree_messages([[0, 1], [2, 3]])
     [[(1, 0), (0, 1), (3, 2), (2, 3)], [(2, 0), (3, 1), (0, 2), (1, 3)]]
     """
     rounds = tree(hosts)
     pairs: list[list[tuple[int, int]]] = [[] for _ in range(max(map(len, rounds.values())))]
     for rank, steps in sorted(rounds.items()):
         for number, step in enumerate(steps, start=len(pairs) - len(steps)):
-            pairs[number].append((step.hear, rank))
+            pairs[number].append((step.recv, rank))
     return pairs
 
 
 def draw_tree(hosts: Sequence[Sequence[int]]) -> "Figure":
-    """A line a rank and a column a round: an arc from who speaks to who hears, blue in a host and orange between two.
+    """Return a figure with one line per rank and one column per round. Arrows are messages: orange between hosts.
 
     Needs matplotlib: `pip install 'attnmesh[plot]'`.
     """
@@ -216,20 +194,20 @@ def draw_tree(hosts: Sequence[Sequence[int]]) -> "Figure":
     ranks = [rank for host in hosts for rank in host]
     if sorted(ranks) != list(range(len(ranks))) or len(ranks) < 2:
         raise MeshError("draw_tree", "two ranks or more, each on one host", f"{hosts}", "list the ranks of each host")
-    rounds, host_of = heard(hosts), {rank: number for number, host in enumerate(hosts) for rank in host}
-    place = {rank: -row - 0.6 * host_of[rank] for row, rank in enumerate(ranks)}
+    rounds, host_of = tree_messages(hosts), {rank: number for number, host in enumerate(hosts) for rank in host}
+    y_of = {rank: -row - 0.6 * host_of[rank] for row, rank in enumerate(ranks)}
     figure = Figure((2.2 + 1.5 * len(rounds), 0.8 + 0.32 * len(ranks) + 0.2 * len(hosts)), dpi=110, facecolor="white")
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
     axes.set_xlim(-1.2, len(rounds) + 0.2)
-    axes.set_ylim(min(place.values()) - 0.8, 1.4)
-    for rank, y in place.items():
-        axes.plot((-0.4, len(rounds)), (y, y), color=FAINT, linewidth=1, zorder=0)
+    axes.set_ylim(min(y_of.values()) - 0.8, 1.4)
+    for rank, y in y_of.items():
+        axes.plot((-0.4, len(rounds)), (y, y), color=RANK_LINE, linewidth=1, zorder=0)
         axes.text(-0.5, y, f"rank {rank}", ha="right", va="center", fontsize=8, color=INK)
     for number, pairs in enumerate(rounds):
         axes.text(number + 0.3, 0.9, f"round {number + 1}", ha="center", fontsize=8, color=INK)
-        for speaker, hearer in pairs:
-            colour = NEAR if host_of[speaker] == host_of[hearer] else FAR
+        for sender, receiver in pairs:
+            colour = INSIDE_HOST if host_of[sender] == host_of[receiver] else BETWEEN_HOSTS
             arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 1}
-            axes.annotate("", (number + 0.6, place[hearer]), (number, place[speaker]), arrowprops=arrow)
+            axes.annotate("", (number + 0.6, y_of[receiver]), (number, y_of[sender]), arrowprops=arrow)
     return figure

@@ -1,15 +1,15 @@
-"""The tree of a merge across ranks, as a value: who sends to whom, round by round, worked out without a device.
+"""The tree of a merge across ranks: the messages of each round, computed without a device.
 
-Two halves, each of which has merged within itself so that all its ranks hold the same, exchange what they hold:
+In each round two halves exchange their partials. Within a half all ranks already have the same partial:
 
         0   1   2   3   4   5   6
-        |-A-|   |-B-|   |-C-|   |     round 1: everyone hears one other rank
-        |---A∪B-----|   |--C∪6--|     round 2: 6, alone so far, is heard by 4 and by 5
+        |-A-|   |-B-|   |-C-|   |     round 1: each pair exchanges; 6 has no peer
+        |---A∪B-----|   |--C∪6--|     round 2: 6 sends to 4 and to 5
         |---------all-----------|     round 3: ceil(log2 7)
 
-So every rank hears one message a round, merges it with its own, and after `ceil(log2 p)` rounds, for any p, all hold
-the same bits, since merging two partials does not depend on which comes first. Hosts are units of the tree: inside each
-first, then between them.
+Every rank receives one message per round and merges it into its partial. After `ceil(log2 p)` rounds, for any p, all
+ranks have the same bits, since a merge of two partials does not depend on their order. Ranks merge inside each host
+first, then between hosts.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ from typing import NamedTuple
 
 
 class Round(NamedTuple):
-    """One exchange of one rank: to whom it sends what it holds, and from whom it hears."""
+    """One exchange of one rank: the ranks to which it sends its partial, and the rank from which it receives."""
 
     send: tuple[int, ...]
-    hear: int
+    recv: int
 
 
 def tree(hosts: Sequence[Sequence[int]]) -> dict[int, list[Round]]:
-    """For each rank its rounds; `hosts` lists the ranks of each host, in the order in which they are merged.
+    """Return the rounds of each rank; `hosts` lists the ranks of each host, in merge order.
 
     >>> tree([[0, 1, 2]])
-    {0: [Round(send=(1,), hear=1), Round(send=(2,), hear=2)], 1: [Round(send=(0,), hear=0), Round(send=(), hear=2)], \
-2: [Round(send=(0, 1), hear=0)]}
+    {0: [Round(send=(1,), recv=1), Round(send=(2,), recv=2)], 1: [Round(send=(0,), recv=0), Round(send=(), recv=2)], \
+2: [Round(send=(0, 1), recv=0)]}
     """
     rounds: dict[int, list[Round]] = {rank: [] for host in hosts for rank in host}
-    _climb([_climb([[rank] for rank in host], rounds) for host in hosts], rounds)
+    _merge_units([_merge_units([[rank] for rank in host], rounds) for host in hosts], rounds)
     return rounds
 
 
-def by_residue(ranks: int) -> list[int]:
-    """Ranks in the order in which halves are evens and odds, their halves the residues modulo 4, and so on.
+def bit_reversed(ranks: int) -> list[int]:
+    """Return the ranks in bit-reversed order: the halves are evens and odds, their halves residues modulo 4, and so on.
 
-    >>> by_residue(8)
+    >>> bit_reversed(8)
     [0, 4, 2, 6, 1, 5, 3, 7]
     """
     order = [0]
@@ -47,14 +47,14 @@ def by_residue(ranks: int) -> list[int]:
     return order
 
 
-def _climb(units: list[list[int]], rounds: dict[int, list[Round]]) -> list[int]:
-    """Merge units, within each of which all ranks hold the same, until all ranks of all units do."""
+def _merge_units(units: list[list[int]], rounds: dict[int, list[Round]]) -> list[int]:
+    """Append the rounds that merge units, and return all their ranks. Within a unit ranks have the same partial."""
     if len(units) == 1:
         return units[0]
     middle = (len(units) + 1) // 2
-    halves = _climb(units[:middle], rounds), _climb(units[middle:], rounds)
-    for mine, theirs in (halves, halves[::-1]):
-        for place, rank in enumerate(mine):
-            heard_by = [other for i, other in enumerate(theirs) if i % len(mine) == place]
-            rounds[rank].append(Round(tuple(heard_by), theirs[place % len(theirs)]))
+    halves = _merge_units(units[:middle], rounds), _merge_units(units[middle:], rounds)
+    for half, other in (halves, halves[::-1]):
+        for index, rank in enumerate(half):
+            send = tuple(peer for i, peer in enumerate(other) if i % len(half) == index)
+            rounds[rank].append(Round(send, other[index % len(other)]))
     return halves[0] + halves[1]

@@ -1,4 +1,4 @@
-"""Shapes of a mesh: how many ranks stand along each axis, and what each shape sends."""
+"""Shapes of a mesh: the number of ranks along each axis, and the communication of each shape."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,17 @@ AXES = ("heads", "queries", "keys")
 
 
 class Shape(NamedTuple):
-    """How many ranks stand along each axis."""
+    """Number of ranks along each axis.
+
+    Args:
+        heads: Ranks along the heads axis.
+        queries: Ranks along the queries axis.
+        keys: Ranks along the keys axis.
+
+    >>> import attnmesh as am
+    >>> am.Shape(1, 2, 4).ranks
+    8
+    """
 
     heads: int
     queries: int
@@ -16,16 +26,16 @@ class Shape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """All ranks of the mesh."""
+        """Number of ranks of the mesh."""
         return self.heads * self.queries * self.keys
 
     def shard(self, heads: int, queries: int, keys: int) -> int:
-        """The number of the shard that the rank at this place holds."""
+        """Return the index of the shard of the rank at these coordinates."""
         return (heads * self.queries + queries) * self.keys + keys
 
 
 class Elements(NamedTuple):
-    """Elements that a rank receives along each axis, for each token of its shard and each column of a head."""
+    """Elements that a rank receives along each axis, per token of its shard and per column of a head."""
 
     heads: float
     queries: float
@@ -33,11 +43,11 @@ class Elements(NamedTuple):
 
 
 def elements(shape: Shape, q_heads: int, kv_heads: int, *, training: bool = True) -> Elements:
-    """What a rank receives, under a full mask, with values as wide as keys: forward, or in training also backward.
+    """Return the elements that a rank receives under a full mask, forward, and in training also backward.
 
-    Queries and outputs go along the keys axis, and backward queries, outputs and the gradients of both; keys and values
-    along the queries axis, and backward also their gradients; the heads axis swaps all of q, k, v and out, there and
-    back.
+    Forward, queries and outputs travel along the keys axis, keys and values along the queries axis. Backward, their
+    gradients travel too. Along the heads axis q, k, v and out are exchanged before and after. Values have the width of
+    keys.
     """
     q_times, k_times, swaps = (5, 6, 2) if training else (2, 2, 1)
     heads = swaps * (shape.heads - 1) / shape.heads * 2 * (q_heads + kv_heads)
@@ -45,7 +55,7 @@ def elements(shape: Shape, q_heads: int, kv_heads: int, *, training: bool = True
 
 
 def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = True) -> list[Shape]:
-    """All shapes that so many ranks and heads allow, that on which training or prefill sends least first."""
+    """Return all shapes for a number of ranks and heads, sorted by communication in training or prefill."""
     check_heads("mesh_shape", ranks, q_heads, kv_heads)
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     shapes = [Shape(h, r, ranks // h // r) for h in sizes if kv_heads % h == 0 for r in sizes if ranks // h % r == 0]
@@ -53,7 +63,7 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = Tru
 
 
 def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
-    """Raise unless there are ranks, and heads that can be grouped."""
+    """Raise unless the counts are at least 1 and the heads can be grouped."""
     counts = ranks, q_heads, kv_heads
     whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
     if not whole or q_heads % kv_heads:
@@ -63,9 +73,18 @@ def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
 
 
 def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
-    """The shape on which training sends least: with grouped heads a square is seldom it.
+    """Return the shape with the least communication in training. With grouped heads it is rarely square.
 
-    >>> mesh_shape(16, 9, 3), mesh_shape(64, 7, 1)
+    Args:
+        ranks: Number of ranks.
+        q_heads: Query heads of the model.
+        kv_heads: Key heads of the model; they divide the query heads.
+
+    Raises:
+        MeshError: If a count is less than 1, or the heads cannot be grouped.
+
+    >>> import attnmesh as am
+    >>> am.mesh_shape(16, 9, 3), am.mesh_shape(64, 7, 1)
     (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
     """
     return mesh_shapes(ranks, q_heads, kv_heads)[0]

@@ -1,15 +1,14 @@
-"""Python ends once gloo's threads have come to rest: one that is still at work would abort the process, results or not.
+"""Wait for gloo's threads before Python exits: a thread that is still running would abort the process.
 
-A thread of gloo says that a collective is done, and lets go of its tensors after that. What is Python's among them it
-can let go of only with Python's lock. Whoever asks for the lock once Python ends is made to leave by `pthread_exit`,
-which unwinds the thread's stack; destructors stand on it that nothing may leave in this way, and C++ gives up:
-"terminate called without an active exception". It takes no more than a thread that gets no processor for a moment:
+A gloo thread reports that a collective is done, and releases its tensors afterwards. To release a Python object it
+needs the GIL. Python below 3.14 ends a thread that requests the GIL at exit with `pthread_exit`. In glibc this unwinds
+the stack through destructors, which C++ does not allow: "terminate called without an active exception". A short delay
+of the thread is enough:
 
-        rank     all_reduce ...... is done | prints its results | Python ends ................. SIGABRT
-        gloo     it is done, says the thread | ...... waits for a processor ...... | lets go |
+        rank     all_reduce ........... done | prints its results | Python exits ............... SIGABRT
+        gloo     reports the collective done | ... waits for a processor ... | releases tensors |
 
-That is PyTorch's, with attnmesh or without. It holds for Python below 3.14, which has such threads wait for ever, and
-for glibc, whose `pthread_exit` unwinds: so it is enough to look where Linux tells of threads.
+PyTorch does this with or without attnmesh. Threads are inspected in /proc, which exists on Linux only, as does glibc.
 """
 
 import time
@@ -17,29 +16,28 @@ from contextlib import suppress
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
-"""Where Linux tells of this process's threads."""
+"""Linux's list of the threads of this process."""
 
 NAME = "pt_gloo"
-"""What the names of threads begin with that run collectives of gloo."""
+"""Prefix of the names of gloo's threads."""
 
-LOOK = 0.01
-"""Seconds between two looks: twice what a thread of Python keeps the lock for if others ask for it."""
+POLL_INTERVAL = 0.01
+"""Seconds between two polls: twice the time that a Python thread keeps the GIL when others request it."""
 
-PATIENCE = 10.0
-"""Seconds that threads have to come to rest: they are not waited for in vain if something keeps them busy."""
+TIMEOUT = 10.0
+"""Seconds after which busy threads are no longer waited for."""
 
 
-def come_to_rest(seconds: float = PATIENCE) -> bool:
-    """Wait for gloo's threads, no longer than so many seconds, and say whether all are at rest.
+def wait_until_idle(seconds: float = TIMEOUT) -> bool:
+    """Return True once all gloo threads are idle, or False after a timeout.
 
-    They are if each sleeps at two looks and has not run between: then all slept at the same time, while this thread
-    did too and had let go of Python's lock. Who sleeps so waits for nothing in this process but new work. A collective
-    that waits for other ranks is not waited for: they may never come.
+    They are idle if each sleeps at two consecutive polls and has not run in between. All then slept at the same time,
+    while this thread slept too and did not hold the GIL. A thread whose collective waits for other ranks is idle.
     """
     end = time.monotonic() + seconds
     before = _threads()
     while before:
-        time.sleep(LOOK)
+        time.sleep(POLL_INTERVAL)
         now = _threads()
         if now == before and None not in now.values():
             return True
@@ -50,13 +48,13 @@ def come_to_rest(seconds: float = PATIENCE) -> bool:
 
 
 def _threads() -> dict[str, str | None]:
-    """How often each of gloo's threads has gone to sleep or has been interrupted; None for one that does not sleep."""
+    """Return the context switches of each gloo thread, or None for a thread that does not sleep."""
     found: dict[str, str | None] = {}
     for task in TASKS.glob("*/status"):
-        with suppress(OSError):  # it has just ended
-            about = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
-            if about["Name"].startswith(NAME):
-                asleep = about["State"].startswith("S")
-                turns = f"{about['voluntary_ctxt_switches']} {about['nonvoluntary_ctxt_switches']}"
-                found[task.parent.name] = turns if asleep else None
+        with suppress(OSError):  # the thread has just ended
+            status = dict(line.split(":\t", 1) for line in task.read_text().splitlines() if ":\t" in line)
+            if status["Name"].startswith(NAME):
+                asleep = status["State"].startswith("S")
+                switches = f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
+                found[task.parent.name] = switches if asleep else None
     return found

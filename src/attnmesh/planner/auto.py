@@ -1,6 +1,6 @@
-"""The choices behind `"auto"`, priced with the preset most like this machine.
+"""The choices behind `exchange="auto"` and `merge="auto"`, priced with the preset most like this machine.
 
-Callers pass which ranks share a host. For better figures measure the cluster (`Cluster.measure`) and plan.
+Callers pass which ranks share a host. For exact figures, measure the cluster (`Cluster.measure`) and call `plan`.
 """
 
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import Line, Payload, merge_seconds
+from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.workload import Workload
 
-CHIPS = {
+PRESET_OF_GPU = {
     "H100": "dgx-h100",
     "H200": "dgx-h100",
     "A100": "a100x4",
@@ -24,23 +24,24 @@ CHIPS = {
     "4090": "rtx4090",
     "B200": "gb200-nvl72",
 }
-"""Presets by what a GPU's name has in it."""
+"""Presets by a part of the GPU's name."""
 
+MEMORY_SHARE = 1 / 8
+"""Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
 
-ROOM = 1 / 8
-"""The share of a rank's memory that an exchange may hold if a faster one is to be preferred to a leaner one."""
+TYPICAL_PAYLOAD = Payload(128.0, 128)
+"""The message that a merge is chosen for, 32 rows of 128 columns, whatever the size of the actual message.
 
-
-SHORT = Payload(128.0, 128)
-"""What a merge is chosen for, 32 rows: ranks that cannot go on take part without knowing how long the message is."""
+A rank that raises still takes part in the merge, and does not have that size.
+"""
 
 
 def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:
-    """The fastest exchange of those that hold little; the leanest if all hold much."""
+    """Return the fastest exchange of those within `MEMORY_SHARE`, or else the one that needs least memory."""
     costs = {name: cost(Candidate(shape, tile, layout, name), workload, cluster) for name in EXCHANGES}
-    fitting = [name for name in costs if costs[name].memory <= ROOM * cluster.device.memory]
-    by_memory = min(costs, key=lambda name: costs[name].memory)
-    return EXCHANGES[min(fitting, key=lambda name: costs[name].seconds) if fitting else by_memory]
+    fitting = [name for name in costs if costs[name].memory <= MEMORY_SHARE * cluster.device.memory]
+    fastest = min(fitting, key=lambda name: costs[name].seconds, default=None)
+    return EXCHANGES[fastest or min(costs, key=lambda name: costs[name].memory)]
 
 
 def preset_for(device: torch.device) -> str:
@@ -48,13 +49,13 @@ def preset_for(device: torch.device) -> str:
     if device.type == "cpu":
         return "local"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((CHIPS[part] for part in CHIPS if part in name), "dgx-h100")
+    return next((preset for part, preset in PRESET_OF_GPU.items() if part in name), "dgx-h100")
 
 
-def surroundings(hosts: Sequence[int], shape: Shape, preset: str) -> tuple[Cluster, Shape]:
-    """Return the cluster that a mesh is on, and the tile of the mesh that one host holds.
+def cluster_and_tile(hosts: Sequence[int], shape: Shape, preset: str) -> tuple[Cluster, Shape]:
+    """Return the cluster of a mesh, and the tile of the mesh that one host holds.
 
-    `hosts` has the number of each shard's host. Hosts whose tiles differ count as one host per rank.
+    `hosts` has the host number of each shard. If hosts hold different tiles, each rank counts as a host.
     """
     where = torch.tensor([hosts.index(host) for host in hosts]).reshape(tuple(shape))
     lines = (where[:, 0, 0], where[0, :, 0], where[0, 0, :])
@@ -66,7 +67,7 @@ def surroundings(hosts: Sequence[int], shape: Shape, preset: str) -> tuple[Clust
 
 
 def best_merge(ranks: int, near: int, preset: str) -> str:
-    """Return the fastest merge of short messages among so many ranks, `near` of them on each host."""
+    """Return the fastest merge of short messages among `ranks` ranks, `near` of them on each host."""
     cluster = Cluster.preset(preset).sized(ranks // near, near)
-    times = {how: merge_seconds(how, Line(ranks, near), SHORT, cluster) for how in ("direct", "tree")}
+    times = {how: merge_seconds(how, MergeGroup(ranks, near), TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
     return min(times, key=lambda how: times[how])

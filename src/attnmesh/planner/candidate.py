@@ -1,4 +1,4 @@
-"""A way to run attention, and what it costs: the values that the planner weighs."""
+"""Values that the planner compares: one way to run attention, and its predicted cost."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -8,9 +8,9 @@ from attnmesh.mesh.shapes import Shape
 
 
 class Candidate(NamedTuple):
-    """How to run attention: the mesh, what of it a host holds, how tokens lie and how they travel.
+    """One way to run attention: mesh shape, tile of the mesh per host, token layout and exchange.
 
-    `exchange` is "bulk", "pipelined" or "ring", and in decoding "tree", "direct", "gather" or "allreduce".
+    `exchange` is "bulk", "pipelined" or "ring"; in decoding it is "tree", "direct", "gather" or "allreduce".
     """
 
     shape: Shape
@@ -20,7 +20,7 @@ class Candidate(NamedTuple):
 
 
 class Bytes(NamedTuple):
-    """Bytes of all ranks over each class of links, in all layers."""
+    """Bytes that all ranks send in all layers, inside hosts and between hosts."""
 
     inside: float = 0.0
     between: float = 0.0
@@ -28,7 +28,7 @@ class Bytes(NamedTuple):
 
 @dataclass
 class Cost:
-    """What a way costs; `parts` are the seconds of each stage by name."""
+    """Predicted cost of a candidate: `parts` has the seconds of each stage, `memory` the bytes per rank."""
 
     seconds: float = 0.0
     inside: float = 0.0
@@ -37,25 +37,19 @@ class Cost:
     memory: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
 
-    def spend(self, name: str, seconds: float) -> None:
-        """Seconds of one more stage."""
+    def add_stage(self, name: str, seconds: float) -> None:
+        """Add the seconds of a stage; stages of the same name add up."""
         self.seconds += seconds
         self.parts[name] = self.parts.get(name, 0.0) + seconds
 
-    def send(self, inside: float, between: float, messages: float) -> None:
-        """Bytes over each class of links, and in how many messages between hosts."""
+    def add_traffic(self, inside: float, between: float, messages: float) -> None:
+        """Add bytes inside hosts, bytes between hosts, and messages between hosts."""
         self.inside += inside
         self.between += between
         self.messages += messages
 
-    def times(self, layers: int) -> "Cost":
-        """Of so many layers one after the other; memory is reckoned for all of them."""
+    def of_layers(self, layers: int) -> "Cost":
+        """Return the cost of `layers` such layers. `memory` already counts all layers."""
         parts = {name: layers * seconds for name, seconds in self.parts.items()}
-        return Cost(
-            layers * self.seconds,
-            layers * self.inside,
-            layers * self.between,
-            layers * self.messages,
-            self.memory,
-            parts,
-        )
+        inside, between, messages = layers * self.inside, layers * self.between, layers * self.messages
+        return Cost(layers * self.seconds, inside, between, messages, self.memory, parts)

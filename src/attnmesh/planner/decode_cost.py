@@ -1,4 +1,4 @@
-"""What a decode step costs: the local attention of each rank, one merge, and with split heads what joins them again."""
+"""Predicted cost of a decode step: attention of each rank, one merge, and an all-gather of split heads."""
 
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.core.digest import SAID
+from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.core.layout import Striped
 from attnmesh.mesh.reduction_tree import Round, tree
 from attnmesh.planner.candidate import Candidate, Cost
@@ -15,164 +15,167 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.workload import Workload
 
 COLLECTIVE = ("gather", "allreduce")
-"""Merges whose ranks cannot hear of a message that is not the one expected: they agree beforehand."""
+"""Merges by collectives of the backend. They cannot detect a wrong message, so ranks compare their calls first."""
 
 MERGES = ("tree", "direct", *COLLECTIVE)
 
 
-class Line(NamedTuple):
-    """Ranks that merge: how many, how many of them share a host, how many such lines there are, and through a host."""
+class MergeGroup(NamedTuple):
+    """Ranks that merge with each other. `groups` of them merge at the same time."""
 
     ranks: int
-    near: int
-    lines: int = 1
-    lines_a_host: int = 1
+    near: int  # ranks of the group on one host
+    groups: int = 1
+    groups_per_host: int = 1
 
 
-def decode_cost(way: Candidate, workload: Workload, cluster: Cluster) -> Cost:
-    """What one layer's step costs; keys and values are those of all layers."""
-    shape, tile, device = way.shape, way.tile, cluster.device
-    line = Line(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
+def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+    """Return the cost of one layer's step, with the memory of all layers."""
+    shape, tile, device = candidate.shape, candidate.tile, cluster.device
+    group = MergeGroup(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
-    spent = Cost(memory=workload.kept_bytes / shape.ranks)
-    seen = _busiest(way, workload, queries, line.ranks)
+    total = Cost(memory=workload.kept_bytes / shape.ranks)
+    seen = _most_seen(candidate, workload, queries, group.ranks)
     read = seen / workload.length * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * (workload.head_dim + workload.values) / device.forward_rate
-    spent.spend("kernel", device.call + max(read, products))
-    if way.exchange in COLLECTIVE:
-        agree_cost(way, cluster, spent)
-    if line.ranks > 1:
-        merge_cost(way.exchange, line, Payload(rows * workload.wide, workload.values), cluster, spent)
+    total.add_stage("kernel", device.call + max(read, products))
+    if candidate.exchange in COLLECTIVE:
+        agree_cost(candidate, cluster, total)
+    if group.ranks > 1:
+        merge_cost(candidate.exchange, group, Payload(rows * workload.wide, workload.values), cluster, total)
     if shape.heads > 1:
-        _join_heads(way, rows * workload.values * workload.item, cluster, spent)
-    return spent
+        _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
+    return total
 
 
-def _busiest(way: Candidate, workload: Workload, queries: int, ranks: int) -> int:
-    """Tokens that the last queries see of the rank that holds most of those: blocks are dealt in turn."""
+def _most_seen(candidate: Candidate, workload: Workload, queries: int, ranks: int) -> int:
+    """Return the most tokens of one rank that the new queries see. The cache is block-cyclic."""
     first, _ = workload.mask.bounds(torch.tensor([max(0, workload.length - queries)]))
-    seen, block = workload.length - int(first), way.layout.block if isinstance(way.layout, Striped) else 1
+    seen, block = workload.length - int(first), candidate.layout.block if isinstance(candidate.layout, Striped) else 1
     return min(seen, ceil(ceil(seen / block) / ranks) * block)
 
 
-def _join_heads(way: Candidate, size: float, cluster: Cluster, spent: Cost) -> None:
-    """Everyone's heads to everyone in line, after a word on whether all said the same."""
-    heads, near = way.shape.heads, way.tile.heads
-    link, ranks = (cluster.between if near < heads else cluster.inside), way.shape.ranks
-    wires = max((heads - 1) * size / link.rate, (heads - near) * size * way.tile.ranks / link.host_rate)
+def _gather_heads(candidate: Candidate, size: float, cluster: Cluster, total: Cost) -> None:
+    """Add an all-gather of heads, after a short message that compares the calls."""
+    heads, near = candidate.shape.heads, candidate.tile.heads
+    link, ranks = (cluster.between if near < heads else cluster.inside), candidate.shape.ranks
+    transfer = max((heads - 1) * size / link.rate, (heads - near) * size * candidate.tile.ranks / link.host_rate)
     waits = link.merge_latency + link.latency + 2 * (heads - 2) * link.message
-    spent.spend("heads", 2 * cluster.device.call + waits + wires)
-    spent.send(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
+    total.add_stage("heads", 2 * cluster.device.call + waits + transfer)
+    total.add_traffic(ranks * (near - 1) * size, ranks * (heads - near) * size, 2 * ranks * (heads - near))
 
 
-def agree_cost(way: Candidate, cluster: Cluster, spent: Cost) -> None:
-    """What each rank says of its call to all, along one axis after the other."""
-    size = 8.0 * SAID
-    for ranks, near in reversed(tuple(zip(way.shape, way.tile, strict=True))):
+def agree_cost(candidate: Candidate, cluster: Cluster, total: Cost) -> None:
+    """Add the all-gathers that compare the calls of all ranks, one per mesh axis."""
+    size = 8.0 * AGREEMENT_VALUES
+    for ranks, near in reversed(tuple(zip(candidate.shape, candidate.tile, strict=True))):
         if ranks > 1:
-            line = Line(ranks, near, way.shape.ranks // ranks, way.tile.ranks // near)
-            spent.spend("agree", _collective(line, size, 1, cluster, spent) + cluster.device.call)
+            group = MergeGroup(ranks, near, candidate.shape.ranks // ranks, candidate.tile.ranks // near)
+            total.add_stage("agree", _collective(group, size, 1, cluster, total) + cluster.device.call)
             size *= ranks
 
 
 CHECKSUM_BYTES = 8.0
-"""Bytes that ride along in each message, and tell ranks that all do the same."""
+"""Bytes of the call checksum in each message."""
 
-SEGMENTS, NUMBER = 2, 4
-"""Messages in which gloo sends each part that goes round a ring, unless they are of less than a number of 4 bytes."""
+SEGMENTS, ELEMENT = 2, 4
+"""gloo sends each part of a ring collective in 2 messages, none smaller than an element of 4 bytes."""
 
 
 class Payload(NamedTuple):
-    """A partial on its way: bytes of one number for each row, and how many columns of them."""
+    """The message of one partial: bytes of one element of all rows, and the columns of `out`."""
 
     row: float
     columns: int
 
     @property
     def size(self) -> float:
-        """`out`, `lse` and the checksum."""
+        """Bytes of `out`, `lse` and the checksum."""
         return self.row * (self.columns + 1) + CHECKSUM_BYTES
 
 
-def merge_cost(how: str, line: Line, payload: Payload, cluster: Cluster, spent: Cost) -> None:
-    """One merge; to merge what has come is a few small operations, reckoned as a call of the device."""
-    here = cluster.device.call
+def merge_cost(how: str, group: MergeGroup, payload: Payload, cluster: Cluster, total: Cost) -> None:
+    """Add one merge. Merging received partials is a few small operations, priced as one kernel launch."""
+    launch = cluster.device.call
     if how == "tree":
-        for turn in rounds_of(line.ranks, line.near):
-            spent.spend("merge", _turn(turn, line, payload.size, cluster, spent) + here)
+        for one in tree_rounds(group.ranks, group.near):
+            total.add_stage("merge", _round(one, group, payload.size, cluster, total) + launch)
     elif how == "direct":
-        spent.spend("merge", _direct(line, payload.size, cluster, spent) + here)
+        total.add_stage("merge", _direct(group, payload.size, cluster, total) + launch)
     elif how == "gather":
-        spent.spend("merge", _collective(line, payload.size, 1, cluster, spent) + here)
-    else:  # maximum, numerator and denominator, each there and back
+        total.add_stage("merge", _collective(group, payload.size, 1, cluster, total) + launch)
+    else:  # all-reduces of the maximum, the numerator and the denominator, each a reduce-scatter and an all-gather
         for part in (payload.row + CHECKSUM_BYTES, payload.row * payload.columns, payload.row):
-            spent.spend("merge", _collective(line, part / line.ranks, 2, cluster, spent) + here)
+            total.add_stage("merge", _collective(group, part / group.ranks, 2, cluster, total) + launch)
 
 
-def merge_seconds(how: str, line: Line, payload: Payload, cluster: Cluster) -> float:
-    """Seconds of one merge."""
-    spent = Cost()
-    merge_cost(how, line, payload, cluster, spent)
-    return spent.seconds
+def merge_seconds(how: str, group: MergeGroup, payload: Payload, cluster: Cluster) -> float:
+    """Return the seconds of one merge."""
+    total = Cost()
+    merge_cost(how, group, payload, cluster, total)
+    return total.seconds
 
 
-def _direct(line: Line, size: float, cluster: Cluster, spent: Cost) -> float:
-    """Every rank to every other at once."""
-    near, away, ranks = line.near - 1, line.ranks - line.near, line.lines * line.ranks
+def _direct(group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of a message from every rank to every other at once, and add its traffic."""
+    near, away, ranks = group.near - 1, group.ranks - group.near, group.groups * group.ranks
     link = cluster.between if away else cluster.inside
-    spent.send(ranks * near * size, ranks * away * size, ranks * away)
-    wires = max((away or near) * size / link.rate, away * line.near * line.lines_a_host * size / link.host_rate)
-    return link.merge_latency + (line.ranks - 2) * link.message + wires
+    total.add_traffic(ranks * near * size, ranks * away * size, ranks * away)
+    leaving = away * group.near * group.groups_per_host * size
+    transfer = max((away or near) * size / link.rate, leaving / link.host_rate)
+    return link.merge_latency + (group.ranks - 2) * link.message + transfer
 
 
-def _collective(line: Line, size: float, turns: int, cluster: Cluster, spent: Cost) -> float:
-    """A collective of the backend: a part of so many bytes from rank to rank, so many times round.
+def _collective(group: MergeGroup, size: float, turns: int, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of a ring collective, and add its traffic.
 
-    A word has to pass every link on its way, after the first of which each is a step; a backend that has trees takes
-    them for what goes round twice.
+    Parts of `size` bytes go round the ring `turns` times: once in an all-gather, twice in an all-reduce.
+    The first link costs a latency, each further link a step. Some backends all-reduce short messages by a tree.
     """
-    hosts = line.ranks // line.near
-    steps, crossing = turns * (line.ranks - 1), hosts if hosts > 1 else 0
+    hosts = group.ranks // group.near
+    steps, crossing = turns * (group.ranks - 1), hosts if hosts > 1 else 0
     link, inside = (cluster.between if crossing else cluster.inside), cluster.inside.collective_step
-    parts = line.lines * steps
-    messages = min(SEGMENTS, size / NUMBER) * parts * crossing
-    spent.send(parts * (line.ranks - crossing) * size, parts * crossing * size, messages)
+    parts = group.groups * steps
+    messages = min(SEGMENTS, size / ELEMENT) * parts * crossing
+    total.add_traffic(parts * (group.ranks - crossing) * size, parts * crossing * size, messages)
     by_tree = turns > 1 and cluster.short_collectives == "tree"
     away = turns * (ceil(log2(hosts)) if by_tree else hosts - 1) * cluster.between.collective_step
-    near = turns * (line.near - 1) * (1 if by_tree else hosts) * inside
+    near = turns * (group.near - 1) * (1 if by_tree else hosts) * inside
     first = max(0.0, link.merge_latency - link.collective_step)
     return first + away + near + steps * size / link.rate
 
 
-class Turn(NamedTuple):
-    """One round of a tree: messages of the busiest rank, of all, out of the busiest host; and over which links."""
+class TreeRound(NamedTuple):
+    """Messages of one round of a tree merge."""
 
-    most: int
-    messages: int
-    host: int
-    between: bool
+    most: int  # of the busiest rank
+    messages: int  # of all ranks
+    host: int  # out of the busiest host
+    between: bool  # some go between hosts
 
 
 @lru_cache(maxsize=256)
-def rounds_of(ranks: int, near: int) -> tuple[Turn, ...]:
-    """The rounds of the tree that ranks of hosts alike climb, from the tree itself."""
+def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
+    """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
     whole = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
-    return tuple(_turns(whole, near))
+    return tuple(_count_rounds(whole, near))
 
 
-def _turns(whole: Mapping[int, list[Round]], near: int) -> Iterator[Turn]:
+def _count_rounds(whole: Mapping[int, list[Round]], near: int) -> Iterator[TreeRound]:
     for index in range(max(map(len, whole.values()))):
         sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
         hosts: dict[int, int] = {}
         for rank, peers in sent.items():
             hosts[rank // near] = hosts.get(rank // near, 0) + sum(peer // near != rank // near for peer in peers)
-        yield Turn(max(map(len, sent.values())), sum(map(len, sent.values())), max(hosts.values()), any(hosts.values()))
+        most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
+        yield TreeRound(most, messages, max(hosts.values()), any(hosts.values()))
 
 
-def _turn(turn: Turn, line: Line, size: float, cluster: Cluster, spent: Cost) -> float:
-    link = cluster.between if turn.between else cluster.inside
-    messages = line.lines * turn.messages
-    spent.send(messages * size * (not turn.between), messages * size * turn.between, messages * turn.between)
-    wires = max(turn.most * size / link.rate, turn.host * line.lines_a_host * size / link.host_rate)
-    return link.merge_latency + (turn.most - 1) * link.message + wires
+def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
+    """Return the seconds of one round of a tree merge, and add its traffic."""
+    link = cluster.between if one.between else cluster.inside
+    messages = group.groups * one.messages
+    total.add_traffic(messages * size * (not one.between), messages * size * one.between, messages * one.between)
+    transfer = max(one.most * size / link.rate, one.host * group.groups_per_host * size / link.host_rate)
+    return link.merge_latency + (one.most - 1) * link.message + transfer

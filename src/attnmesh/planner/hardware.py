@@ -1,6 +1,6 @@
 """Rates of devices and links, and presets of machines.
 
-A preset holds rates that somebody measured rather than those of the data sheet.
+A preset holds measured rates, not those of a data sheet, and names the source of each.
 """
 
 from dataclasses import KW_ONLY, dataclass
@@ -9,43 +9,63 @@ from typing import NamedTuple
 from attnmesh.errors import ClusterError
 
 BOUNDLESS, DAY = 1e30, 86_400
-"""What takes no time, and what nobody waits for."""
+"""The highest rate or size, and the longest time in seconds, that a device or a link takes."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's device: flop/s that attention reaches, bytes/s and bytes of memory, seconds to start a call."""
+    """Device of one rank.
+
+    Args:
+        forward_rate: Flop/s of attention's forward pass.
+        backward_rate: Flop/s of attention's backward pass.
+        memory_rate: Bytes/s that attention reads.
+        memory: Bytes of memory.
+        copy_rate: Bytes/s that copies read and write. `memory_rate` by default.
+        call: Seconds to start a kernel.
+        alone: Speed of a rank while the other ranks rest, over its speed while all compute. 1 without shared cores.
+    """
 
     forward_rate: float
     backward_rate: float
     memory_rate: float
     memory: float
     _: KW_ONLY
-    copy_rate: float | None = None  # bytes/s read and written, where copies go slower than attention reads
+    copy_rate: float | None = None
     call: float = 0.0
-    alone: float = 1.0  # times faster than that a rank computes while others rest: of ranks that share cores
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         rates = "forward_rate", "backward_rate", "memory_rate", "memory", "alone"
-        _check_positive("Device", self, rates, ("copy_rate",))
+        _check_rates("Device", self, rates, ("copy_rate",))
         _check_seconds("Device", self, ("call",))
 
 
 @dataclass(frozen=True)
 class Link:
-    """One class of links: seconds before a message's first byte, and before that of a short one in a merge; rates."""
+    """One class of links: those inside a host, or those between hosts.
+
+    Args:
+        latency: Seconds before the first byte of a message.
+        rate: Bytes/s of one rank.
+        host_rate: Bytes/s of all ranks of a host together.
+        short: Seconds before the first byte of a short message in a merge. `latency` by default.
+        step: Seconds of each further step of a collective. `short` by default.
+        message: Seconds of each further message that is sent at the same time.
+        peer_rate: Bytes/s from one rank to one other. `rate` by default.
+    """
 
     latency: float
     rate: float
     host_rate: float
     _: KW_ONLY
     short: float | None = None
-    step: float | None = None  # seconds of each further step of a collective, where its first costs more
-    message: float = 0.0  # seconds that each further message takes which is sent at the same time
-    peer_rate: float | None = None  # what goes to any one other rank, where that is less than what goes to all
+    step: float | None = None
+    message: float = 0.0
+    peer_rate: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("Link", self, ("rate", "host_rate"), ("peer_rate",))
+        _check_rates("Link", self, ("rate", "host_rate"), ("peer_rate",))
         _check_seconds("Link", self, ("latency", "message"), ("short", "step"))
 
     @property
@@ -59,36 +79,32 @@ class Link:
         return self.merge_latency if self.step is None else self.step
 
 
-def _check_positive(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
+def _check_rates(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     for name in (*names, *optional):
         given = getattr(value, name)
         if not ((given is None and name in optional) or (_is_number(given) and 1 <= given <= BOUNDLESS)):
-            fix = "say what the link or the device does; a link that is not there needs no ranks beyond it"
-            raise ClusterError(f"{subject} {name}", f"a rate or size of 1 to {BOUNDLESS:.0e}", _told(given), fix)
+            expected, fix = f"a rate or size of 1 to {BOUNDLESS:.0e}", "measure it with attnmesh probe"
+            raise ClusterError(f"{subject} {name}", expected, f"{given!r:.40}", fix)
 
 
 def _check_seconds(subject: str, value: object, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     for name in (*names, *optional):
         given = getattr(value, name)
         if not ((given is None and name in optional) or (_is_number(given) and 0 <= given <= DAY)):
-            expected, fix = f"seconds, 0 to {DAY:,}", "measure it, or leave it at 0"
-            raise ClusterError(f"{subject} {name}", expected, _told(given), fix)
-
-
-def _told(given: object) -> str:
-    return f"{given!r:.40}"
+            expected, fix = f"seconds, 0 to {DAY:,}", "measure it with attnmesh probe, or leave it at 0"
+            raise ClusterError(f"{subject} {name}", expected, f"{given!r:.40}", fix)
 
 
 def _is_number(given: object) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool)
 
 
-NOWHERE = Link(0.0, 1e18, 1e18)
-"""Links of a class that a world has none of."""
+NO_LINK = Link(0.0, 1e18, 1e18)
+"""The links between hosts of a single host, and the links inside hosts of one rank each."""
 
 
-class Machines(NamedTuple):
-    """Hosts of so many ranks, as they are usually had; what each constant is from."""
+class Preset(NamedTuple):
+    """A machine: its usual numbers of hosts and of ranks per host, its rates, and their sources."""
 
     hosts: int
     ranks: int
@@ -108,7 +124,7 @@ NET = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 14 us (Simple), 6.
 IB = "nccl-tests issues 267 and 290: 46 to 49 of 50 GB/s reached"
 
 
-ASSUMED = "assumed: 1 us for each further message, 10 us to start a call"
+ASSUMED = "assumed: 1 us per further message, 10 us to start a call"
 
 
 H100 = Device(648e12, 561e12, 3.35e12, 80e9, call=10e-6)
@@ -125,7 +141,7 @@ NDR = Link(22.4e-6, 48e9, 384e9, short=9.3e-6, step=2.7e-6, message=1e-6)
 
 
 PRESETS = {
-    "dgx-h100": Machines(
+    "dgx-h100": Preset(
         hosts=16,
         ranks=8,
         device=H100,
@@ -133,15 +149,15 @@ PRESETS = {
         between=NDR,
         sources=(*H100_SOURCES, ("inside", f"nccl-tests issue 326: 360 of 450 GB/s reached; {NVLINK}")),
     ),
-    "h100x1": Machines(
+    "h100x1": Preset(
         hosts=64,
         ranks=1,
         device=H100,
-        inside=NOWHERE,
+        inside=NO_LINK,
         between=Link(22.4e-6, 48e9, 48e9, short=11.6e-6, step=5e-6, message=1e-6),
-        sources=(*H100_SOURCES, ("short", "as NCCL reckons with one GPU a host: base 6.6 us + 5 us")),
+        sources=(*H100_SOURCES, ("short", "NCCL's constants for one GPU per host: base 6.6 us + 5 us")),
     ),
-    "a100x4": Machines(
+    "a100x4": Preset(
         hosts=16,
         ranks=4,
         device=Device(225e12, 195e12, 2.039e12, 80e9, call=10e-6),
@@ -153,11 +169,11 @@ PRESETS = {
                 "FlashAttention-2 (2307.08691): 50 to 73% of 312 TFLOP/s, 225 forward; datasheet: 2.039 TB/s, 80 GB",
             ),
             ("inside", f"NCCL topo.h: 240 of 300 GB/s; {NVLINK}"),
-            ("between", f"4 x HDR200 a host, as JUWELS Booster has them; NCCL: 23.5 of 25 GB/s; {NET}"),
+            ("between", f"4 x HDR200 per host, as on JUWELS Booster; NCCL: 23.5 of 25 GB/s; {NET}"),
             ("the rest", ASSUMED),
         ),
     ),
-    "mi300x": Machines(
+    "mi300x": Preset(
         hosts=1,
         ranks=8,
         device=Device(570e12, 465e12, 5.3e12, 192e9, call=10e-6),
@@ -168,19 +184,22 @@ PRESETS = {
                 "device",
                 "ROCm/aiter op_tests/cpp/mha: 548 to 592 forward, 440 to 491 backward; datasheet: 5.3 TB/s, 192 GB",
             ),
-            ("inside", "AMD on xGMI: 48 GB/s to any one, 313 in all; RCCL's tuning: base 17 us + 3.6 us, LL 12 + 0.8"),
-            ("between", f"8 x 400 Gb/s, as in other hosts; {IB}; {NET}"),
+            (
+                "inside",
+                "AMD on xGMI: 48 GB/s to each peer, 313 in total; RCCL's tuning: base 17 us + 3.6 us, LL 12 + 0.8",
+            ),
+            ("between", f"8 x 400 Gb/s, as on other hosts; {IB}; {NET}"),
             ("the rest", ASSUMED),
         ),
     ),
-    "rtx4090": Machines(
+    "rtx4090": Preset(
         hosts=1,
         ranks=2,
         device=Device(150e12, 135e12, 1.008e12, 24e9, call=10e-6),
         inside=Link(14.1e-6, 13e9, 26e9, short=7.6e-6, step=1e-6, message=1e-6),
         between=Link(22.4e-6, 1.1e9, 1.1e9, short=9.3e-6, step=2.7e-6, message=1e-6),
         sources=(
-            ("device", "datasheet: 165 TFLOP/s, 1.008 TB/s, 24 GB; attention's share of it as on its successor, 91%"),
+            ("device", "datasheet: 165 TFLOP/s, 1.008 TB/s, 24 GB; 91% of it in attention, as on its successor"),
             (
                 "inside",
                 "through the host's memory, tinygrad/open-gpu-kernel-modules issue 6: 13 GB/s; NCCL: 8.4 + 5.7 us",
@@ -189,7 +208,7 @@ PRESETS = {
             ("the rest", ASSUMED),
         ),
     ),
-    "gb200-nvl72": Machines(
+    "gb200-nvl72": Preset(
         hosts=1,
         ranks=72,
         device=Device(1535e12, 1360e12, 8.0e12, 186e9, call=10e-6),
@@ -200,12 +219,12 @@ PRESETS = {
                 "device",
                 "Dao-AILab/flash-attention pull request 2280: 1,535 and 1,360 TFLOP/s; datasheet: 8 TB/s, 186 GB",
             ),
-            ("inside", f"a rack is a host here; NCCL topo.h: 722 of 900 GB/s; {NVLINK}"),
-            ("between", f"a 400 Gb/s card a GPU; {IB}; {NET}"),
+            ("inside", f"a rack counts as one host; NCCL topo.h: 722 of 900 GB/s; {NVLINK}"),
+            ("between", f"one 400 Gb/s card per GPU; {IB}; {NET}"),
             ("the rest", ASSUMED),
         ),
     ),
-    "local": Machines(
+    "local": Preset(
         hosts=1,
         ranks=4,
         device=Device(2.7e10, 3.0e10, 8e9, 6e9, copy_rate=4e9, call=4e-4),
@@ -215,4 +234,4 @@ PRESETS = {
         sources=(("all", "attnmesh probe on 2 cores of an AMD EPYC, 4 ranks; between hosts 1 Gbit/s Ethernet"),),
     ),
 }
-"""Clusters by name. `attnmesh plan -v` prints where their constants are from."""
+"""Presets by name. `attnmesh plan -v` prints the sources of the constants."""

@@ -1,4 +1,4 @@
-"""The right shape before the run: every way that fits, priced, best first, each with its reasons in plain words."""
+"""Plans: every candidate that fits the memory, priced, fastest first, each with its reasons in plain words."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,24 +13,41 @@ from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Bytes, Candidate, Cost
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.cost import cost, min_memory
+from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES
+from attnmesh.planner.memory import min_memory
 from attnmesh.planner.traffic import tiles
 from attnmesh.planner.workload import Workload
 
 MAX_RANKS = 2048
-"""Ranks that can be planned for: to price every way takes half a minute there."""
+"""Most ranks that `plan` takes. Pricing all candidates takes half a minute there."""
 
 BLOCK = 16
-"""Tokens of a cache's block, as `KVCache` deals them unless told otherwise."""
+"""Tokens of a cache block, as in `KVCache` by default."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to run a workload on a cluster, and what it will take.
+    """One way to run a workload on a cluster, with its predicted time, bytes and memory. `plan` makes them.
 
-    `shape` are the ranks along heads, queries and keys; `tile` is what of the mesh one host holds; `bytes` are those of
-    all ranks over links inside hosts and between them, there in so many `messages`; `memory` is that of one rank.
+    Args:
+        shape: Ranks along heads, queries and keys.
+        exchange: The `exchange` of `attention`, or the `merge` of `decode`.
+        layout: The layout of the tokens.
+        tile: The part of the mesh that one host holds.
+        seconds: Predicted seconds.
+        bytes: Bytes that all ranks send, `inside` hosts and `between` them.
+        messages: Messages between hosts.
+        memory: Bytes per rank.
+        parts: Pairs of a stage and its seconds, which add up to `seconds`.
+        workload: The workload that is planned for.
+        cluster: The cluster that is planned for.
+        runner_up: The plan that `explain` compares with: the best other plan.
+
+    >>> import attnmesh as am
+    >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
+    >>> best.shape, best.name, best.known_as
+    (Shape(heads=4, queries=1, keys=1), '4x1x1 bulk', 'Ulysses')
     """
 
     shape: Shape
@@ -48,41 +65,72 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """As it is spoken of."""
-        shape = "x".join(map(str, self.shape))
-        placed_so = f", {'x'.join(map(str, self.tile))} a host" if 1 < self.cluster.ranks < self.shape.ranks else ""
-        return f"{shape} {self.exchange}{placed_so}"
+        """The mesh shape, the exchange, and the tile per host where the mesh spans several hosts.
+
+        >>> import attnmesh as am
+        >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4", hosts=2))[0].name
+        '1x1x8 direct, 1x1x4 a host'
+        """
+        tile = f", {by(self.tile)} a host" if 1 < self.cluster.ranks < self.shape.ranks else ""
+        return f"{by(self.shape)} {self.exchange}{tile}"
 
     @property
     def known_as(self) -> str:
-        """The name that it goes by elsewhere."""
+        """The published scheme of this shape and exchange.
+
+        >>> import attnmesh as am
+        >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4"))[0].known_as
+        'Helix, DCP'
+        """
         return known_as(self.shape, self.exchange)
 
     def init_mesh(self, device_type: str) -> DeviceMesh:
-        """The `DeviceMesh` of this plan: ranks of a host share a tile of it. All ranks ask at once."""
-        from attnmesh.comm.init_mesh import init_plan_mesh  # ranks exchange messages here
+        """Return the `DeviceMesh` of this plan, with ranks of one host in one tile. All ranks call it at once.
+
+        Args:
+            device_type: "cuda" or "cpu".
+
+        Returns:
+            A mesh with axes "heads", "queries" and "keys".
+
+        Raises:
+            MeshError: The number of started ranks is not that of the plan.
+
+        >>> import attnmesh as am
+        >>> best = am.plan(am.Workload(8, 8, 64, 1024), am.Cluster.preset("local", hosts=1, ranks=1))[0]
+        >>> best.init_mesh("cpu").shape  # doctest: +SKIP
+        (1, 1, 1)
+        """
+        from attnmesh.comm.init_mesh import init_plan_mesh  # the only import of `comm`: ranks exchange host names
 
         return init_plan_mesh(device_type, self.shape, self.tile)
 
     def explain(self) -> str:
-        """What takes its time, and why it is faster or slower than the best other one, in plain words."""
-        lines = [self._told()]
+        """Return, in plain words, what takes most of the time, and a comparison with the best other plan.
+
+        >>> import attnmesh as am
+        >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
+        >>> print(best.explain())  # doctest: +ELLIPSIS
+        4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
+        4x1x1 bulk in Contiguous() is ... times as fast as ...
+        """
+        lines = [self._summary()]
         if self.runner_up is not None:
-            lines += [self._compared(self.runner_up), self.runner_up._told()]
+            lines += [self._comparison(self.runner_up), self.runner_up._summary()]
         return "\n".join(lines)
 
-    def _told(self) -> str:
-        most, took = max(self.parts, key=lambda part: part[1])
-        share = took / self.seconds if self.seconds else 0.0
-        links = f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside them"
-        room = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)}"
+    def _summary(self) -> str:
+        stage, longest = max(self.parts, key=lambda part: part[1])
+        share = longest / self.seconds if self.seconds else 0.0
+        sent = f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
+        memory = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)} of memory"
         return (
-            f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[most]}. "
-            f"All ranks together send {links}; a rank holds {room}."
+            f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
+            f"All ranks together send {sent}; each rank needs {memory}."
         )
 
-    def _compared(self, other: "Plan") -> str:
-        """The stage that makes most of the difference."""
+    def _comparison(self, other: "Plan") -> str:
+        """Return which plan is faster, and the stage that makes most of the difference."""
         ahead, behind = sorted((self, other), key=lambda plan: plan.seconds)
         names = [one.name if ahead.name != behind.name else f"{one.name} in {one.layout}" for one in (ahead, behind)]
         if behind.seconds < 1.005 * ahead.seconds:
@@ -90,36 +138,37 @@ class Plan:
         one, two = dict(ahead.parts), dict(behind.parts)
         differences = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in {**one, **two}}
         stage = max(differences, key=lambda name: differences[name])
-        spent = [in_seconds(parts.get(stage, 0.0)) for parts in (one, two)]
+        times = [in_seconds(parts.get(stage, 0.0)) for parts in (one, two)]
         lines = [
-            f"{names[0]} is {_times(behind.seconds, ahead.seconds)} as fast as {names[1]}, mostly as it spends "
-            f"{spent[0]} instead of {spent[1]} {STAGES[stage]}"
+            f"{names[0]} is {_times(behind.seconds, ahead.seconds)} as fast as {names[1]}, mainly because "
+            f"{STAGES[stage]} takes {times[0]} instead of {times[1]}."
         ]
-        if behind.bytes.between > 1.05 * ahead.bytes.between:
-            lines.append(f"it sends {_times(ahead.bytes.between, behind.bytes.between)} as many bytes between hosts")
-        elif ahead.bytes.between > 1.05 * behind.bytes.between:
-            lines.append(
-                f"although it sends {_times(ahead.bytes.between, behind.bytes.between)} as many bytes between hosts"
-            )
+        sent = [plan.bytes.between for plan in (ahead, behind)]
+        if max(sent) > 1.05 * min(sent):
+            lines.append(f"It sends {_times(*sent)} as many bytes between hosts.")
         if ahead.tile != behind.tile and ahead.shape == behind.shape:
-            lines.append("only which ranks share a host differs")
-        return "; ".join(lines) + "."
+            lines.append("They differ only in which ranks share a host.")
+        return " ".join(lines)
 
 
 STAGES = {
-    "agree": "agreeing on the call",
+    "agree": "comparing the calls of all ranks",
     "heads": "swapping tokens for heads",
     "gather": "gathering queries and keys",
     "kernel": "computing attention",
-    "waiting": "waiting for tokens that travel while it computes",
-    "give back": "giving results back to their owners",
+    "waiting": "waiting for transfers that the kernel does not hide",
+    "give back": "returning results to their owners",
     "merge": "merging partials",
 }
-"""What a rank does in each part of a plan."""
+"""Descriptions of the stages in `Plan.parts`."""
 
 
 def in_seconds(seconds: float) -> str:
-    """A time as it is read: in s, ms or us."""
+    """Return a time in s, ms or us.
+
+    >>> in_seconds(1.5), in_seconds(0.0123), in_seconds(4e-6)
+    ('1.5 s', '12.3 ms', '4 us')
+    """
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"
@@ -127,11 +176,24 @@ def in_seconds(seconds: float) -> str:
 
 
 def in_bytes(count: float) -> str:
-    """A count of bytes as it is read: in kB, MB, GB or TB."""
+    """Return a count of bytes in kB, MB, GB or TB.
+
+    >>> in_bytes(80e9), in_bytes(12)
+    ('80 GB', '12 bytes')
+    """
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f} bytes"
+
+
+def by(shape: Shape) -> str:
+    """Return a shape as text.
+
+    >>> by(Shape(1, 4, 2))
+    '1x4x2'
+    """
+    return "x".join(map(str, shape))
 
 
 def _times(one: float, other: float) -> str:
@@ -139,10 +201,20 @@ def _times(one: float, other: float) -> str:
 
 
 def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int], None] | None = None) -> list[Plan]:
-    """Every way that fits the memory of the cluster's devices, best first.
+    """Return all plans that fit the memory of the cluster's devices, fastest first.
 
-    All shapes of heads x queries x keys, exchanges, layouts and placements are priced. `progress` hears how many of how
-    many are done.
+    Every mesh shape, exchange, layout and placement on hosts is priced.
+
+    Args:
+        workload: The attention to run.
+        cluster: The machines to run it on, 2,048 ranks at most.
+        progress: Called with the number of priced candidates and the number of all candidates.
+
+    Returns:
+        At least one plan.
+
+    Raises:
+        ClusterError: An argument is of a wrong type, there are too many ranks, or nothing fits the memory.
 
     >>> import attnmesh as am
     >>> cluster = am.Cluster.preset("dgx-h100", hosts=16)
@@ -152,39 +224,39 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     """
     if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
         given = f"{type(workload).__name__} and {type(cluster).__name__}"
-        raise ClusterError("plan", "a Workload and a Cluster", given, "as in plan(Workload(...), Cluster.preset(...))")
+        raise ClusterError("plan", "a Workload and a Cluster", given, "call plan(Workload(...), Cluster.preset(...))")
     if cluster.world > MAX_RANKS:
-        raise ClusterError(
-            "plan", f"a cluster of at most {MAX_RANKS:,} ranks", f"{cluster.world:,}", "plan for a part of it"
-        )
-    found = list(ways(workload, cluster))
+        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+        raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
+    found = list(candidates(workload, cluster))
     priced = []
-    for number, way in enumerate(found):
-        priced.append((way, cost(way, workload, cluster)))
+    for number, candidate in enumerate(found, 1):
+        priced.append((candidate, cost(candidate, workload, cluster)))
         if progress is not None:
-            progress(number + 1, len(found))
+            progress(number, len(found))
     _check_memory(priced, workload, cluster)
-    fitting = [(way, spent) for way, spent in priced if spent.memory <= cluster.device.memory]
+    fitting = [(candidate, price) for candidate, price in priced if price.memory <= cluster.device.memory]
     fitting.sort(key=lambda pair: (pair[1].seconds, pair[1].between, pair[1].memory))
-    plans = [_plan(way, spent, workload, cluster) for way, spent in fitting]
+    plans = [_plan(candidate, price, workload, cluster) for candidate, price in fitting]
     best = replace(plans[0], runner_up=plans[1]) if len(plans) > 1 else plans[0]
     return [best, *(replace(other, runner_up=plans[0]) for other in plans[1:])]
 
 
-def _plan(way: Candidate, spent: Cost, workload: Workload, cluster: Cluster) -> Plan:
-    sent, parts = Bytes(spent.inside, spent.between), tuple(spent.parts.items())
-    figures = spent.seconds, sent, spent.messages, spent.memory, parts
-    return Plan(way.shape, way.exchange, way.layout, way.tile, *figures, workload, cluster)
+def _plan(candidate: Candidate, price: Cost, workload: Workload, cluster: Cluster) -> Plan:
+    shape, tile, layout, exchange = candidate
+    sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
+    figures = price.seconds, sent, price.messages, price.memory, parts
+    return Plan(shape, exchange, layout, tile, *figures, workload, cluster)
 
 
-def ways(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """All that can be run: heads divide, each host holds a tile, exchanges that are the same are there once."""
+def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
+    """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
     world = cluster.world
     for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.kv_heads % n == 0):
         for queries in (n for n in range(1, world // heads + 1) if world // heads % n == 0):
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
-                continue  # queries are few there: all ranks beyond the heads keep keys
+                continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             for tile in tiles(shape, cluster.ranks):
                 for layout in _layouts(workload):
                     for exchange in _exchanges(workload, shape):
@@ -192,7 +264,7 @@ def ways(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
 
 
 def _layouts(workload: Workload) -> list[Layout]:
-    """Balanced where the mask is not, in runs where it keeps tokens near each other."""
+    """Return balanced layouts for uneven masks, and contiguous ones for masks that keep tokens near each other."""
     if workload.phase == "decode":
         return [Striped(BLOCK)]
     uneven = workload.mask.left != workload.mask.right
@@ -201,6 +273,7 @@ def _layouts(workload: Workload) -> list[Layout]:
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:
+    """Return the exchanges that differ on this shape."""
     if workload.phase == "decode":
         return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
     found = ["bulk"]
@@ -210,22 +283,19 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
 
 
 def _check_memory(priced: list[tuple[Candidate, Cost]], workload: Workload, cluster: Cluster) -> None:
-    least = min(spent.memory for _, spent in priced)
-    if least > cluster.device.memory:
-        expected = f"at most {cluster.device.memory / 1e9:,.1f} GB a rank"
-        lacks = (least - cluster.device.memory) / 1e9
-        given = f"{least / 1e9:,.1f} GB in the leanest way, {lacks:,.1f} GB too many, on {cluster.world} ranks"
-        hosts = ceil(min_memory(workload) / cluster.device.memory / cluster.ranks)
-        fix = (
-            f"take about {hosts:,} hosts, or fewer tokens"
-            if hosts * cluster.ranks <= MAX_RANKS
-            else "take fewer tokens"
-        )
-        raise ClusterError(f"plan for {workload.phase}", expected, given, fix)
+    """Raise if no candidate fits, with the number of hosts that would."""
+    least, most = min(price.memory for _, price in priced), cluster.device.memory
+    if least > most:
+        over = f"{(least - most) / 1e9:,.1f} GB too many"
+        given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
+        hosts = ceil(min_memory(workload) / most / cluster.ranks)
+        many = hosts * cluster.ranks > MAX_RANKS
+        fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+        raise ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
 
 
 def known_as(shape: Shape, exchange: str) -> str:
-    """The published scheme that a shape is."""
+    """Return the published scheme of a shape and an exchange."""
     heads, queries, keys = shape
     if exchange in MERGES:
         names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}

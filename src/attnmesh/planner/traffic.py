@@ -1,6 +1,6 @@
-"""How many tokens travel, and over which links: counted for all ranks at once, from the problem that a schedule is of.
+"""Tokens that attention sends over each class of links, counted for all ranks at once from its `Problem`.
 
-A host holds a *tile* of the mesh, so many ranks along each axis; which tile it is decides what has to leave a host:
+A host holds a *tile* of the mesh: a number of ranks along each axis. The tile decides which tokens leave a host:
 
         1x4x4 on hosts of 4        tile 1x2x2       tile 1x1x4        ranks with the same letter share a host
                                    a a b b          a a a a           queries go along rows, keys along columns
@@ -8,7 +8,7 @@ A host holds a *tile* of the mesh, so many ranks along each axis; which tile it 
                                    c c d d          c c c c
                                    c c d d          d d d d
 
-A long problem is counted on a shorter one of the same proportions.
+A long problem is counted on a shorter one with the same proportions.
 """
 
 import math
@@ -27,11 +27,11 @@ from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 
 SAMPLE = 4096
-"""Tokens up to which a problem is counted as it is, if it is for no more ranks than have 16 of them each."""
+"""Tokens up to which a problem is counted at full length. More ranks raise it, to 16 tokens per rank."""
 
 
 class Load(NamedTuple):
-    """Tokens that one exchange moves over a class of links: in all, the most in or out of a rank or host; messages."""
+    """Tokens of one exchange over a class of links: in total, and the most into or out of one rank or one host."""
 
     total: float = 0.0
     rank: float = 0.0
@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """An exchange by class of links, and to how many others a rank sends."""
+    """One exchange over both classes of links. A rank sends to `peers` other ranks."""
 
     inside: Load
     between: Load
@@ -48,31 +48,31 @@ class Flow(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of a query and a key that the busiest rank attends, and ranks on average."""
+    """Query-key pairs that the busiest rank attends, and that ranks attend on average."""
 
     most: float
     mean: float
 
     def times(self, number: float) -> "Pairs":
-        """So many times as many."""
+        """Return both counts times `number`."""
         return Pairs(number * self.most, number * self.mean)
 
 
 @dataclass(frozen=True)
 class PlannedTraffic:
-    """What a pass over a queries x keys mesh moves, in tokens, and what it attends."""
+    """Tokens that a pass over a queries x keys mesh sends, and the query-key pairs that it attends."""
 
-    rows: Flow
-    both_ways: Flow  # along rows, there and back at the same time
-    columns: Flow
-    hop: Flow  # of a ring, one step, on average
-    hop_back: Flow  # of the gradients made there, on with their keys or home
+    rows: Flow  # queries
+    both_ways: Flow  # queries, and at the same time results of others back
+    columns: Flow  # keys
+    hop: Flow  # keys of one step of a ring, on average
+    hop_back: Flow  # gradients of one step of a ring, on with their keys or back to their owners
     pairs: Pairs
-    steps: tuple[Pairs, ...]  # of a ring
+    steps: tuple[Pairs, ...]  # pairs of each step of a ring
 
 
 def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
-    """What a host of so many ranks can hold of a mesh.
+    """Yield the tiles of a mesh that a host of `ranks` ranks can hold.
 
     >>> [tuple(tile) for tile in tiles(Shape(1, 4, 4), 4)]
     [(1, 1, 4), (1, 2, 2), (1, 4, 1)]
@@ -88,23 +88,23 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def placed(shape: Shape, tile: Shape) -> Tensor:
-    """The rank at each place (h, r, c) of a mesh whose hosts hold such tiles: ranks of a host follow each other."""
+def rank_grid(shape: Shape, tile: Shape) -> Tensor:
+    """Return the rank at each place (h, r, c) of a mesh. Ranks of one host, which hold a tile, are consecutive."""
     grid = torch.arange(shape.ranks).reshape([n // t for n, t in zip(shape, tile, strict=True)] + list(tile))
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))
 
 
 @lru_cache(maxsize=4096)
 def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
-    """What moves in a problem on hosts of such tiles."""
-    near, further = cut(problem)
-    short, scale = shortened(near)
-    moved = _moved(short, tile)
-    flows = {name: _scaled(getattr(moved, name), scale) for name in FLOWS}
-    longer = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
-    pairs = further * scale * longer
+    """Return the traffic of a problem on hosts that each hold a tile."""
+    near, repeats = cropped(problem)
+    short, scale = downscaled(near)
+    counted = _count_exchanges(short, tile)
+    flows = {name: _scaled(getattr(counted, name), scale) for name in FLOWS}
+    wider = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
+    pairs = repeats * scale * wider
     return PlannedTraffic(
-        **flows, pairs=moved.pairs.times(pairs), steps=tuple(step.times(pairs) for step in moved.steps)
+        **flows, pairs=counted.pairs.times(pairs), steps=tuple(step.times(pairs) for step in counted.steps)
     )
 
 
@@ -119,17 +119,17 @@ def _scaled(flow: Flow, scale: float) -> Flow:
 
 
 @lru_cache(maxsize=4096)
-def _moved(problem: Problem, tile: Shape) -> PlannedTraffic:
-    rows, columns, passed, pairs = _counted(problem)
+def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
+    rows, columns, ring, pairs = _count_tokens(problem)
     _, across, down = tile
     size = problem.shape.queries
     source = torch.arange(size)
-    # What was passed on at step t is held by the rank t after its source; it came from the rank before that.
+    # At step t of a ring, the rank t after the source holds its tokens; they came from the rank before.
     at = [(source + t) % size for t in range(size + 1)]
-    onward = [_along(passed[:, :, t], at[t - 1], at[t], across) for t in range(1, size)]
-    further = [*passed.unbind(2)[2:], torch.zeros_like(passed[:, :, 0])][: size - 1]
+    onward = [_shift(ring[:, :, t], at[t - 1], at[t], across) for t in range(1, size)]
+    further = [*ring.unbind(2)[2:], torch.zeros_like(ring[:, :, 0])][: size - 1]
     back = [
-        _and(_along(on, at[t], at[t + 1], across), _along(passed[:, :, t] - on, at[t], source, across))
+        _at_once(_shift(on, at[t], at[t + 1], across), _shift(ring[:, :, t] - on, at[t], source, across))
         for t, on in zip(range(1, size), further, strict=True)
     ]
     whole, steps = pairs.sum(1), [pairs[source, (source - t) % size] for t in range(size)]
@@ -144,8 +144,11 @@ def _moved(problem: Problem, tile: Shape) -> PlannedTraffic:
     )
 
 
-def cut(problem: Problem) -> tuple[Problem, float]:
-    """Of short windows or documents so few that what crosses the edges of runs is as much as of all; how many times."""
+def cropped(problem: Problem) -> tuple[Problem, float]:
+    """Return a problem with fewer windows or documents, and the ratio of the lengths.
+
+    As many tokens cross the edges between ranks as in the whole problem, where windows or documents are short.
+    """
     reach = _reach(problem.mask)
     length = 4 * problem.shape.ranks * max(reach, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
@@ -157,22 +160,22 @@ def cut(problem: Problem) -> tuple[Problem, float]:
 
 
 def _reach(mask: Mask) -> int:
-    """How far a query sees, in a window or in its document."""
+    """Return the distance to the farthest key that a query sees."""
     return min(max(mask.left, mask.right), _longest(mask))
 
 
 def _width(mask: Mask) -> float:
-    """Positions that a query sees at the most."""
+    """Return the most keys that a query sees."""
     return min(mask.left + mask.right + 1.0, _longest(mask))
 
 
 def _longest(mask: Mask) -> int:
-    """Tokens of the longest document."""
+    """Return the tokens of the longest document."""
     return max((stop - start for start, stop in pairwise((0, *mask.ends))), default=FAR)
 
 
-def shortened(problem: Problem) -> tuple[Problem, float]:
-    """A problem of the same proportions that is quick to count, and how many times longer the given one is."""
+def downscaled(problem: Problem) -> tuple[Problem, float]:
+    """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
     most = max(SAMPLE, (16 if _reach(problem.mask) >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
@@ -190,13 +193,11 @@ def shortened(problem: Problem) -> tuple[Problem, float]:
 
 
 @lru_cache(maxsize=512)
-def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens (row, from, to) of queries, (column, from, to) and (column, source, step) of keys.
+def _count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return counts of queries (row, from, to), keys (column, from, to), ring keys (column, source, step), and pairs.
 
-    And pairs by (row, source, column).
-
-    A query sees one run of positions. So what a row sees is a union of runs, and what a query sees of a column a
-    difference of two counts.
+    Pairs are counted by (row, source, column). A query sees one run of positions. So a row of the mesh sees a union
+    of runs, and the keys of a column that a query sees are a difference of two cumulative counts.
     """
     _, rows, columns = problem.shape
     q_chunk, k_chunk = _owners(problem, queries=True), _owners(problem, queries=False)
@@ -213,20 +214,20 @@ def _counted(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     before = before.cumsum(1)
     visible = before[:, stop] - before[:, first]  # (column, query)
     pairs = torch.zeros(rows, rows * columns).index_add_(1, k_chunk, seeing).unflatten(1, (rows, columns))
-    sent = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
-    brought = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
-    return sent, brought, _passed(seen, k_chunk, problem.shape), pairs
+    queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
+    keys = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
+    return queries, keys, _ring_tokens(seen, k_chunk, problem.shape), pairs
 
 
 def _owners(problem: Problem, *, queries: bool) -> Tensor:
-    """For each position the chunk, r * C + c, that holds it."""
+    """Return the chunk, r * C + c, of each position."""
     layout, length = (problem.layout, problem.length) if queries else (problem.key_layout, problem.key_length)
     return _shards(layout, length, problem.shape.ranks) % (problem.shape.queries * problem.shape.keys)
 
 
 @lru_cache(maxsize=64)
 def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
-    """For each position the shard that holds it."""
+    """Return the shard of each position."""
     owners = torch.empty(length, dtype=torch.long)
     for shard in range(ranks):
         owners[layout.positions(length, ranks, shard)] = shard
@@ -234,70 +235,70 @@ def _shards(layout: Layout, length: int, ranks: int) -> Tensor:
 
 
 def _by_chunk(wanted: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
-    """How many tokens of each chunk are wanted: (by whom, row, column)."""
+    """Return how many tokens of each chunk are wanted: (receiver, row, column)."""
     counts = torch.zeros(wanted.shape[0], shape.queries * shape.keys).index_add_(1, chunk, wanted.float())
     return counts.reshape(-1, shape.queries, shape.keys)
 
 
-def _passed(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
-    """Round a ring: (column, source, step), what the rank so many steps on still gets, for itself or for others."""
-    passed = torch.empty(shape.keys, shape.queries, shape.queries)
+def _ring_tokens(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
+    """Return (column, source, step): tokens of `source` that the rank `step` steps on receives, to use or pass on."""
+    counts = torch.empty(shape.keys, shape.queries, shape.queries)
     for source in range(shape.queries):
         tokens = (chunk // shape.keys == source).nonzero().flatten()
         needed = seen[:, tokens].roll(-source, 0).flip(0).float().cummax(0).values.flip(0)  # (step, token)
         columns = torch.zeros(shape.queries, shape.keys).index_add_(1, chunk[tokens] % shape.keys, needed)
-        passed[:, source] = columns.T
-    return passed
+        counts[:, source] = columns.T
+    return counts
 
 
-class Moved(NamedTuple):
-    """One exchange by rank, (r, c): out of it and into it inside its host, and between hosts; and to how many peers."""
+class RankCounts(NamedTuple):
+    """Tokens of one exchange per rank, as (tokens out, tokens in, messages out; r; c), for both classes of links."""
 
-    inside: Tensor  # (out, in or messages out, r, c)
+    inside: Tensor
     between: Tensor
     peers: int
 
 
-def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Moved:
-    """Of tokens (line, from, to), all but those that stay."""
+def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> RankCounts:
+    """Return the exchange of tokens (line, from, to) along one axis, without those that stay."""
     size = counts.shape[1]
     host = torch.arange(size) // tile
     near = host[:, None] == host
     moving = counts * (1 - torch.eye(size))
-    ways = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
-    inside, between = (x.mT if columns else x for x in ways)
-    return Moved(inside, between, size - 1)
+    parts = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
+    inside, between = (x.mT if columns else x for x in parts)
+    return RankCounts(inside, between, size - 1)
 
 
-def _along(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Moved:
-    """Of tokens (column, number), each from one place in the column to another."""
+def _shift(held: Tensor, source: Tensor, target: Tensor, tile: int) -> RankCounts:
+    """Return the exchange of tokens (column, n), sent from row `source[n]` to row `target[n]`."""
     near = source // tile == target // tile
 
-    def way(some: Tensor) -> Tensor:
-        moving = held * some
+    def over(links: Tensor) -> Tensor:
+        moving = held * links
         sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
         return torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]).mT
 
-    return Moved(way(near), way(~near), 1)
+    return RankCounts(over(near), over(~near), 1)
 
 
-def _and(one: Moved, other: Moved) -> Moved:
-    """Two exchanges at the same time."""
-    return Moved(one.inside + other.inside, one.between + other.between, one.peers)
+def _at_once(one: RankCounts, other: RankCounts) -> RankCounts:
+    """Return two exchanges as one."""
+    return RankCounts(one.inside + other.inside, one.between + other.between, one.peers)
 
 
-def _flow(exchanges: list[Moved], tile: Shape) -> Flow:
-    """The average of several exchanges, each over when its busiest rank or host is done."""
+def _flow(exchanges: list[RankCounts], tile: Shape) -> Flow:
+    """Return the average of several exchanges. Each ends when its busiest rank or host is done."""
     if not exchanges:
         return Flow(Load(), Load(), 0)
     inside, between = (
-        _load(torch.stack([getattr(moved, way) for moved in exchanges]), tile) for way in ("inside", "between")
+        _load(torch.stack([getattr(one, links) for one in exchanges]), tile) for links in ("inside", "between")
     )
     return Flow(inside, between, exchanges[0].peers)
 
 
 def _load(both: Tensor, tile: Shape) -> Load:
-    """Of (exchange, (out, in or messages), r, c)."""
+    """Return the mean load of exchanges, from counts (exchange, (out, in, messages), r, c)."""
     both, messages = both[:, :2], both[:, 2].sum((1, 2)).mean()
     hosts = both.unflatten(2, (-1, tile.queries)).unflatten(4, (-1, tile.keys)).sum((3, 5))
     total, rank, host = both[:, 0].sum((1, 2)), both.flatten(1).amax(1), hosts.flatten(1).amax(1)

@@ -1,4 +1,4 @@
-"""One layer's attention as a planner sees it: heads, tokens, dtype and what is to be done with them."""
+"""The workload that is planned for: heads, tokens, layers, dtype, phase and mask."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -8,18 +8,35 @@ from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.errors import ClusterError, DtypeError, KernelError, ShapeError
 
-MOST = 10**15
-"""Of anything that is counted."""
+MAX_COUNT = 10**15
+"""Largest count that a workload takes, of tokens, heads, layers or anything else."""
 
 PHASES = ("training", "prefill", "decode")
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What to plan for: `length` tokens of all ranks, in so many layers one after the other.
+    """Attention of one or more equal layers, which run one after the other.
 
-    In "training" a layer goes forward and backward, in "prefill" forward; in "decode" the last `q_len` of `length` kept
-    tokens are queries.
+    Args:
+        q_heads: Query heads, a multiple of `kv_heads`.
+        kv_heads: Key heads.
+        head_dim: Columns of a query and of a key.
+        length: Tokens of a sequence on all ranks together; in decoding, cached tokens.
+        value_dim: Columns of a value. `head_dim` by default.
+        batch: Sequences at once.
+        q_len: New tokens per sequence in a decode step. 1 by default; given in decoding only.
+        layers: Layers.
+        dtype: The dtype of q, k and v, as a name or a `torch.dtype`.
+        phase: "training" (forward and backward), "prefill" (forward) or "decode" (one step).
+        mask: The attention mask.
+
+    Raises:
+        ClusterError: A count is not a positive integer, or is above 1e15.
+        ShapeError: `kv_heads` does not divide `q_heads`, or `q_len` is given outside decoding.
+        DtypeError: The dtype is not supported.
+        KernelError: The phase is unknown.
+        MaskError: The mask does not fit `length`.
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
@@ -49,9 +66,7 @@ class Workload:
             expected = f"one of {', '.join(DTYPES)}"
             raise DtypeError("Workload dtype", expected, repr(self.dtype), "name the dtype of q, k and v")
         if self.phase not in PHASES:
-            raise KernelError(
-                "Workload phase", f"one of {', '.join(PHASES)}", repr(self.phase), "say what is to be done"
-            )
+            raise KernelError("Workload phase", f"one of {', '.join(PHASES)}", repr(self.phase), 'pass "training"')
         if self.q_len is not None and self.phase != "decode":
             given = f"q_len={self.q_len} in {self.phase}"
             raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
@@ -61,23 +76,23 @@ class Workload:
         if value is None and name in ("value_dim", "q_len"):
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "count it")
-        if value > MOST:
-            raise ClusterError(f"Workload {name}", f"no more than {MOST:.0e}", "a larger number", "check the unit")
+            raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "pass a positive integer")
+        if value > MAX_COUNT:
+            raise ClusterError(f"Workload {name}", f"no more than {MAX_COUNT:.0e}", "a larger number", "check the unit")
 
     @property
     def values(self) -> int:
-        """The width of a value."""
+        """Columns of a value."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def item(self) -> int:
-        """Bytes of a number in the caller's dtype."""
+        """Bytes of an element of q, k and v."""
         return int(getattr(torch, str(self.dtype)).itemsize)
 
     @property
     def wide(self) -> int:
-        """Bytes of a number in which partials and gradients are summed."""
+        """Bytes of an element of partials and gradients, which are summed in float32 or wider."""
         return max(4, self.item)
 
     @property

@@ -1,1 +1,1 @@
-"""Programs of Triton, which PyTorch alone does not import."""
+"""Triton programs. Importing them needs Triton."""

@@ -1,7 +1,7 @@
-"""Tiles of Triton's programs, whose widths are cut into two parts: rows read, multiplied, summed and written.
+"""Operations on tiles, for Triton programs: load, multiply, accumulate and store rows.
 
-Each part is a power of two, the second possibly none: 192 is 128 + 64, and 576 is 512 + 64. What is named `_0` and `_1`
-are these parts of one tile.
+A width is cut into two parts, named `_0` and `_1`. Each is a power of two, and the second may be 0: 192 is 128 + 64,
+and 576 is 512 + 64.
 """
 
 from functools import partial
@@ -16,45 +16,45 @@ program = partial(
     triton.jit,
     do_not_specialize=(
         "rows", "keys", "group", "kv_heads", "span", "splits", "queries", "heads", "block", "capacity", "left", "right",
-        "count", "more_count", "number", "rank", "ranks", "flags", "room", "patience",
+        "count", "more_count", "number", "rank", "ranks", "flags", "box_size", "max_polls",
     ),
 )  # fmt: skip
-"""A program that is not compiled anew for numbers that tell nothing of how memory lies."""
+"""Decorator of programs. They are not recompiled for new values of arguments that do not affect alignment."""
 
 
 @triton.jit
-def _read_part(base, places, there, width, START: tl.constexpr, PART: tl.constexpr):
+def _read_part(base, offsets, valid, width, START: tl.constexpr, PART: tl.constexpr):
     columns = START + tl.arange(0, PART)
-    return tl.load(base + places[:, None] + columns, mask=there[:, None] & (columns < width), other=0.0)
+    return tl.load(base + offsets[:, None] + columns, mask=valid[:, None] & (columns < width), other=0.0)
 
 
 @triton.jit
-def read(base, places, there, width, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """The rows of a matrix that begin at some places; 0 for rows and columns that are not there."""
-    x_0 = _read_part(base, places, there, width, 0, FIRST)
-    x_1 = x_0  # where there is no second part nobody asks for it
+def read(base, offsets, valid, width, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Return the rows of a matrix that start at some offsets; 0 for invalid rows and columns."""
+    x_0 = _read_part(base, offsets, valid, width, 0, FIRST)
+    x_1 = x_0  # unused if there is no second part
     if SECOND > 0:
-        x_1 = _read_part(base, places, there, width, FIRST, SECOND)
+        x_1 = _read_part(base, offsets, valid, width, FIRST, SECOND)
     return x_0, x_1
 
 
 @triton.jit
-def _write_part(base, places, there, width, x, START: tl.constexpr, PART: tl.constexpr):
+def _write_part(base, offsets, valid, width, x, START: tl.constexpr, PART: tl.constexpr):
     columns = START + tl.arange(0, PART)
-    tl.store(base + places[:, None] + columns, x.to(base.dtype.element_ty), mask=there[:, None] & (columns < width))
+    tl.store(base + offsets[:, None] + columns, x.to(base.dtype.element_ty), mask=valid[:, None] & (columns < width))
 
 
 @triton.jit
-def write(base, places, there, width, x_0, x_1, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """The rows of a matrix that begin at some places, as they are now."""
-    _write_part(base, places, there, width, x_0, 0, FIRST)
+def write(base, offsets, valid, width, x_0, x_1, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Store the rows of a matrix that start at some offsets."""
+    _write_part(base, offsets, valid, width, x_0, 0, FIRST)
     if SECOND > 0:
-        _write_part(base, places, there, width, x_1, FIRST, SECOND)
+        _write_part(base, offsets, valid, width, x_1, FIRST, SECOND)
 
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """So many rows of nothing."""
+    """Return rows of zeros."""
     x_0 = tl.zeros([ROWS, FIRST], tl.float32)
     x_1 = x_0
     if SECOND > 0:
@@ -64,15 +64,15 @@ def zeros(ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, PRECISION: tl.constexpr):
-    """A product of two tiles, summed in float32; Triton's interpreter knows no bfloat16 there."""
+    """Return a product of two tiles, summed in float32. Triton's interpreter has no bfloat16 product."""
     if PRECISION == "widened":
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
-def across(a_0, a_1, b_0, b_1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
-    """Each row of one times each row of the other."""
+def row_products(a_0, a_1, b_0, b_1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the dot products of the rows of a with the rows of b."""
     product = _dot(a_0, tl.trans(b_0), PRECISION)
     if SECOND > 0:
         product += _dot(a_1, tl.trans(b_1), PRECISION)
@@ -80,8 +80,8 @@ def across(a_0, a_1, b_0, b_1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def add(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
-    """A sum of tiles, and the rows of one more, weighed."""
+def add_weighted(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the sum plus the weighted rows x."""
     sum_0 += _dot(weights, x_0, PRECISION)
     if SECOND > 0:
         sum_1 += _dot(weights, x_1, PRECISION)
@@ -93,51 +93,51 @@ def add(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def logits_of(
-    q_0, q_1, k, place, known, k_row, width, factor,
+    q_0, q_1, k, key, valid_keys, k_row, width, factor,
     Q_0: tl.constexpr, Q_1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of rows over the keys at some places, in powers of 2 if the factor has LOG2E in it."""
-    k_0, k_1 = read(k, place * k_row, known, width, Q_0, Q_1)
-    return across(q_0, q_1, k_0, k_1, Q_1, PRECISION) * factor
+    """Return the logits of a tile of rows over some keys; for powers of 2, if the factor contains LOG2E."""
+    k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
+    return row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION) * factor
 
 
 @triton.jit
-def absorbed(
-    peak, total, sum_0, sum_1, logits, v, place, known, v_row, values,
+def accumulate(
+    peak, total, sum_0, sum_1, logits, v, key, valid_keys, v_row, values,
     V_0: tl.constexpr, V_1: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What has been seen, and the keys of one more step."""
-    higher = tl.maximum(peak, tl.max(logits, 1))
-    origin = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
-    weights, kept = tl.exp2(logits - origin[:, None]), tl.exp2(peak - origin)
-    total = total * kept + tl.sum(weights, 1)
-    sum_0 *= kept[:, None]
+    """Return the running peak, total and sums after one more step of keys."""
+    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    origin = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # rows without a visible key so far
+    weights, decay = tl.exp2(logits - origin[:, None]), tl.exp2(peak - origin)
+    total = total * decay + tl.sum(weights, 1)
+    sum_0 *= decay[:, None]
     if V_1 > 0:
-        sum_1 *= kept[:, None]
-    v_0, v_1 = read(v, place * v_row, known, values, V_0, V_1)
-    sum_0, sum_1 = add(sum_0, sum_1, weights.to(v.dtype.element_ty), v_0, v_1, V_1, PRECISION)
-    return higher, total, sum_0, sum_1
+        sum_1 *= decay[:, None]
+    v_0, v_1 = read(v, key * v_row, valid_keys, values, V_0, V_1)
+    sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v.dtype.element_ty), v_0, v_1, V_1, PRECISION)
+    return new_peak, total, sum_0, sum_1
 
 
 # --- merges ---
 
 
 @triton.jit
-def joined(
-    outs, lses, splits, outs_split, lses_split, row, there, values, sink,
+def merge_rows(
+    outs, lses, splits, outs_split, lses_split, row, valid, values, sink,
     ROWS: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
-    """Rows of partials that lie one behind the other, and a sink: weights, from what they are measured, and sums."""
+    """Return total, origin and sums of the merge of some partials' rows and a sink. Weights are `e^(lse - origin)`."""
     peak = sink
     for split in range(splits):
-        peak = tl.maximum(peak, tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")))
+        peak = tl.maximum(peak, tl.load(lses + split * lses_split + row, mask=valid, other=-float("inf")))
     origin = tl.where(peak == -float("inf"), 0.0, peak)
     total = tl.exp(sink - origin)
     sum_0, sum_1 = zeros(ROWS, V_0, V_1)
     for split in range(splits):
-        weight = tl.exp(tl.load(lses + split * lses_split + row, mask=there, other=-float("inf")) - origin)
+        weight = tl.exp(tl.load(lses + split * lses_split + row, mask=valid, other=-float("inf")) - origin)
         total += weight
-        out_0, out_1 = read(outs + split * outs_split, row * values, there, values, V_0, V_1)
+        out_0, out_1 = read(outs + split * outs_split, row * values, valid, values, V_0, V_1)
         sum_0 += weight[:, None] * out_0.to(tl.float32)
         if V_1 > 0:
             sum_1 += weight[:, None] * out_1.to(tl.float32)
@@ -145,22 +145,22 @@ def joined(
 
 
 @triton.jit
-def highest_of(checksums, splits, split_by):
-    """The maximum of what ranks said; of those that said the same it cancels."""
+def max_checksum(checksums, splits, stride):
+    """Return the maximum of the ranks' checksums, which are (c, -c): its sum is 0 if all ranks agree."""
     number = tl.arange(0, 2)
     highest = tl.load(checksums + number)
     for split in range(1, splits):
-        highest = tl.maximum(highest, tl.load(checksums + split * split_by + number))
+        highest = tl.maximum(highest, tl.load(checksums + split * stride + number))
     return highest
 
 
 @triton.jit
-def settled(
-    total, origin, sum_0, sum_1, out, lse, row, there, values,
+def store_rows(
+    total, origin, sum_0, sum_1, out, lse, row, valid, values,
     V_0: tl.constexpr, V_1: tl.constexpr,
 ):  # fmt: skip
-    """Write each row at its own place: the identity where nothing was seen."""
-    nothing = total == 0.0
-    total = tl.where(nothing, 1.0, total)
-    write(out, row * values, there, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
-    tl.store(lse + row, tl.where(nothing, -float("inf"), origin + tl.log(total)), mask=there)
+    """Store normalised rows and their lse; the identity for empty rows."""
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    write(out, row * values, valid, values, sum_0 / total[:, None], sum_1 / total[:, None], V_0, V_1)
+    tl.store(lse + row, tl.where(empty, -float("inf"), origin + tl.log(total)), mask=valid)

@@ -1,0 +1,209 @@
+"""One call of `attention`: its arguments, their checks, and the problem that all ranks agree to solve."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Never
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.consensus import compares_always, describe_call, may_compare, run_agreed_with
+from attnmesh.core.checks import (
+    check_checked,
+    check_qkv,
+    check_scale,
+    check_sinks,
+    check_unknown_options,
+    heads_and_length,
+    with_swap_hint,
+)
+from attnmesh.core.layout import Contiguous, Layout, check_layout
+from attnmesh.core.mask import FAR, Causal, Mask, check_mask
+from attnmesh.errors import LayoutError, MaskError, ShapeError
+from attnmesh.kernels.select import check_kernel
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import Problem, check_exchange
+from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.world import cached_per_world
+
+Pair = tuple[int, int]
+"""A count for the queries and one for the keys."""
+
+
+class Options(NamedTuple):
+    """Arguments that every rank passes alike."""
+
+    mask: Mask | None
+    layout: Layout | None
+    key_layout: Layout | None
+    exchange: str
+    kernel: str
+    scale: float | None
+    length: int | None
+    key_length: int | None
+    unsupported: dict[str, Never] | None  # keywords of other attention functions, refused by name
+
+    @property
+    def applied_mask(self) -> Mask:
+        """The mask given, or the causal one."""
+        return Causal() if self.mask is None else self.mask
+
+    def problem(self, shape: Shape, tokens: Pair) -> Problem:
+        """Return the problem of so many queries and keys on all ranks."""
+        length = tokens[0] if self.length is None else self.length
+        key_length = tokens[1] if self.key_length is None else self.key_length
+        layout, key_layout = self.layout or Contiguous(), self.key_layout or Contiguous()
+        return Problem(self.applied_mask, shape, layout, key_layout, length, key_length)
+
+
+class Call(NamedTuple):
+    """Arguments of one call, as this rank passes them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    options: Options
+
+    @property
+    def heads(self) -> Pair:
+        """Heads of q and of k."""
+        return self.q.shape[1], self.k.shape[1]
+
+    @property
+    def tokens(self) -> Pair:
+        """Tokens of q and of k on this rank."""
+        return self.q.shape[2], self.k.shape[2]
+
+    @property
+    def scale(self) -> float:
+        """The scale of the logits: 1/sqrt(dim) unless it was given."""
+        return check_scale("attention", self.options.scale, self.q)
+
+    def describe(self) -> str:
+        """Return the text that ranks compare: all but the lengths of their shards."""
+        named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
+        shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
+        learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
+        fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
+        return describe_call("attention", **fields, gradients=learned)
+
+
+def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
+    """Return the problem that all ranks solve together. Raise the same error on all ranks if there is none."""
+    options, device = call.options, call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
+    if mesh.shape.ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
+        check_call(mesh, call, checked)
+        queries, keys = (count * mesh.shape.ranks for count in call.tokens)
+        return fitting_problem(mesh.shape, options, call.heads, (queries, keys))
+    if options.length is None or compares_always(checked, device):
+        _, table = run_agreed_with(
+            mesh, lambda: check_call(mesh, call, checked), lambda _: call.describe(), lambda _: call.tokens
+        )
+        return _counted_problem(mesh, options, call.heads, table)
+    check_call(mesh, call, checked)
+    if checked is None and may_compare(device):
+        return _agreed_once(mesh, call.describe(), options, call.heads, call.tokens)
+    return fitting_problem(mesh.shape, options, call.heads, (options.length, options.length))
+
+
+@cached_per_world(1024)
+def _agreed_once(mesh: Mesh, text: str, options: Options, heads: Pair, tokens: Pair) -> Problem:
+    """Compare the first call of each kind. Later calls of this kind take its problem."""
+    _, table = run_agreed_with(mesh, lambda: None, lambda _: text, lambda _: tokens)
+    return _counted_problem(mesh, options, heads, table)
+
+
+def _counted_problem(mesh: Mesh, options: Options, heads: Pair, table: Sequence[Sequence[int]]) -> Problem:
+    """Return the problem whose tokens are counted by shard in `table`, (queries, keys) a row."""
+    queries, keys = (sum(column) for column in zip(*table, strict=True))
+    return fitting_problem(mesh.shape, options, heads, (queries, keys), table)
+
+
+def fitting_problem(
+    shape: Shape, options: Options, heads: Pair, tokens: Pair, table: Sequence[Sequence[int]] = ()
+) -> Problem:
+    """Return the problem, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
+    problem = options.problem(shape, tokens)
+    try:
+        _check_shards(problem, table)
+        check_mask("attention mask", problem.mask, problem.length, problem.key_length)
+        _check_cross(options, problem.length, problem.key_length)
+    except (MaskError, ShapeError) as error:
+        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
+    return problem
+
+
+def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
+    """Raise unless each argument can be served on this mesh."""
+    q, k, v, sinks, options = call
+    check_checked("attention", checked)
+    try:
+        check_unknown_options("attention", options.unsupported or {})
+        check_qkv("attention", q, k, v)
+        check_mask("attention mask", options.applied_mask)
+        _check_layouts(options, mesh.shape.ranks)
+        check_exchange("attention exchange", options.exchange)
+        _check_lengths(call, mesh.shape.ranks)
+        check_kernel(options.kernel)
+        check_scale("attention", options.scale, q)
+        check_sinks("attention sinks", sinks, q)
+        if k.shape[1] % mesh.shape.heads:
+            given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
+            fix = "give those ranks to the queries or the keys axis"
+            raise ShapeError("attention", "key heads that the heads axis divides", given, fix)
+    except (MaskError, ShapeError) as error:
+        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+
+
+def _check_layouts(options: Options, ranks: int) -> None:
+    """Raise unless the layout is known: shards of another layout may have the same lengths."""
+    if options.layout is None and ranks > 1:
+        fix = "pass layout=am.Zigzag() if you sharded with am.shard(..., layout=am.Zigzag())"
+        fix += ", am.Contiguous() for consecutive shards"
+        raise LayoutError("attention layout", f"the layout of the shards of {ranks} ranks", "None", fix)
+    for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
+        if layout is not None:
+            check_layout(f"attention {name}", layout)
+
+
+def _check_lengths(call: Call, ranks: int) -> None:
+    """Raise unless lengths count tokens. On one rank its shard is the whole sequence."""
+    lengths = {"length": call.options.length, "key_length": call.options.key_length}
+    for (name, length), tokens in zip(lengths.items(), call.tokens, strict=True):
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
+            raise ShapeError(f"attention {name}", "a whole number", repr(length), "count the tokens of all ranks")
+        if ranks == 1 and length not in (None, tokens):
+            given, fix = f"{name}={length!r} with {tokens} tokens", f"leave {name} out on one device"
+            raise ShapeError("attention", f"{name} to count the tokens given", given, fix)
+
+
+def _check_cross(options: Options, length: int, key_length: int) -> None:
+    """Raise where the keys that a query sees cannot be known.
+
+    Queries and keys of unequal lengths may belong to two sequences, or the queries may be the last tokens of the keys.
+    `key_length` alone does not select the causal mask, which is rarely meant over another sequence.
+    """
+    mask = options.applied_mask
+    explicit = options.key_length is not None and options.mask is not None
+    if length == key_length or explicit or min(mask.left, mask.right) >= FAR:
+        return
+    given = f"{length} queries, {key_length} keys and the {'default ' * (options.mask is None)}mask {mask}"
+    fixes = ["pass mask=am.Full() for cross-attention"]
+    if length < key_length:
+        positions = f"torch.arange({key_length - length}, {key_length})"
+        fixes.append(f"call am.attend with q_positions={positions} for the last queries of a longer sequence")
+    named = "mask=am.Causal(), " * (options.mask is None)
+    fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
+    raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
+
+
+def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
+    """Raise unless every rank holds as many tokens as its layout gives it."""
+    named = (("length", problem.layout, problem.length), ("key_length", problem.key_layout, problem.key_length))
+    for column, (name, layout, length) in enumerate(named):
+        expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
+        given = [row[column] for row in table]
+        if given != expected:
+            fix = f"shard with am.shard and this layout, or mend {name}"
+            counts = f"{given}, {sum(given)} in all"
+            raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", counts, fix)

@@ -1,0 +1,97 @@
+"""Messages of a merge: a partial and a checksum of the call, packed into bytes.
+
+The checksum is two numbers. Their maximum over all ranks shows every rank whether all ranks made the same call.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.digest import ROW, digest
+from attnmesh.core.partial import Partial, collapse
+from attnmesh.kernels.merge import launch_checksum, merged, use_triton
+
+DIGEST = (1 << 24) - 3
+"""Modulus of checksums: float32 holds smaller integers exactly."""
+
+FEW = ROW
+"""Elements up to which one Triton program computes the checksum faster than PyTorch."""
+
+
+@dataclass(frozen=True)
+class PartialMessage:
+    """Layout of a message of bytes: (checksum, lse, out), the checksum in the dtype of lse."""
+
+    shape: tuple[int, ...]
+    lse: torch.dtype
+    out: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes of a message."""
+        rows = math.prod(self.shape[:-1])
+        return (2 + rows) * self.lse.itemsize + rows * self.shape[-1] * self.out.itemsize
+
+    def blank(self, device: torch.device) -> Tensor:
+        """Return memory for one message."""
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def places(self, message: Tensor) -> tuple[Tensor, Partial]:
+        """Return views of the checksum and the partial inside a message, to be written."""
+        checksum, (out, lse) = self.read(message[None])
+        return checksum[0], Partial(out[0], lse[0])
+
+    def message(self, checksum: Tensor, partial: Partial) -> Tensor:
+        """Return the message of one rank."""
+        out = partial.out.to(self.out).reshape(-1)
+        if self.out == self.lse:
+            return torch.cat((checksum, partial.lse.reshape(-1), out)).view(torch.uint8)
+        parts = (checksum, partial.lse.reshape(-1)), (out,)
+        return torch.cat([torch.cat(part).view(torch.uint8) for part in parts])
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
+        """Return the checksums and the partials of several messages, stacked."""
+        size, first, count = self.lse.itemsize, 2 * self.lse.itemsize, math.prod(self.shape[:-1])
+        middle = first + count * size
+        lse = rows[:, first:middle].view(self.lse).view(len(rows), *self.shape[:-1])
+        out = rows[:, middle : middle + count * self.shape[-1] * self.out.itemsize].view(self.out)
+        return rows[:, :first].view(self.lse), Partial(out.view(len(rows), *self.shape), lse)
+
+    def join(self, rows: Tensor) -> Tensor:
+        """Return the merge of several messages as one message."""
+        checksums, partials = self.read(rows)
+        if not use_triton(partials.lse):
+            return self.message(checksums.amax(0), collapse(partials))
+        message = self.blank(rows.device)
+        checksum, place = self.places(message)
+        merged(partials, place, checksums=checksums, checksum=checksum)
+        return message
+
+    def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
+        """Return the checksum and the partial that several messages merge to."""
+        checksums, partials = self.read(rows)
+        if not use_triton(partials.lse):
+            return checksums.amax(0), collapse(partials)
+        checksum = checksums.new_empty(2)
+        return checksum, merged(partials, checksums=checksums, checksum=checksum)
+
+
+def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
+    """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
+    if use_triton(like) and sum(x.numel() for x in tensors) <= FEW:
+        return launch_checksum(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
+    checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
+    return checksum if into is None else into.copy_(checksum)
+
+
+def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:
+    """Return (number, -number): the maxima over all ranks sum to 0 if the numbers are equal."""
+    if isinstance(number, int):  # without a copy from the host, which a CUDA graph cannot have
+        checksum = like.new_full((2,), number % DIGEST)
+        checksum[1].neg_()
+        return checksum
+    number = number.remainder(DIGEST).to(like.dtype)
+    return torch.stack((number, -number))

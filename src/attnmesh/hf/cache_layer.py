@@ -1,0 +1,196 @@
+"""One layer of a `ShardedCache`, and the settings that its layers share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from attnmesh.comm.consensus import agree
+from attnmesh.comm.merge_ranks import check_merge
+from attnmesh.core.checks import check_checked
+from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.decode import decode
+from attnmesh.decode.replicas import check_copies
+from attnmesh.decode.step import check_reproducible
+from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.hf.models import NAME, Opaque, check_keys, check_layers
+from attnmesh.kernels.select import check_kernel
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import check_exchange
+from attnmesh.mesh.shapes import Shape
+
+
+@dataclass(frozen=True)
+class PendingKV(Opaque):
+    """New keys and values between the cache's `update` and the attention function, which stores them.
+
+    The attention function also has the mask, so it can tell padding and shards.
+    """
+
+    k: Tensor
+    v: Tensor
+    layer: "ShardedLayer"
+
+
+class CacheSettings:
+    """Settings of a `ShardedCache`, and the attention that they select."""
+
+    config: PreTrainedConfig
+    mesh: DeviceMesh | None
+    capacity: int | None
+    block: int
+    merge: str
+    reproducible: bool
+    kernel: str
+    exchange: str
+    checked: bool | None
+    copies: int
+
+    def check_model(self) -> None:
+        """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
+        if self.config._attn_implementation != NAME:
+            given = f"{self.config._attn_implementation!r}"
+            fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
+            raise KernelError("ShardedCache", f"a model with attn_implementation {NAME!r}", given, fix)
+
+    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
+        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
+        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
+
+
+class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer: a `KVCache`, made when the first tokens are stored."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, cache: CacheSettings) -> None:
+        super().__init__()
+        self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
+        self.cache = cache
+        self.kv: KVCache | None = None
+
+    def __repr__(self) -> str:
+        """Return the sizes of the `KVCache`."""
+        return "ShardedLayer(empty)" if self.kv is None else f"ShardedLayer({self.kv})"
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: `reserve` allocates, with the number of tokens."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[PendingKV, PendingKV]:
+        """Return the new keys and values with their layer, for the attention function to store."""
+        self.cache.check_model()
+        pending = PendingKV(key_states, value_states, self)
+        return pending, pending
+
+    def reserve(self, pending: PendingKV, tokens: int) -> KVCache:
+        """Return the layer's cache with space for more tokens, counted over all ranks."""
+        k, v = pending.k, pending.v
+        kv = self._extended_by(pending)
+        if kv is None:
+            capacity = self.cache.capacity or _growth_capacity(tokens)
+            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
+            options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            options |= {"checked": self.cache.checked, "copies": self.cache.copies}
+            kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
+            self.is_initialized = True
+        elif self._must_grow(kv, tokens):
+            kv.reserve(_growth_capacity(kv.length + tokens))
+        return kv
+
+    def _extended_by(self, pending: PendingKV) -> KVCache | None:
+        """Return the cache that the tokens extend; None if a new one is made: an empty cache of another batch."""
+        replaced = self.kv is not None and self.kv.sizes.batch != len(pending.k) and not self.kv.length
+        return None if replaced else self.kv
+
+    def _must_grow(self, kv: KVCache, tokens: int) -> bool:
+        return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity
+
+    def raise_agreed(
+        self, error: InputError, pending: PendingKV, tokens: int, *, compares: bool | None = None
+    ) -> NoReturn:
+        """Raise this rank's error on all ranks, if ranks compare their calls when these tokens are stored.
+
+        `compares` overrides the default: ranks compare when they allocate, else as `KVCache.append` does.
+        """
+
+        def check() -> NoReturn:
+            raise error
+
+        kv = self._extended_by(pending)
+        if kv is None or compares or (self.cache.checked is not False and self._must_grow(kv, tokens)):
+            agree(Mesh.of(self.cache.mesh), error)
+        elif compares is None:
+            kv.checker.check("append", check, dict)
+        raise error
+
+    def get_seq_length(self) -> int:
+        """Return the number of cached tokens, over all ranks."""
+        return 0 if self.kv is None else self.kv.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys after this query, and the position of the first key."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return the capacity; -1 if the cache grows."""
+        return self.cache.capacity or -1
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        self.kv, self.is_initialized = None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens. Their number is given as a negative int, as transformers passes it."""
+
+        def check() -> None:
+            if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+                fix = "pass a negative number of tokens"
+                raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
+
+        if self.kv is None:
+            check()
+            return
+        self.kv.checker.check("crop", check, lambda: {"by": tokens_to_remove})
+        if tokens_to_remove < 0:
+            self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
+        if self.kv is not None:
+            self.kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+
+
+def _growth_capacity(tokens: int) -> int:
+    """Return a quarter more tokens, so that a cache is seldom copied to grow."""
+    return tokens + tokens // 4 + 128
+
+
+def check_settings(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
+    """Raise unless the arguments of `ShardedCache` are valid on a mesh of this shape."""
+    if not isinstance(config, PreTrainedConfig):
+        fix = "pass model.config"
+        raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
+    check_layers(config)
+    check_keys(config)
+    check_merge("ShardedCache", options["merge"], "replicated")
+    check_kernel(options["kernel"])
+    check_exchange("ShardedCache exchange", options["exchange"])
+    check_checked("ShardedCache", options["checked"])
+    for name, expected, fix in (
+        ("capacity", "None or a whole number, 1 or more", "count prompt and new tokens, or leave it out"),
+        ("block", "a whole number, 1 or more", "leave it at 16"),
+    ):
+        given = options[name]
+        whole = isinstance(given, int) and not isinstance(given, bool) and given >= 1
+        if not whole and (given is not None or name == "block"):
+            raise ShapeError(f"ShardedCache {name}", expected, repr(given), fix)
+    ranks = shape.queries * shape.keys
+    check_copies(options["copies"], ranks)
+    check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

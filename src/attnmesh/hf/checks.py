@@ -1,0 +1,162 @@
+"""Checks of a layer's attention call: exact causal attention with a mask and a cache of attnmesh, or an error."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from attnmesh.comm.consensus import agree, compares_always
+from attnmesh.core.mask import Causal, Full, Window
+from attnmesh.decode.cache import KVCache
+from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
+from attnmesh.hf.cache_layer import PendingKV
+from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.models import SUBJECT, check_layers
+from attnmesh.hf.shards import ItemCount, Shards
+from attnmesh.mesh.axes import Mesh
+
+NO_EFFECT = (
+    "cache_position",
+    "is_causal",
+    "labels",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
+)
+"""Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
+
+
+def checked_mask(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | PendingKV,
+    attention_mask: MaskSpec | Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    more: dict[str, Any],
+) -> MaskSpec:
+    """Return the `MaskSpec` of a call that passes all checks. Raise on all ranks if they compare their calls."""
+    shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
+    pending = key if isinstance(key, PendingKV) else None
+    try:
+        _check_exact(module, dropout, more)
+        spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
+        if shards is not None:
+            _check_shards(module, query, key, more, shards)
+        if pending is not None:
+            _check_cache_used(pending, query.shape[2], more)
+            _check_window(pending, spec)
+    except InputError as error:
+        _raise_agreed(error, query, pending, shards)
+    return spec
+
+
+def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, shards: Shards | None) -> NoReturn:
+    """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
+    if pending is not None:
+        checked = pending.layer.cache.checked
+        compares = None if shards is None else shards.has_prefix or compares_always(checked, query.device)
+        tokens = query.shape[2] if shards is None else shards.length
+        pending.layer.raise_agreed(error, pending, tokens, compares=compares)
+    if shards is not None and compares_always(None, query.device):
+        agree(Mesh.of(shards.mesh), error)
+    raise error
+
+
+def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
+    """Raise for anything but exact causal attention."""
+    if dropout:
+        fix = "set config.attention_dropout = 0"
+        raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
+    if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
+        given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
+        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, fix)
+    for name, value in more.items():
+        if name not in NO_EFFECT and value is not None and value is not False:
+            expected = "exact softmax attention under a causal mask or a sliding window"
+            fix = "use a model without it" if name == "softcap" else "leave it out"
+            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={_short(value)}", fix)
+
+
+def _short(value: object) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+
+
+def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
+    """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
+    if not isinstance(given, MaskSpec):
+        fix = "pass a 2D attention_mask of padding, or none"
+        found = "no mask" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
+        raise MaskError(f"{SUBJECT} attention_mask", "one made by transformers for attnmesh", found, fix)
+    if given.mask == Full():
+        fix = "use a causal language model"
+        raise MaskError(f"{SUBJECT} attention_mask", "a causal mask or a sliding window", "a bidirectional mask", fix)
+    if window is not None and given.mask != Window(window - 1):
+        found = f"{given.mask} for a layer with sliding_window={window}"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")
+    return given
+
+
+def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: dict[str, Any], shards: Shards) -> None:
+    """Raise unless the layer is exact on shards. Count its call, and note the model's `num_items_in_batch`."""
+    config = getattr(module, "config", None)
+    if config is not None:
+        check_layers(config)
+    shards.count_layer(type(module).__name__, getattr(config, "num_hidden_layers", 1))
+    count = more.get("num_items_in_batch")
+    shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
+    if isinstance(key, PendingKV):
+        return
+    if key.shape[2] != q.shape[2]:
+        given = f"another cache ({q.shape[2]} queries on {key.shape[2]} keys)"
+        fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
+        raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
+    router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
+    if router_loss and shards.ranks > 1:  # a router would balance the tokens of one rank only
+        fix = "set config.output_router_logits = False"
+        raise KernelError(f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
+
+
+def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
+    """Raise if use_cache=False and a whole prompt follows cached tokens. use_cache=False alone may be a default."""
+    kv, positions = pending.layer.kv, more.get("position_ids")
+    if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
+        return
+    if positions.shape[-1] == tokens and not int(positions.flatten()[0]):
+        fix = "leave out past_key_values, or use_cache"
+        raise KernelError(f"{SUBJECT} use_cache", "use_cache=True with a ShardedCache", "use_cache=False", fix)
+
+
+def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
+    """Raise if the model's stock cache drops tokens that a causal mask would show to its layers."""
+    config = pending.layer.cache.config
+    window = getattr(config, "sliding_window", None)
+    if window and not getattr(config, "layer_types", None) and spec.mask == Causal():
+        given = f"a causal mask in {config.model_type}, whose stock cache keeps {window} tokens"
+        fix = "set config.sliding_window = None"
+        raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
+
+
+def check_local_mask(spec: MaskSpec, keys: int) -> None:
+    """Raise if the attention mask does not cover all tokens of a transformers cache."""
+    if spec.covered is not None:
+        expected, fix = f"one of all {spec.kv_offset + keys} tokens", "put the mask of cached tokens first"
+        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {spec.covered}", fix)
+
+
+def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int) -> None:
+    """Raise unless the attention mask covers all tokens, and repeats the padding of cached tokens."""
+    fix = "pass the attention_mask of all tokens, cached tokens first"
+    if token_mask is not None and token_mask.shape[1] != kv.length + new:
+        expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
+        raise ShapeError(f"{SUBJECT} attention_mask", expected, given, fix)
+    if kv.padding is None and (token_mask is None or bool(token_mask[:, :-new].all())):
+        return
+    cached = None if kv.padding is None else kv.padding.token_mask[:, : kv.length]
+    if token_mask is None or cached is None or not bool((token_mask[:, :-new] == cached).all()):
+        raise MaskError(f"{SUBJECT} attention_mask", "the padding of the cached tokens", "other padding", fix)

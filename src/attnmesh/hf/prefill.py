@@ -1,0 +1,186 @@
+"""Prefill: compute a prompt over a mesh, each rank its share, and fill a cache."""
+
+from collections.abc import Callable
+from inspect import signature
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnmesh.core.layout import Striped
+from attnmesh.errors import KernelError
+from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.models import USE_SUPPORTED, rope_growth, rope_regime, unwrap
+from attnmesh.hf.options import agree_on_call
+from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
+from attnmesh.mesh.axes import Mesh
+
+CHUNK = 8192
+"""Tokens per chunk after cached tokens or with padding. There, every rank holds the queries of all ranks."""
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: ShardedCache,
+    *,
+    attention_mask: Tensor | None = None,
+    chunk_size: int | None = None,
+    after: Callable[[int], None] | None = None,
+) -> None:
+    """Fill the cache with all tokens of the prompt but the last one, from which `generate` decodes.
+
+    Each rank computes its share of the tokens. The prefix that the cache holds already is kept, the rest is cut.
+
+    Args:
+        model: A causal language model with `attn_implementation="attnmesh"`.
+        input_ids: The prompts, (batch, length), the same on every rank.
+        cache: The cache to fill.
+        attention_mask: Padding of the prompts, on the left.
+        chunk_size: Tokens per forward pass. None for all of them, or 8192 after cached tokens and with padding.
+        after: Called after each chunk with the number of cached tokens.
+
+    Raises:
+        InputError: The model or an argument is not supported, or ranks differ in an argument.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = LlamaConfig(vocab_size=97, eos_token_id=None, **sizes)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
+    >>> cache = ShardedCache(model.config)
+    >>> prefill(model, torch.tensor([[5, 6, 7]]), cache)
+    >>> cache.get_seq_length()
+    2
+    """
+    model = unwrap(model)
+    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size}
+    agree_on_call(place, model, input_ids, attention_mask, cache, options)
+    crop_to_shared_prefix(model, cache, input_ids, attention_mask)
+    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after)
+
+
+def prefill_rest(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: ShardedCache,
+    attention_mask: Tensor | None,
+    chunk_size: int | None,
+    after: Callable[[int], None] | None = None,
+) -> None:
+    """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout.
+
+    All ranks compute the tokens before the first full round of blocks. All ranks compute every token if the model
+    takes no position_ids.
+    """
+    start, end = cache.get_seq_length(), ids.shape[1] - 1
+    token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    if token_mask is not None:
+        positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
+    last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
+    if chunk_size is None and (start or token_mask is not None):
+        chunk_size = CHUNK
+    with torch.no_grad():
+        for first, stop, sharded in _split_prompt(start, end, cache.block * cache.ranks, chunk_size or end):
+            chunk = PromptChunk(ids[:, first:stop], positions[:, first:stop], last, first, token_mask)
+            (_forward_sharded if sharded and takes_positions else _forward)(model, chunk, cache)
+            _check_all_cached(model, cache, stop)
+            cache.tokens = mark_padding(ids[:, :stop], attention_mask)  # to continue from if a rank is lost
+            if after is not None:
+                after(stop)
+    cache.tokens = mark_padding(ids[:, : cache.get_seq_length()], attention_mask)
+
+
+def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
+    """Return chunks (first, stop, sharded). Sharded chunks begin at multiples of `unit`, a full round of blocks.
+
+    >>> _split_prompt(0, 100, 32, 64), _split_prompt(20, 100, 32, 100)
+    ([(0, 64, True), (64, 100, True)], [(20, 32, False), (32, 100, True)])
+    """
+    aligned, size = -(-start // unit) * unit, max(size // unit, 1) * unit
+    if stop - aligned < unit:
+        return [(start, stop, False)] if stop > start else []
+    edges = [*range(aligned, stop - unit + 1, size), stop]
+    head = [(start, aligned, False)] if aligned > start else []
+    return head + [(first, last, True) for first, last in pairwise(edges)]
+
+
+class PromptChunk(NamedTuple):
+    """Tokens of a prompt for one forward pass."""
+
+    ids: Tensor
+    positions: Tensor
+    last: int
+    """Largest position of the whole prompt."""
+    start: int
+    """Tokens before the chunk."""
+    token_mask: Tensor | None
+    """(batch, tokens of the whole prompt), False for padding; None without padding."""
+
+    @property
+    def stop(self) -> int:
+        """Tokens before the end of the chunk."""
+        return self.start + self.ids.shape[1]
+
+
+def _forward(model: PreTrainedModel, chunk: PromptChunk, cache: ShardedCache) -> None:
+    """Run the model on all tokens of the chunk, on every rank."""
+    mask = None if chunk.token_mask is None else chunk.token_mask[:, : chunk.stop].long()
+    shards = Shards(cache.mesh, Striped(), chunk.ids.shape[1], start=chunk.start, cached=True)
+    _run_model(model, chunk.ids, mask, ShardPositions.of_sequence(chunk.positions, shards, chunk.last), cache)
+
+
+def _forward_sharded(model: PreTrainedModel, chunk: PromptChunk, cache: ShardedCache) -> None:
+    """Run the model on this rank's tokens of the chunk."""
+    layout, length = Striped(cache.block), chunk.ids.shape[1]
+    index = layout.positions(length, cache.ranks, Mesh.of(cache.mesh).shard).to(chunk.ids.device)
+    token_mask = None if chunk.token_mask is None else chunk.token_mask[:, chunk.start : chunk.stop]
+    shards = Shards(cache.mesh, layout, length, start=chunk.start, token_mask=token_mask, cached=True)
+    ids, positions = chunk.ids[:, index], ShardPositions.of_sequence(chunk.positions[:, index], shards, chunk.last)
+    _run_model(model, ids, ShardMask.of(torch.ones_like(ids), shards), positions, cache)
+
+
+def _run_model(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache
+) -> None:
+    """Run the model, with as few logits as it can compute."""
+    options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    parameters = signature(model.forward).parameters
+    if "logits_to_keep" in parameters:
+        options["logits_to_keep"] = 1
+    if "position_ids" in parameters:
+        options["position_ids"] = positions
+    model(input_ids=ids, **options)
+
+
+def _check_all_cached(model: PreTrainedModel, cache: ShardedCache, tokens: int) -> None:
+    """Raise unless every layer has cached all tokens so far."""
+    if {layer.get_seq_length() for layer in cache.layers} != {tokens}:
+        given = f"{type(model).__name__}, in which some layers cache no keys"
+        raise KernelError("generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+
+
+def crop_to_shared_prefix(
+    model: PreTrainedModel, cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None
+) -> int:
+    """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
+    cache.truncate_to_shortest()
+    length: int = cache.get_seq_length()
+    tokens = ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
+    cached_rope, cache.rope = cache.rope, rope_regime(cache.config, tokens, rope_growth(model))
+    if cache.rope and cached_rope != cache.rope and length:
+        cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
+        return 0
+    shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
+    if cache.tokens is not None and shared:
+        same = (mark_padding(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
+        shared = int(same.long().cumprod(0).sum())
+    cache.crop(shared - length)
+    return shared
+
+
+def mark_padding(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return token ids of the prompt with -1 for padding."""
+    return ids.clone() if attention_mask is None else ids.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)

@@ -1,0 +1,75 @@
+"""State of this process that belongs to its process groups, in one object: caches, mailboxes, peers, the deadline."""
+
+import atexit
+import gc
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from secrets import randbits
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from weakref import WeakSet
+
+from attnmesh.mesh.shutdown import wait_until_idle
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Process(NamedTuple):
+    """Where a rank runs: a number of its host, and a random number of its process, which no other job has."""
+
+    host: int
+    number: int
+
+
+class World:
+    """The world of ranks that this process is in. A process that outlives it closes it and enters the next one."""
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None  # seconds; outlives the process groups
+        self.processes: dict[int, Process] = {}  # of ranks whose host is known
+        self.mailboxes: WeakSet[Any] = WeakSet()
+        self._caches: list[Callable[[], None]] = []
+
+    @cached_property
+    def number(self) -> int:
+        """Random number of this process, drawn at first use: processes are forked from one that imported this."""
+        return randbits(62)
+
+    def cached(self, most: int | None = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Return a decorator like `lru_cache`, whose cache is cleared when the world is closed."""
+
+        def decorate(find: Callable[P, R]) -> Callable[P, R]:
+            cached = lru_cache(most)(find)
+            self._caches.append(cached.cache_clear)
+            return cast(Callable[P, R], cached)
+
+        return decorate
+
+    def clear_caches(self) -> None:
+        """Release all meshes and their process groups."""
+        for clear in self._caches:
+            clear()
+        gc.collect()  # a sharded model is part of a reference cycle, and holds its groups
+
+    def close(self) -> None:
+        """Release everything that belongs to the process groups of this world."""
+        self.clear_caches()
+        self.processes.clear()
+
+
+WORLD = World()
+
+cached_per_world = WORLD.cached
+
+
+def decode_cached(decode: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
+    """Return what a cached `decode` makes of the code of an operator; uncached where a compiler traces sizes."""
+    traced = any(type(number) is not int for number in numbers)  # SymInts, which have no hash
+    return getattr(decode, "__wrapped__", decode)(names, tuple(numbers)) if traced else decode(names, tuple(numbers))
+
+
+@atexit.register
+def end() -> None:
+    """Release the groups before Python ends: that ends their threads, which have to be idle."""
+    wait_until_idle()
+    WORLD.close()
