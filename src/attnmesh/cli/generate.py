@@ -100,6 +100,7 @@ def generate(
         display = Display(status, prepared.tokenizer, len(prepared.ids), quiet=as_json)
         result = _run(request, world, display)
     if is_first_rank():
+        display.end()
         _print(result, prepared, as_json, verbose)
 
 
