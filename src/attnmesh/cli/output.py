@@ -44,7 +44,9 @@ def _writable_out(file: Path | None) -> Path | None:
     return writable("--out", file)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else; a bench prints it row by row.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
 OutFile = Annotated[
     Path | None,

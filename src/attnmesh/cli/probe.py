@@ -44,7 +44,7 @@ def probe(
             return
     else:
         world = world_of(ranks, hosts)
-        with progress.status(f"measuring {world_option(world)[2:]}"):
+        with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
             found = run_on(world, measured)[0]
         command = f"attnmesh probe {world_option(world)}"
     report = {"command": command, "machine": machine(), "cluster": found.record()}
