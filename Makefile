@@ -4,7 +4,7 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo quick test long check format docs bench fuzz chaos gpu packages clean
+.PHONY: demo quick test long check format docs wheel bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -51,6 +51,9 @@ format: $(VENV)/ready
 
 docs: $(VENV)/ready            ## the documentation, in docs/_build
 	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
+
+wheel: $(VENV)/ready           ## a wheel of the package, in dist
+	$(RUN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
 	$(RUN)/attnmesh bench kernel

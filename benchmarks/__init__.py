@@ -1,1 +1,1 @@
-"""What the library is held against, and the dated results of it."""
+"""Benchmarks beside the package, and their dated results."""

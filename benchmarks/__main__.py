@@ -1,14 +1,12 @@
-"""The benchmarks outside the command: `python -m benchmarks model`, `faults` and `plan`."""
+"""The benchmarks outside the command: `python -m benchmarks model`, `faults`, `plan` and `gpu-kernels`."""
 
-import sys
-
-from attnmesh.cli.generate import show_errors
+from attnmesh_command import run
 from benchmarks.commands import app
 
 
 def main() -> None:
-    """Run the command; an error of the library is one line."""
-    sys.exit(show_errors(app, verbose=bool({"-v", "--verbose"} & {*sys.argv})))
+    """Run a benchmark; an error of the library is one line."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The commands `python -m benchmarks model`, `faults` and `plan`."""
+"""The commands `python -m benchmarks model`, `faults`, `plan` and `gpu-kernels`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -9,35 +9,37 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.bench import rows_table
-from attnmesh.cli.netns import as_asked, ranks_of, world_of
-from attnmesh.cli.output import (
-    AsJson,
-    HostsOption,
-    OutFile,
-    Verbose,
-    console,
-    machine,
-    pairs,
-    progress,
-    published,
-    titled,
-)
+from attnmesh.cli.bench_command import Bench, bench_command
+from attnmesh.cli.generate_prompt import Prompt, prepare
+from attnmesh.cli.netns import ranks_of, world_of
+from attnmesh.cli.output import HostsOption, machine, pairs, titled
+from attnmesh.errors import ArgumentError
+from attnmesh_command import SETTINGS
 from benchmarks import faults as faults_bench
+from benchmarks import gpu_kernels
 from benchmarks import model as model_bench
 from benchmarks import plan as plan_bench
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, and whole models.",
-    no_args_is_help=True,
+    help="Measure the planner, recovery from faults, whole models, and kernels on a GPU.",
     add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    **SETTINGS,
 )
 
+MODEL_EXPLAINED = """\
+Times are those of one token of the whole model on rank 0, medians with quartiles. All contenders on ranks continue one
+prefilled cache. Memory is that of the largest process; weights that ranks share are counted in each."""
 
-@app.command(name="model", short_help="A whole model: stock on one process, and its context over ranks.")
+
+@bench_command(
+    app,
+    "python -m benchmarks model",
+    "A whole model: stock on one process, and its context over ranks.",
+    MODEL_EXPLAINED,
+)
 def bench_model(
+    run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
     hosts: HostsOption = None,
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
@@ -45,123 +47,105 @@ def bench_model(
     prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
     mesh: Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 24,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    out: OutFile = None,
-) -> None:
+) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
-    from attnmesh.cli.generate import prepare
-
-    with progress.status("reading the prompt") as status:
-        world = world_of(ranks, hosts)
-        count = ranks_of(world)
-        asked = prepare(model, prompt, prompt_file, False, max_new_tokens, count, mesh, status)
-        status.update(f"{len(asked.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
-        request = model_bench.Request(asked.place, asked.ids, max_new_tokens, asked.shape, asked.heads)
-        rows = model_bench.rows(request, torch.get_num_threads(), world)
+    run.step("reading the prompt")
+    world = world_of(ranks, hosts)
+    count = ranks_of(world)
+    prepared = prepare(model, Prompt(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
+    run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
+    run.report.set(prompt_tokens=len(prepared.ids))
+    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.shape, prepared.heads)
+    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"))
+    rows: list[model_bench.Row] = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
-    command = f"python -m benchmarks model {as_asked(world)} --max-new-tokens {max_new_tokens}"
-    report = {"command": command, "machine": machine(), "prompt_tokens": len(asked.ids), "same_tokens": same}
-    if not published({**report, "rows": [asdict(row) for row in rows]}, as_json, out):
-        console.print(_model_table(rows, len(asked.ids), verbose))
-        console.print("All say the same tokens." if same else "[bold red]They do not say the same tokens.")
-    raise typer.Exit(0 if same else 1)
+    run.report.set(same_tokens=same)
+    run.code = 0 if same else 1
+    verdict = "All contenders return the same tokens." if same else "[bold red]The contenders return different tokens."
+    return [_model_table(rows, len(prepared.ids)), verdict]
 
 
-def _model_table(rows: "list[model_bench.Row]", prompt_tokens: int, verbose: bool) -> Table:
+def _model_table(rows: "list[model_bench.Row]", prompt_tokens: int) -> Table:
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
-    table = titled(title, "decoding", "ms a token")
-    for name in ("keys and values MB a rank", "all memory MB a rank", "prefill s"):
+    table = titled(title, "decoding", "ms per token")
+    for name in ("keys and values MB per rank", "all memory MB per rank", "prefill s"):
         table.add_column(name, justify="right")
     for row in rows:
         figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
         table.add_row(row.contender, str(row.timing), *figures)
-    if verbose:
-        table.caption = MODEL_EXPLAINED
     return table
 
 
-MODEL_EXPLAINED = """\
-Milliseconds of a token are medians with quartiles, of the whole model, as rank 0 sees them. All contenders on ranks go
-on from one prefilled cache. Memory is of the largest process; weights that ranks share are counted in each."""
+FAULTS_EXPLAINED = """\
+A ratio of 0.95 is a cost of 5 %. Saving includes all writes: the first has the keys of the whole prompt, the others the
+new tokens, and the wait for the disk at the end counts. Recovery is that of all layers, with one new rank."""
 
 
-@app.command(name="faults", short_help="What it costs to be ready for faults, and to go on after one.")
+@bench_command(
+    app,
+    "python -m benchmarks faults",
+    "The cost of checks and checkpoints, and of recovery from a fault.",
+    FAULTS_EXPLAINED,
+)
 def bench_faults(
+    run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
-    tokens: Annotated[int, typer.Option(min=64, max=1_000_000, help="Of the prompt.")] = 8000,
+    tokens: Annotated[int, typer.Option(min=64, max=1_000_000, help="Tokens of the prompt.")] = 8000,
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 192,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    out: OutFile = None,
-) -> None:
-    """Steps that are checked, writing while it is saved, and recovery from copies, beside doing without (minutes)."""
-    from attnmesh.cli.generate import prepare
-
-    with progress.status("reading the model") as status:
-        world = ranks_of(world_of(ranks, None))
-        asked = prepare(model, " a" * tokens, None, True, max_new_tokens, world, "auto", status)
-        ids = asked.ids[:tokens]
-        status.update(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, savings and recoveries")
-        request = faults_bench.Request(asked.place, ids, max_new_tokens, asked.shape, asked.heads, rounds)
-        rows = faults_bench.rows(request, torch.get_num_threads())
-    words = f"--tokens {tokens} --max-new-tokens {max_new_tokens} --rounds {rounds}"
-    report = {"command": f"python -m benchmarks faults --ranks {ranks} {words}", "machine": machine()}
-    if published({**report, "rows": [row.record() for row in rows]}, as_json, out):
-        return
-    console.print(rows_table(rows, f"{ranks} ranks, milliseconds: median [quartiles]"))
-    if verbose:
-        console.print(FAULTS_EXPLAINED)
+) -> list[Table]:
+    """Checked steps, writing with checkpoints, and recovery from copies, each beside doing without (minutes)."""
+    run.step("reading the model")
+    world = ranks_of(world_of(ranks, None))
+    prepared = prepare(model, Prompt(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
+    ids = prepared.ids[:tokens]
+    run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
+    request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.shape, prepared.heads, rounds)
+    faults_bench.rows(request, torch.get_num_threads(), run.table("rows"))
+    return [rows_table(run.tables["rows"], f"{ranks} ranks, milliseconds: median [quartiles]")]
 
 
-FAULTS_EXPLAINED = """\
-A ratio of 0.95 is a cost of 5 %. Saving is all of it: the first writes the keys of the whole prompt, the others what is
-new, and what waits for the disk at the end counts. Recovery is that of all layers, one rank having come anew."""
+PLAN_EXPLAINED = """\
+Seconds are predicted from constants that were measured at the beginning of the same run; bytes from the plan alone.
+Plans are timed in turns, between two barriers; a short step is repeated. The picked plan has a star. Regret is its time
+over that of the best plan. Bytes are those of all hosts by the counters of their interfaces, without packet headers,
+beside the predicted bytes and 147 that gloo adds to each message."""
 
 
-@app.command(name="plan", short_help="What the planner says beside what is measured.")
+@bench_command(app, "python -m benchmarks plan", "Predictions of the planner beside measurements.", PLAN_EXPLAINED)
 def bench_plan(
+    run: Bench,
     hosts: Annotated[
         list[str] | None, typer.Option(help="Hosts made on this machine, as 4x2@250mbit; may be repeated.")
     ] = None,
     ranks: Annotated[int, typer.Option(min=2, help="Without --hosts: ranks to start on this machine.")] = 4,
-    length: Annotated[int, typer.Option(min=64, help="Tokens in training and prefill; 16 times more are kept.")] = 2048,
-    most: Annotated[int, typer.Option(min=1, help="Best plans to measure, beside those that have names.")] = 4,
+    length: Annotated[
+        int, typer.Option(min=64, help="Tokens in training and prefill; decoding has 16 times more.")
+    ] = 2048,
+    most: Annotated[int, typer.Option(min=1, help="Best plans to measure, beside those of published schemes.")] = 4,
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    out: OutFile = None,
-) -> None:
+) -> list[Table]:
     """Measure each world's constants, plan 9 workloads with them, and run the plans: regret, seconds and bytes."""
     worlds = [world_of(ranks, text) for text in hosts] if hosts else [world_of(ranks, None)]
-    with progress.status("starting") as status:
-        reports = [plan_bench.report(world, length, most, rounds, status.update) for world in worlds]
-    options = f"--length {length} --most {most} --rounds {rounds}"
-    command = f"python -m benchmarks plan {' '.join(map(as_asked, worlds))} {options}"
+    reports: list[plan_bench.Report] = []
+
+    def show(report: plan_bench.Report) -> None:
+        """Write the reports, of which the last has one more row."""
+        records = [{**asdict(one), "cluster": one.cluster.record()} for one in (*reports, report)]
+        run.report.set(worlds=records)
+        run.step(f"{report.world}: {len(report.rows)} plans measured")
+
+    for world in worlds:
+        reports.append(plan_bench.report(world, length, most, rounds, show))
     summary = plan_bench.summary(reports)
-    tables = [{**asdict(one), "cluster": one.cluster.record()} for one in reports]
-    report = {"command": command, "machine": machine(), "summary": summary, "worlds": tables}
-    if published(report, as_json, out):
-        return
-    for one in reports:
-        console.print(_plan_table(one))
-    console.print(pairs("in short", summary))
-    if verbose:
-        console.print(PLAN_EXPLAINED)
-
-
-PLAN_EXPLAINED = """\
-Seconds are foretold from constants that were measured at the beginning of the same run; bytes from the plan alone. Each
-plan is timed in turns with the others, between two barriers; a short step many times in a row. The picked plan has a
-star; regret is how much longer it takes than the best one measured. Bytes are those of all hosts by the counters of
-their interfaces, without the headers of packets, beside those foretold and 147 that gloo adds to each message."""
+    run.report.set(summary=summary)
+    return [*map(_plan_table, reports), pairs("in short", summary)]
 
 
 def _plan_table(report: plan_bench.Report) -> Table:
     table = titled(f"on {report.world}", "workload", "plan")
-    for name in ("foretold ms", "ms", "beside best", "bytes between hosts", "foretold, off"):
+    for name in ("predicted ms", "ms", "beside best", "bytes between hosts", "predicted, off"):
         table.add_column(name, justify="right")
     for row in report.rows:
         crossed = row.between
@@ -169,3 +153,20 @@ def _plan_table(report: plan_bench.Report) -> Table:
         name = f"{'* ' if row.picked else '  '}{row.plan}"
         table.add_row(row.workload, name, f"{row.predicted_ms:.1f}", str(row.timing), f"{row.beside_best}", *bytes_)
     return table
+
+
+GPU_EXPLAINED = """\
+Times are medians with quartiles of calls that take turns, by CUDA events, as CUDA graphs where a call can be captured.
+The L2 cache is emptied before each call. The read rate is that of a maximum over the same keys and values."""
+
+
+@bench_command(app, "python -m benchmarks gpu-kernels", "Decoding and prefill on one GPU beside rivals.", GPU_EXPLAINED)
+def bench_gpu_kernels(run: Bench) -> list[Table]:
+    """Decoding and prefill on one GPU beside SDPA, FlexAttention, flash-attn, FlashInfer and the read rate."""
+    if not torch.cuda.is_available():
+        fix = "use attnmesh bench kernel on a machine without one"
+        raise ArgumentError("benchmarks gpu-kernels", "a GPU that PyTorch sees", "none", fix)
+    add = run.table("rows")
+    for row in gpu_kernels.rows(torch.device("cuda", torch.cuda.current_device())):
+        add(row)
+    return [pairs("this machine", machine()), rows_table(run.tables["rows"])]

@@ -1,4 +1,4 @@
-"""`make gpu`: on one GPU, every kernel proved and then measured, into one dated file; without one, what it would do."""
+"""`make gpu`: prove and measure every kernel on one GPU, into a dated file; without one, print the commands."""
 
 import json
 import subprocess
@@ -12,17 +12,15 @@ import torch
 
 from attnmesh.cli.output import machine
 
-HERE = Path(sys.executable).parent
 RESULTS = Path(__file__).parent / "results"
 
 
 def steps() -> dict[str, tuple[str, list[str]]]:
-    """What is run, one after the other, by the name it has in the file, and why."""
-    command = str(HERE / "attnmesh")
+    """Return the purpose and the command of each step, by its name in the file."""
     return {
         "check": (
             "every kernel in every dtype against attention in float64, and which one serves what",
-            [command, "check", "--json"],
+            [sys.executable, "-m", "attnmesh", "check", "--json"],
         ),
         "tests": (
             "the tests that need a GPU: random problems, a world of one rank, graphs, ranks that share the GPU",
@@ -30,13 +28,13 @@ def steps() -> dict[str, tuple[str, list[str]]]:
         ),
         "bench": (
             "decoding, prefill and a step's overhead beside PyTorch's, FlexAttention, and the rate of memory",
-            [command, "bench", "kernel", "--json"],
+            [sys.executable, "-m", "benchmarks", "gpu-kernels", "--json"],
         ),
     }
 
 
 def main() -> int:
-    """Run the steps; what was measured is written also if one failed."""
+    """Run the steps and write their results, also if a step failed. Return the number of failures."""
     found = torch.cuda.is_available()
     name = torch.cuda.get_device_name() if found else "name-of-the-gpu"
     date = time.strftime("%Y-%m-%d")
@@ -44,18 +42,18 @@ def main() -> int:
     print(f"on {name}, torch {torch.__version__}:" if found else "PyTorch sees no GPU here. On one, this would run:")
     report: dict[str, Any] = {"command": "make gpu", "date": date, "machine": machine()}
     failed = []
-    for step, (why, command) in steps().items():
-        print(f"- {why}: {' '.join(map(str, command))}", flush=True)
+    for step, (purpose, command) in steps().items():
+        print(f"- {purpose}: {' '.join(map(str, command))}", flush=True)
         if not found:
             continue
         start = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         failed += [step] if done.returncode else []
-        said: Any = done.stdout.splitlines()[-20:]
+        output: Any = done.stdout.splitlines()[-20:]
         if "--json" in command:
             with suppress(ValueError):
-                said = json.loads(done.stdout)
-        report[step] = {"seconds": round(time.monotonic() - start, 1), "code": done.returncode, "said": said}
+                output = json.loads(done.stdout)
+        report[step] = {"seconds": round(time.monotonic() - start, 1), "code": done.returncode, "said": output}
         results.write_text(json.dumps(report, indent=2) + "\n")
         print(f"  {'failed' if done.returncode else 'done'} in {report[step]['seconds']} s", flush=True)
     print(f"and all of it would be written to {results}" if not found else f"written to {results}; failed: {failed}")

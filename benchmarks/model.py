@@ -1,10 +1,10 @@
 """`python -m benchmarks model`: a whole model on one process with stock transformers, and over ranks.
 
-All say the same tokens. On the ranks the same prefilled cache is decoded from by tree, by the three all-reduces of the
-Tree Attention paper, and by passing keys and values round a ring.
+All return the same tokens. The ranks decode from one prefilled cache by tree, by the three all-reduces of the Tree
+Attention paper, and by a ring that passes keys and values on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.cli.bench_decode import ring
-from attnmesh.cli.launch import run_on_ranks
-from attnmesh.cli.netns import World, run_on
+from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.cli.netns import World, run_on, send_rows
 from attnmesh.cli.timing import Timing, resident
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.p2p import all_gather_ints
@@ -34,22 +34,22 @@ from attnmesh.mesh.shapes import Shape
 
 @dataclass(frozen=True)
 class Row:
-    """One way to decode, as the slowest rank sees it."""
+    """One way to decode, with the memory of the largest rank."""
 
     contender: str
     tokens: list[int]
     timing: Timing
-    """Of a token, in milliseconds."""
+    """Milliseconds per token."""
     prefill_seconds: float
     cache_megabytes: float
     """Keys and values on the fullest rank."""
     resident_megabytes: float
-    """All that the largest process has in memory, weights that ranks share included."""
+    """Resident memory of the largest process, shared weights included."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What all contenders are asked."""
+    """A model, a prompt and a mesh, the same for all contenders."""
 
     model: str
     ids: tuple[int, ...]
@@ -58,15 +58,15 @@ class Request:
     heads: tuple[int, int]
 
 
-def rows(request: Request, threads: int, world: World) -> list[Row]:
-    """One process with all threads, then ranks that share them, or ranks of one thread each on hosts."""
-    alone: list[Row] = run_on_ranks(1, _alone, request, threads=threads)[0]
-    together: list[Row] = run_on(world, _together, request, threads=max(1, threads // request.shape.ranks))[0]
-    return alone + together
+def rows(request: Request, threads: int, world: World, add: Send) -> None:
+    """Measure one process with all threads, then ranks that share them; ranks on hosts have one thread each."""
+    run_on_ranks(1, send_rows, _one_process, request, threads=threads, on_message=add)
+    share = max(1, threads // request.shape.ranks)
+    run_on(world, send_rows, _ranks, request, threads=share, on_message=add)
 
 
 class _Times(BaseStreamer):  # type: ignore[misc]
-    """When each token came; the prompt comes first."""
+    """Times at which tokens arrive; the first is that of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -79,11 +79,11 @@ class _Times(BaseStreamer):  # type: ignore[misc]
 
     @property
     def seconds(self) -> list[float]:
-        """Of each token after the first, which is the last of the prompt's."""
+        """Seconds of each new token after the first, whose step ends the prefill."""
         return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def _alone(request: Request) -> list[Row]:
+def _one_process(request: Request) -> list[Row]:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(request.model).eval()
     ids, cache, times = torch.tensor([request.ids]), DynamicCache(config=model.config), _Times()
@@ -98,7 +98,7 @@ def _alone(request: Request) -> list[Row]:
 
 
 class _RingCache(hf.ShardedCache):
-    """Decodes a token at a time by passing keys and values round."""
+    """Decodes single tokens by ring."""
 
     def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
         if q.shape[2] > 1:
@@ -108,30 +108,30 @@ class _RingCache(hf.ShardedCache):
         return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
 
 
-def _together(request: Request) -> list[Row]:
+def _ranks(request: Request) -> Iterator[Row]:
     logging.disable_progress_bar()
     device, ids = torch.device("cpu"), torch.tensor([request.ids])
     ranks, shape = request.shape.ranks, request.shape
     model = open_model(request.model, "auto", device)
     mesh = init_mesh("cpu", shape, *request.heads)
-    room = ids.shape[1] + request.new
+    capacity = ids.shape[1] + request.new
     merges = {"tree": "tree", "three all-reduces": "allreduce"}
     caches: dict[str, Callable[[], hf.ShardedCache]] = {
         f"{ranks} ranks, {name}": partial(
-            hf.ShardedCache, model.config, mesh, capacity=room, merge=merge, checked=False
+            hf.ShardedCache, model.config, mesh, capacity=capacity, merge=merge, checked=False
         )
         for name, merge in merges.items()
     }
     if shape.heads == 1:
-        caches[f"{ranks} ranks, ring"] = lambda: _RingCache(model.config, mesh, capacity=room)
-    found, prefill, first = [], 0.0, None
+        caches[f"{ranks} ranks, ring"] = lambda: _RingCache(model.config, mesh, capacity=capacity)
+    prefill, first = 0.0, None
     for name, make in caches.items():
         cache = make()
         if first is None:
             start = perf_counter()
             hf.prefill(model, ids, cache)
             prefill = perf_counter() - start
-        else:  # what the first has computed: the same keys and values
+        else:  # the keys and values of the first cache
             first.crop(ids.shape[1] - 1 - first.get_seq_length())
             cache.layers, first.layers = first.layers, cache.layers
             cache.tokens = first.tokens
@@ -143,8 +143,7 @@ def _together(request: Request) -> list[Row]:
         timing = Timing.of(times.seconds)
         held, most = _largest(mesh, cache.held_bytes, resident("VmRSS"))
         tokens = made[0, ids.shape[1] :].tolist()
-        found.append(Row(name, tokens, timing, round(prefill, 2), held / 1e6, most / 1e6))
-    return found
+        yield Row(name, tokens, timing, round(prefill, 2), held / 1e6, most / 1e6)
 
 
 def _largest(mesh: Any, *numbers: int) -> list[int]:

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh.cli.bench_prefill import mesh_of
-from attnmesh.cli.launch import Say
-from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, wires
+from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, send_rows, wires
 from attnmesh.cli.timing import Timing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
@@ -86,24 +85,27 @@ def described(workload: Workload) -> str:
     return f"{workload.phase}, {workload.length:,} tokens, {heads}, {workload.dtype}"
 
 
-def report(world: World, length: int, most: int, rounds: int, status: Say) -> Report:
-    """Return the measurements of a world: its constants, and its plans."""
-    wired = isinstance(world, Hosts)
-    cluster, rows = run_on(world, _on_rank, workloads(length), most, rounds, wired, heard=status)[0]
-    return Report(str(world), cluster, rows)
+def report(world: World, length: int, most: int, rounds: int, show: Callable[[Report], None]) -> Report:
+    """Return the measurements of a world: its constants, and its plans. `show` is called after each."""
+    measured: list[Report] = []
+
+    def add(message: Cluster | Ran) -> None:
+        if isinstance(message, Cluster):
+            measured.append(Report(str(world), message, []))
+        else:
+            measured[0].rows.append(message)
+        show(measured[0])
+
+    run_on(world, send_rows, _on_rank, workloads(length), most, rounds, isinstance(world, Hosts), on_message=add)
+    return measured[0]
 
 
-def _on_rank(status: Say, todo: list[Workload], most: int, rounds: int, wired: bool) -> tuple[Cluster, list[Ran]]:
-    first, line = dist.get_rank() == 0, Shape(1, 1, dist.get_world_size())
+def _on_rank(todo: list[Workload], most: int, rounds: int, wired: bool) -> Iterator[Cluster | Ran]:
+    line = Shape(1, 1, dist.get_world_size())
     cluster = Cluster.measure(mesh_of(line, line))
-    if first:
-        status(f"measured {cluster.hosts} hosts of {cluster.ranks}")
-    rows = []
+    yield cluster
     for workload in todo:
-        rows += _contest(workload, cluster, most, rounds, wired)
-        if first:
-            status(described(workload))
-    return cluster, rows
+        yield from _contest(workload, cluster, most, rounds, wired)
 
 
 def contenders(plans: list[Plan], most: int) -> list[Plan]:

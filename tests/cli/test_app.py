@@ -3,22 +3,26 @@ import os
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
+import attnmesh_command
 from attnmesh import __version__
 from attnmesh.cli import bench_kernel as kernel_bench
 from attnmesh.cli import bench_prefill as prefill_bench
-from attnmesh.cli import check
+from attnmesh.cli import output, proofs
 from attnmesh.cli.app import app
-from attnmesh.cli.timing import FORGET, Timing, race
+from attnmesh.cli.timing import CLEAR_REFS, Comparison, Timing, race
 from attnmesh.errors import ArgumentError
 
-ROW = kernel_bench.Row("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
+ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 
 
 def run(*arguments: str, command: typer.Typer = app) -> tuple[int, str]:
@@ -47,8 +51,8 @@ def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
 
 
 def test_check_fails_when_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = check.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
-    monkeypatch.setattr(check, "proofs", lambda: iter([wrong]))
+    wrong = proofs.Proof("cpu", "cpu", "float32", None, 1e-2, 1e-2, 1e-6)
+    monkeypatch.setattr(proofs, "proofs", lambda: iter([wrong]))
     code, text = run("check")
     assert code == 1
     assert "WRONG" in text
@@ -70,7 +74,7 @@ def test_bench_prints_a_table_and_one_json_object(monkeypatch: pytest.MonkeyPatc
     code, text = run("bench", "kernel", "-v")
     assert code == 0
     assert "30.0 [29.0, 31.0]" in text
-    assert "not told here" in text
+    assert "unknown" in text
 
 
 def test_bench_cases_compute_what_their_rival_computes() -> None:
@@ -98,7 +102,91 @@ print(peak_memory(lambda: torch.ones(16 * 2**20).amax(), torch.device("cpu")))
 def test_peak_memory_sees_what_a_call_holds() -> None:
     """In a process of its own: what this one holds grows and shrinks with the tests before."""
     said = subprocess.run([sys.executable, "-W", "ignore", "-c", MEASURED], capture_output=True, text=True, check=True)
-    assert 60e6 < int(said.stdout) < 90e6 if FORGET.exists() else said.stdout == "None\n"
+    assert 60e6 < int(said.stdout) < 90e6 if CLEAR_REFS.exists() else said.stdout == "None\n"
+
+
+FRONT = """
+import sys
+sys.argv = ["attnmesh", *sys.argv[1:]]
+import attnmesh_command
+try:
+    attnmesh_command.main()
+finally:
+    assert not {"torch", "rich", "attnmesh"} & set(sys.modules)
+"""
+
+
+def front(*arguments: str, **environment: str) -> str:
+    """Output of the installed command, which imports neither the library nor PyTorch here."""
+    words = [sys.executable, "-c", FRONT, *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_version_help_and_completion_import_no_torch(tmp_path: Path) -> None:
+    assert front("--version") == f"{__version__}\n"
+    text = " ".join(front("--help", COLUMNS="200").split())
+    assert all(f"{name} {help}" in text for name, help in attnmesh_command.COMMANDS.items())
+    disable = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    assert "completion installed" in front("--install-completion", "bash", HOME=str(tmp_path), **disable)
+    assert "_ATTNMESH_COMPLETE=complete_bash" in (tmp_path / ".bash_completions" / "attnmesh.sh").read_text()
+    words = {"COMP_WORDS": "attnmesh p", "COMP_CWORD": "1"}
+    assert front(_ATTNMESH_COMPLETE="complete_bash", **words).split() == ["probe", "plan"]
+
+
+def test_the_front_has_the_help_of_the_subcommands() -> None:
+    groups: list[Any] = [typer.main.get_command(each) for each in (app, attnmesh_command.app)]
+    one, other = ({name: each.get_short_help_str(200) for name, each in g.commands.items()} for g in groups)
+    assert one == other == attnmesh_command.COMMANDS
+
+
+def test_a_status_without_a_terminal_prints_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(output, "INTERVAL", 0.05)
+    with output.progress.status("one [/] step") as status:
+        time.sleep(0.3)
+        status.update("two")
+        time.sleep(0.3)
+    lines = capsys.readouterr().err.splitlines()
+    time.sleep(0.2)
+    assert capsys.readouterr().err == ""
+    assert lines[0].startswith("one [/] step (")
+    assert lines[-1].startswith("two (")
+
+
+def cut_short(device: torch.device) -> Iterator[Comparison]:
+    yield ROW
+    raise KeyboardInterrupt
+
+
+def test_a_bench_that_is_cut_short_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(kernel_bench, "rows", cut_short)
+    file = tmp_path / "bench.json"
+    code, text = run("bench", "kernel", "--json", "--out", str(file))
+    assert code == 130
+    assert json.loads(text) == json.loads(file.read_text())
+    assert [row["case"] for row in json.loads(text)["rows"]] == ["decode"]
+    assert json.loads(text)["complete"] is False
+
+
+def test_rows_are_written_when_they_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, printed = tmp_path / "bench.json", ""
+    report = output.Report("attnmesh bench kernel", as_json=True, out=file)
+    for number in range(3):
+        report.add("rows", ROW)
+        record = json.loads(file.read_text())
+        assert len(record["rows"]) == number + 1
+        assert record["complete"] is False
+        printed += capsys.readouterr().out
+        assert printed.count('"SDPA"') == number + 1
+    report.add("memory")
+    report.set(note="]}")
+    report.close(complete=True)
+    printed += capsys.readouterr().out
+    assert printed == file.read_text()
+    assert json.loads(printed)["complete"] is True
 
 
 def test_version_and_unknown_options() -> None:
@@ -130,7 +218,7 @@ def test_what_cannot_be_written_is_known_before_it_is_measured(monkeypatch: pyte
 
 
 def test_the_command_of_a_report_can_be_typed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_bench, "rows", lambda world, length, wanted: [])
+    monkeypatch.setattr(prefill_bench, "rows", lambda world, length, selection, add: None)
     case, shape = "'; touch canary; '", "1x4x1 $(touch canary)"
     report = json.loads(run("bench", "prefill", "--case", case, "--shape", shape, "--json")[1])
     words = shlex.split(report["command"])

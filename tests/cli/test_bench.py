@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import gpu_kernels
 from benchmarks.commands import app as benchmarks_app
 
 import attnmesh as am
-from attnmesh.cli import bench_decode, bench_gpu, bench_prefill
+from attnmesh.cli import bench_decode, bench_peers, bench_prefill
 from attnmesh.cli.timing import Timing
 from tests.cli.test_app import run
 from tests.support.pool import Pool
@@ -19,7 +20,9 @@ def counted_and_foretold() -> list[tuple[str, int, int]]:
     for case in bench_prefill.cases(64):
         for shape, exchange in bench_prefill.shapes(dist.get_world_size(), case.heads[1]):
             one = bench_prefill.Contender(shape, shape, exchange)
-            row = bench_prefill._measured(case, one, bench_prefill._ours(case, bench_prefill._whole(case), one))
+            row = bench_prefill.count_elements(
+                case, one, bench_prefill.attention_call(case, bench_peers.inputs(case), one)
+            )
             rows.append((row.contender, row.counted, row.predicted))
     return rows
 
@@ -32,11 +35,11 @@ def test_what_is_counted_was_foretold(pool: Pool) -> None:
 def faults_of_peers() -> dict[str, list[str | None]]:
     faults: dict[str, list[str | None]] = {}
     for case in bench_prefill.cases(64):
-        whole = bench_prefill._whole(case)
-        for name, make in bench_prefill.PEERS.items():
+        whole = bench_peers.inputs(case)
+        for name, make in bench_peers.PEERS.items():
             peer = make(case, whole)
             faults.setdefault(name, []).append(
-                peer if isinstance(peer, str) else bench_prefill._faults(peer, case, whole)
+                peer if isinstance(peer, str) else bench_peers.wrong_gradients(peer, case, whole)
             )
     return faults
 
@@ -54,10 +57,9 @@ def test_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_prefill.Row("causal", "1x2x1 ring", Timing(10.0, 9.0, 11.0), 1.0, 1200, 1200),
         bench_prefill.Row("causal", "peer", note="it has no such mask"),
     ]
-    monkeypatch.setattr(bench_prefill, "rows", lambda world, length, wanted: rows)
-    monkeypatch.setattr(
-        bench_prefill, "memory", lambda ranks, length: [bench_prefill.Memory("full", "1x2x1 ring", 3.5, 3.0)]
-    )
+    monkeypatch.setattr(bench_prefill, "rows", lambda world, length, selection, add: [add(row) for row in rows])
+    memory = bench_prefill.Memory("full", "1x2x1 ring", 3.5, 3.0)
+    monkeypatch.setattr(bench_prefill, "memory", lambda ranks, length, add: add(memory))
     code, text = run("bench", "prefill", "--ranks", "2", "--json")
     assert code == 0
     assert json.loads(text)["rows"][0]["counted"] == 1200
@@ -75,8 +77,8 @@ def merges_of_a_step() -> list[str]:
 
 def test_what_is_measured_on_a_gpu_runs_here_in_small() -> None:
     """All of it but the graphs and the kernels: a mistake should not cost an hour of somebody's GPU."""
-    small = bench_gpu.Sizes(decoding=((1, 64), (2, 100)), prefill=(64,), heads=(4, 2), seconds=0.01)
-    rows = list(bench_gpu.rows(torch.device("cpu"), small))
+    small = gpu_kernels.Sizes(decoding=((1, 64), (2, 100)), prefill=(64,), heads=(4, 2), seconds=0.01)
+    rows = list(gpu_kernels.rows(torch.device("cpu"), small))
     assert {row.case.split(" ")[0] for row in rows} == {"decode", "causal", "shard"}
     assert len(rows) == 13
     assert all(row.ours.median > 0 and row.theirs.median > 0 for row in rows)
@@ -102,8 +104,8 @@ def test_the_ring_beside_which_we_stand_is_right(pool: Pool) -> None:
 
 def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [bench_decode.Row("step", "decode", Timing(10.0, 9.0, 11.0), 1.0)]
-    monkeypatch.setattr(bench_decode, "parts", lambda ranks: {"steps": lambda: rows})
-    monkeypatch.setattr(bench_decode, "memory", lambda ranks: [bench_decode.Memory("32k", "tree", 16.9)])
+    monkeypatch.setattr(bench_decode, "parts", lambda ranks: {"steps": lambda add: [add(row) for row in rows]})
+    monkeypatch.setattr(bench_decode, "memory", lambda ranks, add: add(bench_decode.Memory("32k", "tree", 16.9)))
     code, text = run("bench", "decode", "--json")
     assert code == 0
     assert json.loads(text)["memory"][0]["megabytes"] == 16.9
@@ -122,7 +124,7 @@ def test_the_faults_bench_measures_and_is_shown(monkeypatch: pytest.MonkeyPatch)
     assert checked["rival"] == "checked=False"
     assert saved["theirs"]["median"] > 0 < saved["ours"]["median"]
     assert recovered["goal"] == 5.0
-    monkeypatch.setattr("benchmarks.faults.rows", lambda request, threads: [])
+    monkeypatch.setattr("benchmarks.faults.rows", lambda request, threads, add: None)
     code, text = run(*small, "-v", command=benchmarks_app)
     assert code == 0
     assert "A ratio of 0.95 is a cost of 5 %" in text

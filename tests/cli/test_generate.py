@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, T5Config
 
 from attnmesh import __main__
-from attnmesh.cli.generate import choose
+from attnmesh.cli.generate_prompt import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
@@ -85,7 +85,7 @@ def test_it_streams_and_ends_with_a_table() -> None:
     assert done.stdout.startswith("The capital of France is Paris.")
     for row in ("prefill", "time per token", "keys and values, MB by rank", "received per token", "mesh"):
         assert row in done.stdout
-    assert "Of merging only what" in " ".join(done.stdout.split())
+    assert "Merging counts, for each merge," in " ".join(done.stdout.split())
 
 
 def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:

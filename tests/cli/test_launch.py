@@ -41,8 +41,8 @@ def die() -> None:
     dist.barrier()
 
 
-def tell(say: Callable[[object], None], word: str) -> str:
-    say((dist.get_rank(), word))
+def send_word(send: Callable[[object], None], word: str) -> str:
+    send((dist.get_rank(), word))
     return word
 
 
@@ -55,10 +55,10 @@ def test_ranks_are_started_and_their_results_come_back() -> None:
     assert run_on_ranks(2, own_rank) == [0, 1]
 
 
-def test_what_a_rank_says_is_heard_before_it_is_done() -> None:
-    heard: list[object] = []
-    assert run_on_ranks(2, tell, "well", heard=heard.append) == ["well", "well"]
-    assert sorted(heard) == [(0, "well"), (1, "well")]  # type: ignore[type-var]
+def test_messages_of_ranks_arrive() -> None:
+    messages: list[object] = []
+    assert run_on_ranks(2, send_word, "well", on_message=messages.append) == ["well", "well"]
+    assert sorted(messages) == [(0, "well"), (1, "well")]  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(

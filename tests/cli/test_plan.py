@@ -16,11 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 import attnmesh as am
-from attnmesh.cli import generate, plan
+from attnmesh.cli import plan
 from attnmesh.cli.app import app
 from attnmesh.cli.plan_page import Grid, data, grid_of, page
 from attnmesh.planner.plan import in_bytes, in_seconds
 from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_lengths, over_sizes, sizes
+from attnmesh_command import show_errors
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
 SMALL = am.Workload(16, 4, 64, 16384)
@@ -143,7 +144,7 @@ def test_invalid_options_are_one_line(
         Path(f"{name}.json").write_text(text.replace("{", "", len(text) == 1))
     Path("deep.json").write_text("[" * 100_000)
     command = lambda: app(["plan", *arguments(*given)], standalone_mode=False)  # noqa: E731
-    assert generate.show_errors(command, verbose=False) == 1
+    assert show_errors(command, verbose=False) == 1
     shown = capsys.readouterr()
     assert INVALID[given] in shown.err
     assert shown.err.startswith("error: ")
@@ -245,7 +246,7 @@ def test_without_matplotlib_the_plot_says_what_it_needs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     command = lambda: app(["plan", *DECODE, "--plot", str(tmp_path / "a.png")], standalone_mode=False)  # noqa: E731
-    assert generate.show_errors(command, verbose=False) == 1
+    assert show_errors(command, verbose=False) == 1
     assert "this needs matplotlib: pip install 'attnmesh[plot]'" in capsys.readouterr().err
 
 

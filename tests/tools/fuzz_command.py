@@ -49,17 +49,17 @@ from attnmesh.cli import (
     plan_page,
     probe,
 )
-from attnmesh.cli import check as proof
+from attnmesh.cli import proofs as proof
 from attnmesh.cli.app import app
-from attnmesh.cli.generate import show_errors
 from attnmesh.cli.netns import Hosts, World, ranks_of, script
-from attnmesh.cli.timing import Timing
+from attnmesh.cli.timing import Comparison, Timing
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
+from attnmesh_command import show_errors
 from tests.support import families
 from tests.tools.fuzz_store import mutated
 
@@ -342,7 +342,9 @@ def on(world: World, result: Any) -> Any:
     return result
 
 
-def generate_on_ranks(world: int, _: Any, request: Any, *, heard: Callable[[Any], None], **options: Any) -> list[Any]:
+def generate_on_ranks(
+    world: int, _: Any, request: Any, *, on_message: Callable[[Any], None], **options: Any
+) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
     assert 1 <= world <= len(request.ids)
     assert request.shape.ranks == world
@@ -350,20 +352,21 @@ def generate_on_ranks(world: int, _: Any, request: Any, *, heard: Callable[[Any]
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
     torch.Generator().manual_seed(request.seed)
-    heard(generate_worker.Loaded(0.1))
-    heard(generate_worker.Prefilled(len(request.ids)))
+    on_message(generate_worker.Loaded(0.1))
+    on_message(generate_worker.Prefilled(len(request.ids)))
     tokens = list(request.ids[-4:])
     for token in tokens:
-        heard(generate_worker.Token(token))
+        on_message(generate_worker.Token(token))
     counts = [1] * world
-    return [generate_worker.Answer(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
+    return [generate_worker.Result(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
 
 
-def measured_plans(world: World, length: int, most: int, rounds: int, heard: Any) -> plan_bench.Report:
+def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:
     """Return a report of one row."""
     row = plan_bench.Ran("decode", "1x1x4 tree", "Tree Attention", "Striped(16)", True, 9.0, TIME, 1.0)
-    heard("decode")
-    return on(world, plan_bench.Report(str(world), LOCAL, [row]))
+    report = plan_bench.Report(str(world), LOCAL, [row])
+    show(report)
+    return on(world, report)
 
 
 @lru_cache(maxsize=10_000)
@@ -397,7 +400,7 @@ def stand_in(sandbox: Sandbox) -> None:
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
     machine = output.machine()
-    for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.app"]):
+    for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.check"]):
         replace(module, machine=lambda: machine)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
@@ -412,7 +415,7 @@ def stand_in(sandbox: Sandbox) -> None:
     )
     replace(generate, run_on_ranks=generate_on_ranks)
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
-    compared = bench_kernel.Row("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
+    compared = Comparison("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
     held = bench_kernel.Memory("window", (10, 20), (1.0, None))
     replace(bench_kernel, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
     rows = [
@@ -421,18 +424,18 @@ def stand_in(sandbox: Sandbox) -> None:
     ]
     replace(
         bench_prefill,
-        rows=lambda world, length, wanted: on(world, rows),
-        memory=lambda ranks, length: [bench_prefill.Memory("full", "ring", 3.5, 3.0)],
+        rows=lambda world, length, selection, add: [add(row) for row in on(world, rows)],
+        memory=lambda ranks, length, add: add(bench_prefill.Memory("full", "ring", 3.5, 3.0)),
     )
     merge = bench_decode.Row("merge", "tree", TIME, 1.0)
     replace(
         bench_decode,
-        parts=lambda world: {"merges": lambda: on(world, [merge])},
-        memory=lambda ranks: [bench_decode.Memory("step", "tree", 1.0)],
+        parts=lambda world: {"merges": lambda add: add(on(world, merge))},
+        memory=lambda ranks, add: add(bench_decode.Memory("step", "tree", 1.0)),
     )
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
-    replace(whole_model, rows=lambda request, threads, world: on(world, [row, row]))
-    replace(faults, rows=lambda request, threads: on(request.shape.ranks, [compared]))
+    replace(whole_model, rows=lambda request, threads, world, add: [add(each) for each in on(world, [row, row])])
+    replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
     replace(plan_bench, report=measured_plans)
     replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
     replace(plan, plans_for=priced)

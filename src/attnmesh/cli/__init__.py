@@ -1,1 +1,1 @@
-"""The command `attnmesh`: one file a subcommand, output, and the launch of ranks."""
+"""The command `attnmesh`: one file per subcommand, output, and the launch of ranks."""

@@ -1,10 +1,10 @@
 """`attnmesh bench decode`: merges across ranks, and whole steps, beside published code, other patterns and the limit.
 
-A figure is the time of one call among many in a row, as a server makes them, on ranks that all work at once. The limit
-of a step is what cannot be had for less here: the local attention, and `log2(p)` bare exchanges of the same payload.
+A time is that of one call of many in a row, as in a server, with all ranks at work. The limit of a step is the local
+attention and `log2(p)` bare exchanges of the same payload.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -16,23 +16,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
-from attnmesh.cli.launch import run_on_ranks
-from attnmesh.cli.netns import World, run_on
-from attnmesh.cli.timing import Timing, peak_memory, race
+from attnmesh.cli.launch import Send, run_on_ranks
+from attnmesh.cli.netns import World, run_on, send_rows
+from attnmesh.cli.timing import Call, Timing, peak_memory, race
 from attnmesh.comm.merge_ranks import HOW
 from attnmesh.core.partial import Partial, join
-
-Call = Callable[[], Any]
 
 WIDTH = 128
 
 PIECE = 8192
-"""Tokens that are made at once when a cache is filled."""
+"""Tokens of one append when a cache is filled."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender in one case: milliseconds a call, and how many times ours that is."""
+    """One contender in one case: milliseconds per call, and its ratio to ours."""
 
     case: str
     contender: str
@@ -42,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a rank holds at the most in one step, keys and values included, in megabytes."""
+    """Peak megabytes of a rank in one step, keys and values included."""
 
     case: str
     contender: str
@@ -51,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's decoding: heads, tokens of all ranks and dtype."""
+    """Decoding of one layer: heads, tokens of all ranks and dtype."""
 
     name: str
     heads: tuple[int, int]
@@ -62,8 +60,8 @@ class Case:
     width: int = WIDTH
 
 
-def parts(world: World) -> dict[str, Callable[[], list[Row]]]:
-    """The bench part by part, each in ranks of its own; across hosts, what changes with the context's length."""
+def parts(world: World) -> dict[str, Callable[[Send], Any]]:
+    """Return the parts of the bench, each in new ranks; on hosts only those that depend on the context."""
     local = {
         "merges": _merges,
         "steps": _steps,
@@ -72,24 +70,24 @@ def parts(world: World) -> dict[str, Callable[[], list[Row]]]:
         "a million tokens": _million,
     }
     functions = local if isinstance(world, int) else {"merges": _merges, "lengths": _lengths}
-    return {name: partial(_on_ranks, world, function) for name, function in functions.items()}
+    return {name: partial(_run_part, world, function) for name, function in functions.items()}
 
 
-def _on_ranks(world: World, function: Callable[[], list[Row]]) -> list[Row]:
-    rows: list[Row] = run_on(world, function)[0]
-    return rows
+def _run_part(world: World, function: Callable[[], Iterator[Row]], add: Send) -> None:
+    run_on(world, send_rows, function, on_message=add)
 
 
-def memory(ranks: int) -> list[Memory]:
-    """The tree beside the ring."""
-    return run_on_ranks(ranks, _memories, exact_memory=True)[0]  # type: ignore[no-any-return]
+def memory(ranks: int, add: Send) -> None:
+    """Measure the memory of a step, by tree and by ring."""
+    run_on_ranks(ranks, send_rows, _memories, exact_memory=True, on_message=add)
 
 
 # --- merges alone ---
 
 
-def _merges() -> list[Row]:
-    return [row for batch in (1, 8) for row in _merge(batch)]
+def _merges() -> Iterator[Row]:
+    for batch in (1, 8):
+        yield from _merge(batch)
 
 
 def _merge(batch: int) -> list[Row]:
@@ -106,7 +104,7 @@ def _merge(batch: int) -> list[Row]:
 
 
 def _reduce_scattered(own: Partial) -> Tensor:
-    """As vLLM's decode context parallelism does it: weights from everyone's lse, a sum of which each has its heads."""
+    """Merge as vLLM's decode context parallelism: all-gather the lse, then reduce-scatter the weighted out by heads."""
     ranks = dist.get_world_size()
     lses = [torch.empty_like(own.lse) for _ in range(ranks)]
     dist.all_gather(lses, own.lse)
@@ -118,7 +116,7 @@ def _reduce_scattered(own: Partial) -> Tensor:
 
 
 def _bare_exchanges(payload: Tensor) -> None:
-    """As many exchanges as a tree has, of the same bytes, and nothing else; ranks are a power of two."""
+    """Make the exchanges of a tree, of the same bytes, and nothing else; the world is a power of two."""
     peers = [dist.get_rank() ^ (1 << step) for step in range((dist.get_world_size() - 1).bit_length())]
     boxes = [torch.empty_like(payload) for _ in peers]
     coming: list[Any] = [dist.irecv(box, peer) for box, peer in zip(boxes, peers, strict=True)]
@@ -133,34 +131,37 @@ def _bare_exchanges(payload: Tensor) -> None:
 # --- whole steps ---
 
 
-def _steps() -> list[Row]:
+def _steps() -> Iterator[Row]:
     cases = (
         Case("step, 128 keys a rank, 32/32 heads", (32, 32), 128),
         Case("step, 8,192 keys a rank, 32/8 heads", (32, 8), 8192, repeat=3),
     )
-    return [row for case in cases for row in _step(replace(case, tokens=case.tokens * dist.get_world_size()))]
+    for case in cases:
+        yield from _step(replace(case, tokens=case.tokens * dist.get_world_size()))
 
 
-def _papers() -> list[Row]:
+def _papers() -> Iterator[Row]:
     llama = [
         Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16, 1, 5)
         for k in (32, 64, 128, 256)
     ]
     others = [Case(f"16 heads, {k}k tokens, bfloat16", (16, 16), k * 1000, torch.bfloat16, 1, 5) for k in (80, 160)]
-    return [row for case in (*llama, *others) for row in _step(case)]
+    for case in (*llama, *others):
+        yield from _step(case)
 
 
-def _lengths() -> list[Row]:
-    """From few tokens to a million, one key head of 64 so that a ring can be waited for."""
+def _lengths() -> Iterator[Row]:
+    """Yield steps of 4,096 to a million tokens, with one key head of 64 to keep the ring short."""
     cases = [
         Case(f"step, {n // 1024:,}k tokens, 8/1 heads of 64, bfloat16", (8, 1), n, torch.bfloat16, 1, 5, 64)
         for n in (2**12, 2**14, 2**16, 2**18, 2**20)
     ]
-    return [row for case in cases for row in _step(case)]
+    for case in cases:
+        yield from _step(case)
 
 
 def _step(case: Case) -> list[Row]:
-    """Decode by tree and by three all-reduces, a ring, and the published package."""
+    """Time decoding by tree, three all-reduces, a ring, and the published package."""
     cache, q = _cache(case), _query(case)
     keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
     out, counts = torch.empty(1, case.heads[0], 1, case.width + 1), [cache.used] * dist.get_world_size()
@@ -186,14 +187,14 @@ def _step(case: Case) -> list[Row]:
         from ring_attention_pytorch import tree_attn_decode
 
         groups = case.heads[0] // case.heads[1]
-        theirs = [x.repeat_interleave(groups, 1).contiguous() for x in (keys, values)]  # it has no grouped heads
+        theirs = [x.repeat_interleave(groups, 1).contiguous() for x in (keys, values)]  # without grouped heads
         contenders["ring-attention-pytorch"] = lambda: tree_attn_decode(q, *theirs, shard_kv_seq=False)
     rows = _raced(case, contenders, "decode")
     return [*rows, _limit(case, rows)]
 
 
 def _limit(case: Case, rows: list[Row]) -> Row:
-    """What a step cannot be faster than here: both of its parts, as measured."""
+    """Return the lower bound of a step: the sum of both of its parts."""
     local, exchange, ours = (
         next(row.timing for row in rows if row.contender == name and row.timing is not None)
         for name in ("local attention", "bare exchanges", "decode")
@@ -203,7 +204,7 @@ def _limit(case: Case, rows: list[Row]) -> Row:
 
 
 def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
-    """Keys and values go round, a chunk under way while the last is attended; `counts` are the tokens of each rank."""
+    """Decode by ring: pass keys and values on while the last chunk is attended; `counts` are the tokens per rank."""
     rank, ranks, partials = dist.get_rank(), dist.get_world_size(), []
     for step in range(ranks):
         coming, works = held, []
@@ -223,25 +224,24 @@ def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
 # --- what the same bits cost, and a long context ---
 
 
-def _reproducible() -> list[Row]:
+def _reproducible() -> Iterator[Row]:
     case = Case("65,536 tokens, 32/8 heads, blocks of 256", (32, 8), 65_536, repeat=3)
     cache, q = _cache(case, block=256), _query(case)
     contenders: dict[str, Call] = {
         "decode": lambda: am.decode(q, cache),
         "decode, reproducible": lambda: am.decode(q, cache, reproducible=True),
     }
-    return _raced(case, contenders, "decode")
+    yield from _raced(case, contenders, "decode")
 
 
-def _million() -> list[Row]:
+def _million() -> Iterator[Row]:
     case = Case("1,048,576 tokens, 1 KV head", (8, 1), 1 << 20, torch.bfloat16, 3, width=64)
     cache, q = _cache(case), _query(case)
-    return _raced(case, {"decode, 8/1 heads of 64, bfloat16": lambda: am.decode(q, cache)}, None)
+    yield from _raced(case, {"decode, 8/1 heads of 64, bfloat16": lambda: am.decode(q, cache)}, None)
 
 
-def _memories() -> list[Memory]:
-    """In the paper's sense: keys and values, and all that a step holds beside them."""
-    found = []
+def _memories() -> Iterator[Memory]:
+    """Yield memory as the Tree Attention paper counts it: keys, values, and what a step allocates."""
     for k in (32, 64):
         case = Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16)
         cache, q = _cache(case), _query(case)
@@ -254,8 +254,7 @@ def _memories() -> list[Memory]:
         for name, call in calls.items():
             most = torch.tensor([held + (peak_memory(call, torch.device("cpu")) or 0)], dtype=torch.float64)
             dist.all_reduce(most, dist.ReduceOp.MAX)
-            found.append(Memory(case.name, name, round(float(most) / 1e6, 1)))
-    return found
+            yield Memory(case.name, name, round(float(most) / 1e6, 1))
 
 
 def _query(case: Case) -> Tensor:
@@ -263,7 +262,7 @@ def _query(case: Case) -> Tensor:
 
 
 def _cache(case: Case, block: int = 16) -> am.KVCache:
-    """A full cache over all ranks, filled a piece at a time."""
+    """Return a full cache over all ranks."""
     sizes = {
         "batch": 1,
         "kv_heads": case.heads[1],
@@ -285,7 +284,7 @@ def _mesh() -> DeviceMesh:
 
 
 def _raced(case: Case, contenders: dict[str, Call], yardstick: str | None) -> list[Row]:
-    """Each contender several times in a row, in turns with the others; rank 0's time of one."""
+    """Time contenders in turns, each several calls in a row; return this rank's time of one call."""
 
     def repeated(call: Call) -> Call:
         return lambda: [call() for _ in range(case.repeat)]

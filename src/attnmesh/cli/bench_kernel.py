@@ -1,4 +1,4 @@
-"""`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA, and beside the rate at which memory is read."""
+"""`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA and the read rate of memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -8,9 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.cli import bench_gpu
-from attnmesh.cli.bench_row import Row
-from attnmesh.cli.timing import Call, peak_memory, race, read_rate
+from attnmesh.cli.timing import Call, Comparison, peak_memory, race, read_rate
 from attnmesh.core.mask import Mask
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -23,18 +21,15 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Memory:
-    """The most extra megabytes that one call held, at three lengths."""
+    """Peak extra megabytes of one call, at three lengths; None where they are unknown."""
 
     case: str
     lengths: tuple[int, ...]
     megabytes: tuple[float | None, ...]
 
 
-def rows(device: torch.device) -> Iterator[Row]:
-    """Every comparison, measured when it is asked for."""
-    if device.type == "cuda":
-        yield from bench_gpu.rows(device)
-        return
+def rows(device: torch.device) -> Iterator[Comparison]:
+    """Yield every comparison when it is measured; the goals are those of a CPU."""
     rate = read_rate(device)
     for dtype, goal in ((torch.float32, 2.5), (torch.bfloat16, 2.0)):
         yield from _decode(device, dtype, goal, rate)
@@ -45,7 +40,7 @@ def rows(device: torch.device) -> Iterator[Row]:
 
 
 def memory(device: torch.device) -> Iterator[Memory]:
-    """Peak extra memory of masked calls, forward and backward: it is to grow with the length alone."""
+    """Yield the peak extra memory of masked calls, forward and backward; it should grow linearly with the length."""
     lengths = (16_384, 32_768, 65_536)
     for name in MASKS:
         peaks = [_peak(_heads(device, torch.float32, length), _stretched(name, length)) for length in lengths]
@@ -54,8 +49,8 @@ def memory(device: torch.device) -> Iterator[Memory]:
         )
 
 
-def _decode(device: torch.device, dtype: torch.dtype, goal: float, rate: float) -> Iterator[Row]:
-    """Beside SDPA, and beside no more than the two products that decoding is made of, to see what limits it."""
+def _decode(device: torch.device, dtype: torch.dtype, goal: float, rate: float) -> Iterator[Comparison]:
+    """Yield decoding beside SDPA, and beside its two products alone, which bound it."""
     q = torch.randn(1, 32, 1, 128, device=device, dtype=dtype)
     k, v = (torch.randn(1, 8, 65_536, 128, device=device, dtype=dtype) for _ in range(2))
     grouped, weights = q.view(1, 8, 4, 128).mT, torch.rand(1, 8, 4, 65_536, device=device, dtype=dtype)
@@ -70,18 +65,18 @@ def _decode(device: torch.device, dtype: torch.dtype, goal: float, rate: float) 
         yield replace(row, gigabytes_a_second=reached, share_of_read_rate=reached / rate)
 
 
-def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
+def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
     case = f"causal {_name(dtype)}: 4,096 tokens, 8 heads of 64"
     return _beside_causal(case, "SDPA", 0.95, _heads(device, dtype, 4096), am.Causal())
 
 
-def _sparse(device: torch.device, name: str, mask: Mask, goal: float) -> Iterator[Row]:
+def _sparse(device: torch.device, name: str, mask: Mask, goal: float) -> Iterator[Comparison]:
     case = f"{name} float32: 16,384 tokens, 8 heads of 64"
     return _beside_causal(case, "SDPA full causal", goal, _heads(device, torch.float32, 16_384), mask)
 
 
-def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask) -> Iterator[Row]:
-    """Ours under the mask beside PyTorch's causal attention, forward alone and with gradients."""
+def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask) -> Iterator[Comparison]:
+    """Yield ours under the mask beside PyTorch's causal attention, forward, and forward with backward."""
     q, k, v = heads
 
     def theirs() -> Tensor:
@@ -96,9 +91,9 @@ def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask)
     yield _row(f"{case}, forward + backward", rival, goal, q.device, *both)
 
 
-def _row(case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call) -> Row:
+def _row(case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call) -> Comparison:
     timings = race({"theirs": theirs, "ours": ours}, device)
-    return Row(case, rival, timings["theirs"], timings["ours"], goal)
+    return Comparison(case, rival, timings["theirs"], timings["ours"], goal if device.type == "cpu" else None)
 
 
 def _heads(device: torch.device, dtype: torch.dtype, length: int) -> Heads:
@@ -116,7 +111,7 @@ def _peak(heads: Heads, mask: Mask) -> int | None:
 
 
 def _stretched(name: str, length: int) -> Mask:
-    """The documents of 1,024 tokens again, as many as fill the length."""
+    """Return the mask for this length; documents of 1,024 tokens are repeated to fill it."""
     return MASKS[name] if not MASKS[name].ends else am.Causal() & am.Documents([1024] * (length // 1024))
 
 

@@ -1,6 +1,5 @@
-"""What `attnmesh generate` does on each rank: load the model, prefill its share of the prompt, decode, and tell."""
+"""Work of `attnmesh generate` on each rank: load the model, prefill, decode, and send messages from rank 0."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -13,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from attnmesh import hf
+from attnmesh.cli.launch import Send
 from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import init_mesh
@@ -26,7 +26,7 @@ from attnmesh.mesh.shapes import Shape
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of all ranks alike."""
+    """A model, a prompt and options, the same on all ranks."""
 
     model: str
     ids: tuple[int, ...]
@@ -46,35 +46,35 @@ class Request:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model is in memory, after so many seconds."""
+    """Message: the model is in memory."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """So many tokens, of the prompt and new ones, were in the checkpoint."""
+    """Message: the checkpoint held this many tokens, of the prompt and new ones."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """So many tokens of the prompt are in the cache."""
+    """Message: this many tokens of the prompt are in the cache."""
 
     tokens: int
 
 
 @dataclass(frozen=True)
 class Token:
-    """A new token."""
+    """Message: a new token."""
 
     token: int
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The new tokens, and what they took; what each rank held and heard is in order of rank."""
+class Result:
+    """New tokens, their times, and lists with one figure per rank."""
 
     tokens: list[int]
     prompt_tokens: int
@@ -82,24 +82,24 @@ class Answer:
     prefill_seconds: float
     seconds_per_token: float
     merging_share: float
-    """Of the time of a token, what merging across ranks takes the rank that comes last and need not wait for others."""
+    """Share of a token's time in merges, on the last rank to enter each merge, which does not wait there."""
     keys: list[int]
-    """Tokens of each layer whose keys and values a rank holds; with a heads axis, of its share of the heads."""
+    """Tokens of each layer with keys and values on a rank; with a heads axis, of its share of the heads."""
     cache_bytes: list[int]
     bytes_per_token: list[int]
-    """That a rank receives for each new token."""
+    """Bytes that a rank receives per new token."""
 
 
-class _Telling(BaseStreamer):  # type: ignore[misc]
-    """Says each token as transformers hands it over."""
+class _TokenSender(BaseStreamer):  # type: ignore[misc]
+    """Sends each new token that transformers streams."""
 
-    def __init__(self, say: Callable[[Any], None], prompt_tokens: int) -> None:
-        self.say, self.skip = say, prompt_tokens
+    def __init__(self, send: Send, prompt_tokens: int) -> None:
+        self.send, self.skip = send, prompt_tokens
 
     def put(self, value: Tensor) -> None:
-        """All that there is comes first, the prompt and what a checkpoint has."""
+        """Send tokens; the first call has the prompt, and new tokens of a checkpoint."""
         for token in value.flatten().tolist()[self.skip :]:
-            self.say(Token(token))
+            self.send(Token(token))
         self.skip = 0
 
     def end(self) -> None:
@@ -107,8 +107,8 @@ class _Telling(BaseStreamer):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A model, a prompt, and what there is of it to go on from: with a checkpoint perhaps new tokens too."""
+class _Session:
+    """A model, a prompt and a cache; `reached` is the prompt with new tokens of a checkpoint."""
 
     model: PreTrainedModel
     ids: Tensor
@@ -118,72 +118,72 @@ class _Begun:
     load_seconds: float
 
 
-def answer(say: Callable[[Any], None], request: Request) -> Answer:
-    """On a rank: the answer, the same on all; what happens meanwhile rank 0 says."""
+def run_request(send: Send, request: Request) -> Result:
+    """Return the result, the same on all ranks; messages are sent from rank 0 alone."""
     set_deadline(request.deadline)
     first = dist.get_rank() == 0
-    told: Callable[[Any], None] = say if first else _nothing
-    begun = _begun(told, request)
-    prefill_seconds = _prefilled(told, begun)
-    return _decoded(begun, prefill_seconds, _Telling(say, begun.ids.shape[1]) if first else None)
+    send = send if first else _ignore
+    session = _load(send, request)
+    prefill_seconds = _prefill(send, session)
+    return _decode(session, prefill_seconds, _TokenSender(send, session.ids.shape[1]) if first else None)
 
 
-def _begun(say: Callable[[Any], None], request: Request) -> _Begun:
-    """Load the model, and what a checkpoint has."""
+def _load(send: Send, request: Request) -> _Session:
+    """Load the model, and the state of a checkpoint."""
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh = init_mesh(device.type, request.shape, *request.heads) if dist.get_world_size() > 1 else None
-    logging.disable_progress_bar()  # of each rank: there is one to look at
+    logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     start = perf_counter()
     model = open_model(request.model, request.dtype, device)
-    loading = perf_counter() - start
-    say(Loaded(loading))
+    load_seconds = perf_counter() - start
+    send(Loaded(load_seconds))
     ids = torch.tensor([request.ids], device=device)
     cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)
     torch.manual_seed(request.seed)
     options, reached = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}, ids
     if request.checkpoint is not None:
-        kept = hf.Checkpoint(request.checkpoint, every=request.every)
-        reached = kept.begin(model, ids, cache, Settings(model, options))
-        options["checkpoint"] = kept
+        checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
+        reached = checkpoint.begin(model, ids, cache, Settings(model, options))
+        options["checkpoint"] = checkpoint
         if cache.get_seq_length():
-            say(Resumed(reached.shape[1] if reached is not ids else cache.get_seq_length()))
-    return _Begun(model, ids, reached, cache, options, loading)
+            send(Resumed(reached.shape[1] if reached is not ids else cache.get_seq_length()))
+    return _Session(model, ids, reached, cache, options, load_seconds)
 
 
-def _prefilled(say: Callable[[Any], None], begun: _Begun) -> float:
-    """Seconds of all but the last token, chunk by chunk as far as there is something to tell."""
-    kept, ids = begun.options.get("checkpoint"), begun.reached
+def _prefill(send: Send, session: _Session) -> float:
+    """Prefill all but the last token, a message per chunk, and return the seconds."""
+    checkpoint, ids = session.options.get("checkpoint"), session.reached
 
     def after(tokens: int) -> None:
-        if kept is not None:
-            kept.save(begun.cache, ids[:, :tokens])
-        say(Prefilled(tokens))
+        if checkpoint is not None:
+            checkpoint.save(session.cache, ids[:, :tokens])
+        send(Prefilled(tokens))
 
     start = perf_counter()
-    hf.prefill(begun.model, ids, begun.cache, chunk_size=CHUNK, after=after)
-    say(Prefilled(ids.shape[1]))  # also where there was nothing to compute
+    hf.prefill(session.model, ids, session.cache, chunk_size=CHUNK, after=after)
+    send(Prefilled(ids.shape[1]))  # also after a checkpoint that holds the whole prompt
     return perf_counter() - start
 
 
-def _decoded(begun: _Begun, prefill_seconds: float, streamer: _Telling | None) -> Answer:
-    """The new tokens, and what ranks held, heard and waited for."""
-    ids, cache = begun.ids, begun.cache
+def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | None) -> Result:
+    """Decode the new tokens and gather the figures of all ranks."""
+    ids, cache = session.ids, session.cache
     start = perf_counter()
     with counted() as traffic:
-        output = hf.generate(begun.model, ids, cache=cache, streamer=streamer, **begun.options)
+        output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.options)
     seconds = perf_counter() - start
-    fresh = max(1, output.shape[1] - begun.reached.shape[1])
+    new = max(1, output.shape[1] - session.reached.shape[1])
     axes = Mesh.of(cache.mesh).axes
-    table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // fresh], axes)
+    table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
     merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
-    return Answer(
+    return Result(
         tokens=output[0, ids.shape[1] :].tolist(),
         prompt_tokens=ids.shape[1],
-        load_seconds=begun.load_seconds,
+        load_seconds=session.load_seconds,
         prefill_seconds=prefill_seconds,
-        seconds_per_token=seconds / fresh,
+        seconds_per_token=seconds / new,
         merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
         keys=[row[0] for row in table],
         cache_bytes=[row[1] for row in table],
@@ -191,5 +191,5 @@ def _decoded(begun: _Begun, prefill_seconds: float, streamer: _Telling | None) -
     )
 
 
-def _nothing(_: Any) -> None:
-    pass
+def _ignore(_: Any) -> None:
+    """Send nothing."""

@@ -1,5 +1,6 @@
-"""Ranks on this machine: start them, run one function on all, hear what they say meanwhile, and leave none behind."""
+"""Ranks on this machine: start them, run one function on all, receive their messages, and end them all."""
 
+import inspect
 import multiprocessing as mp
 import os
 import signal
@@ -8,6 +9,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -20,21 +22,31 @@ import torch.distributed as dist
 
 from attnmesh.errors import InputError, RankFailure
 
-Say = Callable[[Any], None]
-"""How a rank tells something before it is done."""
+Send = Callable[[Any], None]
+"""Sends a message of a rank, before its result, to the process that started it."""
 
 Work = tuple[Callable[..., Any], tuple[Any, ...], bool]
-"""A function, its arguments, and whether it says things meanwhile."""
+"""A function, its arguments, and whether its first argument is a `Send`."""
 
 GRACE_PERIOD = 2.0
-"""Seconds that the others get after one has failed: most fail with it, and what they say may tell more."""
+"""Seconds that the other ranks get after one has failed, since their errors may be the clearer ones."""
 
 TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for each other; one that dies is noticed at once, by whoever started it."""
+"""Timeout of the process group. The process that started a rank notices its death at once."""
 
 
 class RankError(RuntimeError):
-    """A rank failed in a way that it could not foresee, or died."""
+    """A rank died or raised an unexpected error."""
+
+
+def under_torchrun() -> bool:
+    """Return True if torchrun started this process as a rank."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Return True on the rank of torchrun that prints, and without torchrun."""
+    return not under_torchrun() or os.environ.get("RANK") == "0"
 
 
 def run_on_ranks(
@@ -45,18 +57,18 @@ def run_on_ranks(
     threads: int = 1,
     gpus: bool = False,
     exact_memory: bool = False,
-    heard: Say | None = None,
+    on_message: Send | None = None,
 ) -> list[Any]:
-    """Each rank's result, from gloo ranks of so many threads each; the first error ends all and is raised here.
+    """Return each rank's result, from gloo ranks of `threads` threads; raise the first error, which ends all ranks.
 
-    With `gpus` each rank has a GPU of its own, and they speak NCCL. With `heard`, the function's first argument is a
-    way to `say` things, which are heard here as they come. With `exact_memory`, memory goes back to the system when it
-    is freed, so that the resident size tells what is held; that is slow, and not for timing. Whatever happens here, an
-    interrupt included, all ranks are ended.
+    With `gpus` each rank has a GPU and they use NCCL. With `on_message` the first argument of the function is a `Send`,
+    and each message is passed to `on_message` as it arrives. With `exact_memory` freed memory returns to the system at
+    once: the resident size is then what is held, but calls are slow. No rank outlives this call, nor an interrupt.
     """
     context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload([function.__module__])  # imported once, or each rank would
+        functions = [function, *(x for x in arguments if inspect.isfunction(x))]
+        context.set_forkserver_preload([x.__module__ for x in functions])  # imported once, not by each rank
         _start_forkserver()
     if exact_memory:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
@@ -66,20 +78,20 @@ def run_on_ranks(
             for rank in range(ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 place = (rank, ranks, threads, gpus, store)
-                work = (function, arguments, heard is not None)
+                work = (function, arguments, on_message is not None)
                 process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
                 process.start()
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            return results(pipes, lambda rank: _death(rank, processes[rank]), heard, seconds)
+            return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
         finally:
             os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             _end(processes)
 
 
 def _start_forkserver() -> None:
-    """Start the process that ranks are forked from, which ignores interrupts from its first import on."""
+    """Start the process that ranks are forked from; it ignores interrupts from its first import on."""
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread can change how signals are handled
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -90,9 +102,9 @@ def _start_forkserver() -> None:
 
 
 def results(
-    pipes: list[Connection], death: Callable[[int], RankError], heard: Say | None, seconds: float | None
+    pipes: list[Connection], death: Callable[[int], RankError], on_message: Send | None, seconds: float | None
 ) -> list[Any]:
-    """What each rank returned, once all have; or the first error, once there is one: `death` of a silent rank."""
+    """Return the results of all ranks, or raise the first error; `death` makes the error of a rank that died."""
     done: dict[int, Any] = {}
     failures: dict[int, BaseException] = {}
     end = None if seconds is None else time.monotonic() + seconds
@@ -108,8 +120,8 @@ def results(
                 kind, value = pipe.recv()
             except EOFError:
                 kind, value = "failed", death(rank)
-            if kind == "said" and heard is not None:
-                heard(value)
+            if kind == "message" and on_message is not None:
+                on_message(value)
                 continue
             waiting.pop(pipe)
             if kind == "done":
@@ -118,7 +130,7 @@ def results(
                 failures[rank] = value
                 end = min(end or time.monotonic() + GRACE_PERIOD, time.monotonic() + GRACE_PERIOD)
     if failures:
-        # What a rank foresaw says more than that others lost it.
+        # An input error is the cause; the other ranks' errors follow from it.
         raise min(failures.values(), key=lambda error: not isinstance(error, InputError))
     if waiting:
         raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
@@ -128,14 +140,13 @@ def results(
 def _death(rank: int, process: Any) -> RankError:
     process.join(timeout=1)
     code = process.exitcode
-    how = (
-        f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"left with exit code {code}"
-    )
-    return RankError(f"rank {rank} {how} before it was done")
+    killed = code is not None and code < 0
+    ending = f"was ended by {signal.Signals(-code).name}" if killed else f"left with exit code {code}"
+    return RankError(f"rank {rank} {ending} before it was done")
 
 
 def _end(processes: list[Any]) -> None:
-    """Nobody is left: those that are done leave by themselves, the others are not asked."""
+    """Wait a second for ranks that are done, then kill the others."""
     end = time.monotonic() + 1
     for process in processes:
         process.join(timeout=max(0, end - time.monotonic()))
@@ -145,12 +156,12 @@ def _end(processes: list[Any]) -> None:
 
 
 def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work) -> None:
-    """A rank's life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the one that started us, and ends us
+    """Run the work as one rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     rank, ranks, threads, gpus, store = place
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing listens but on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on this machine only
     torch.set_num_threads(threads)
 
     def enter() -> None:
@@ -163,32 +174,29 @@ def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work)
 
 
 def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
-    """Enter the world of ranks, do the work, and tell what came of it."""
-    function, arguments, talks = work
+    """Join the process group, do the work, and send its result or its error."""
+    function, arguments, sends = work
     lock = threading.Lock()
 
-    def say(what: Any) -> None:
+    def send(message: Any) -> None:
         with lock:
-            pipe.send(("said", what))
+            pipe.send(("message", message))
 
+    warnings.filterwarnings("ignore", module=r"torch\b")  # each rank would print PyTorch's warnings about itself
     try:
         enter()
-        result = function(*([say] if talks else []), *arguments)
+        result = function(*([send] if sends else []), *arguments)
         with lock:
             pipe.send(("done", result))
         dist.destroy_process_group()
     except Exception as error:
-        # A foreseen error travels as it is; another may be one that only this process can make.
-        told = (
-            error
-            if isinstance(error, (InputError, RankFailure))
-            else RankError(f"on a rank:\n{traceback.format_exc()}")
-        )
-        pipe.send(("failed", told))
+        # Our errors can be pickled; of an unknown class only the text is sent.
+        known = isinstance(error, (InputError, RankFailure))
+        pipe.send(("failed", error if known else RankError(f"on a rank:\n{traceback.format_exc()}")))
 
 
 def _leave_with_parent() -> None:
-    """If the process that started this one is gone, however it went, so is its work."""
+    """End this process when the one that started it has ended."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()

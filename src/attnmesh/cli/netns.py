@@ -1,12 +1,11 @@
-"""Hosts on one machine: network namespaces joined by a bridge, the link of each as slow as asked for, both ways.
+"""Hosts on one machine: network namespaces joined by a bridge, each link limited to a rate in both directions.
 
-        switch ─┬─ rate ─ host 0: ranks 0, 1          what leaves a host and what comes to it wait in `tc tbf`;
-                ├─ rate ─ host 1: ranks 2, 3          what stays in a host goes by its loopback, and is not counted
-                └─ rate ─ host 2: ranks 4, 5          by the host's interface
+        switch ─┬─ rate ─ host 0: ranks 0, 1          `tc tbf` limits both directions of each link;
+                ├─ rate ─ host 1: ranks 2, 3          traffic inside a host uses its loopback,
+                └─ rate ─ host 2: ranks 4, 5          which the counters of the link leave out
 
-All of it lives in one set of namespaces of processes, mounts and networks, whose first process ends with the one that
-asked for it. So whatever happens here, the kernel takes down the ranks, the links and the names; and sets of hosts that
-stand side by side cannot see each other.
+All hosts live in one set of process, mount and network namespaces. Its first process ends with the process that started
+it, and the kernel then removes ranks, links and names. Sets of hosts that run side by side cannot see each other.
 """
 
 import os
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,29 +26,29 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.launch import TIMEOUT, RankError, Say, perform, results, run_on_ranks
+from attnmesh.cli.launch import TIMEOUT, RankError, Send, perform, results, run_on_ranks
 from attnmesh.errors import ClusterError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
-MOST = 250
-"""Hosts that can stand on one switch here."""
+MAX_HOSTS = 250
+"""Hosts on one switch at most, each with an address of 10.0.0.0/24."""
 
-PROCESSES = 1024
-"""Ranks that can be started on one machine: more, by a slip of the hand, would take all that it has."""
+MAX_PROCESSES = 1024
+"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 LINK = "eth0"
-"""A host's interface, as it sees it."""
+"""Name of a host's interface inside the host."""
 
 HEADERS = 66
-"""Bytes of Ethernet, IP and TCP (with its timestamps) before what a packet brings."""
+"""Bytes of the Ethernet, IP and TCP headers (with timestamps) of a packet."""
 
 TOOLS = ("ip", "tc", "unshare", "setpriv", "mount", "sysctl")
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """So many hosts of so many ranks, each host's link of so many bits a second each way.
+    """A number of hosts, the ranks of each, and the rate of each host's link in bits per second and direction.
 
     >>> Hosts.parse("8x2@250mbit")
     Hosts(hosts=8, ranks=2, rate=250000000.0)
@@ -61,14 +60,14 @@ class Hosts:
 
     @staticmethod
     def parse(text: str) -> "Hosts":
-        """What `--hosts` takes."""
+        """Return the hosts that `--hosts` describes."""
         found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})@([0-9]{1,9}(?:\.[0-9]{1,9})?)(kbit|mbit|gbit)", text.strip())
         if not found:
             fix = "write hosts x ranks a host @ the rate of a host's link"
             raise ClusterError("--hosts", "as in 8x2@250mbit", repr(text), fix)
         hosts, ranks, number, unit = found.groups()
         made = Hosts(int(hosts), int(ranks), float(number) * UNITS[unit])
-        for name, count, most in (("hosts", made.hosts, MOST), ("ranks a host", made.ranks, 64)):
+        for name, count, most in (("hosts", made.hosts, MAX_HOSTS), ("ranks a host", made.ranks, 64)):
             if not 1 <= count <= most:
                 raise ClusterError("--hosts", f"1 to {most} {name}", str(count), "ask for what one machine can run")
         if not 1e5 <= made.rate <= 1e10:
@@ -82,67 +81,74 @@ class Hosts:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of ranks of all hosts."""
         return self.hosts * self.ranks
 
 
 World = int | Hosts
-"""Ranks on this machine, or on hosts made on it."""
+"""A number of ranks on this machine, or hosts made on it."""
 
 
 def world_of(ranks: int, hosts: str | None) -> World:
-    """What a command's `--ranks` and `--hosts` ask for."""
+    """Return the world of a command's `--ranks` and `--hosts`."""
     if hosts is not None:
         return Hosts.parse(hosts)
-    if not 1 <= ranks <= PROCESSES:
+    if not 1 <= ranks <= MAX_PROCESSES:
         given, fix = f"{ranks:,}", "ask for what one machine can run"
-        raise ClusterError("--ranks", f"1 to {PROCESSES:,} ranks on this machine", given, fix)
+        raise ClusterError("--ranks", f"1 to {MAX_PROCESSES:,} ranks on this machine", given, fix)
     return ranks
 
 
 def ranks_of(world: World) -> int:
-    """How many ranks it has."""
+    """Return the number of ranks."""
     return world if isinstance(world, int) else world.world
 
 
-def as_asked(world: World) -> str:
-    """How a command is asked for it."""
+def world_option(world: World) -> str:
+    """Return the option of a command that names the world."""
     return f"--ranks {world}" if isinstance(world, int) else f"--hosts {world}"
 
 
 def run_on(
-    world: World, function: Callable[..., Any], *arguments: Any, heard: Say | None = None, threads: int = 1
+    world: World, function: Callable[..., Any], *arguments: Any, on_message: Send | None = None, threads: int = 1
 ) -> list[Any]:
-    """Each rank's result, from local ranks of so many threads, or from those of made hosts, of one thread each."""
+    """Return each rank's result; local ranks have `threads` threads, those on hosts have one."""
     if isinstance(world, int):
-        return run_on_ranks(world, function, *arguments, heard=heard, threads=threads)
-    return run_on_hosts(world, function, *arguments, heard=heard)
+        return run_on_ranks(world, function, *arguments, on_message=on_message, threads=threads, seconds=3600.0)
+    return run_on_hosts(world, function, *arguments, on_message=on_message)
+
+
+def send_rows(send: Send, rows: Callable[..., Iterable[Any]], *arguments: Any) -> None:
+    """Send each row from rank 0 when it is measured; every rank measures all rows."""
+    for row in rows(*arguments):
+        if dist.get_rank() == 0:
+            send(row)
 
 
 def run_on_hosts(
-    hosts: Hosts, function: Callable[..., Any], *arguments: Any, seconds: float = 3600.0, heard: Say | None = None
+    hosts: Hosts, function: Callable[..., Any], *arguments: Any, seconds: float = 3600.0, on_message: Send | None = None
 ) -> list[Any]:
-    """Each rank's result, from gloo ranks that torchrun starts on each host; the first error ends all.
+    """Return each rank's result, from gloo ranks that torchrun starts on each host; the first error ends all ranks.
 
-    As `run_on_ranks` otherwise. Needs Linux and root; elsewhere it says so.
+    The rest is as in `run_on_ranks`. Raises ClusterError without Linux and root.
     """
     check_here()
     end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="attnmesh-") as name, socket.socket(socket.AF_UNIX) as door:
         folder = Path(name)
-        door.bind(str(folder / "door"))  # a path is seen from every network; the folder is ours alone
+        door.bind(str(folder / "door"))  # a path is visible from every network namespace
         door.listen(hosts.world)
         (folder / "script").write_text(script(hosts, folder))
         with (folder / "log").open("wb") as log:
             first = subprocess.Popen([*FIRST, "sh", str(folder / "script")], stdin=-3, stdout=log, stderr=log)
         pipes: list[Connection] = []
         try:
-            pipes = _entered(door, first, hosts, folder, end)
+            pipes = _accept(door, first, hosts, folder, end)
             for pipe in pipes:
-                pipe.send((function, arguments, heard is not None))
-            return results(pipes, lambda rank: _death(rank, folder), heard, end - time.monotonic())
+                pipe.send((function, arguments, on_message is not None))
+            return results(pipes, lambda rank: _death(rank, folder), on_message, end - time.monotonic())
         finally:
-            first.kill()  # and with it all that it started
+            first.kill()  # ends all processes of its namespaces
             first.wait()
             for pipe in pipes:
                 pipe.close()
@@ -161,15 +167,15 @@ FIRST = [
     "--kill-child",
     "--mount-proc",
 ]
-"""Starts the first process of namespaces of their own, which ends when this one does."""
+"""Starts the first process of new namespaces; it ends when this process ends."""
 
 
 SETTINGS = "net.ipv4.tcp_slow_start_after_idle=0 net.ipv4.tcp_congestion_control=reno"
-"""Of each host: a link that has rested is still as fast as it is."""
+"""Kernel settings of each host: TCP keeps its rate after an idle link."""
 
 
 def script(hosts: Hosts, folder: Path) -> str:
-    """What the first process does: make switch and hosts, start torchrun on each, and wait."""
+    """Return the shell script of the first process: make switch and hosts, start torchrun on each, and wait."""
     run = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
     run += f" --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
     where = f"--master-addr {address(0)} --master-port 29500"
@@ -181,12 +187,12 @@ def script(hosts: Hosts, folder: Path) -> str:
 
 
 def links(hosts: Hosts) -> list[str]:
-    """Lines of a shell that make switch and hosts: host i is the network h{i}, its line to the switch up{i}."""
-    # A burst of 4 ms or more goes at once, in packets as large as they come.
+    """Return shell lines that make switch and hosts; host i is the namespace h{i}, its link to the switch is up{i}."""
+    # The bucket holds 4 ms of traffic and at least two of the largest packets.
     shape = f"root tbf rate {hosts.rate:.0f}bit burst {max(131072, int(hosts.rate / 8 * 0.004))} limit 16mb"
     lines = [
         "set -e",
-        "mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns",  # names that nobody else sees
+        "mkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns",  # names inside these namespaces only
         "ip link set lo up",
         "ip link add name switch type bridge && ip link set switch up",
     ]
@@ -205,14 +211,13 @@ def links(hosts: Hosts) -> list[str]:
 
 
 def address(host: int) -> str:
-    """A host's address on the switch."""
+    """Return a host's address on the switch."""
     return f"10.0.0.{host + 1}"
 
 
 def check_here() -> None:
     """Raise unless hosts can be made on this machine."""
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    given = None
+    missing, given = [tool for tool in TOOLS if shutil.which(tool) is None], None
     if sys.platform != "linux":
         given = sys.platform
     elif os.geteuid() != 0:
@@ -224,8 +229,8 @@ def check_here() -> None:
         raise ClusterError("hosts on one machine", "root on Linux, to make network namespaces", given, fix)
 
 
-def _entered(door: socket.socket, first: subprocess.Popen[bytes], hosts: Hosts, folder: Path, end: float) -> list[Any]:
-    """A pipe to each rank, in order of rank, once all have come."""
+def _accept(door: socket.socket, first: subprocess.Popen[bytes], hosts: Hosts, folder: Path, end: float) -> list[Any]:
+    """Return a pipe to each rank, in order of rank, once all ranks have connected."""
     door.settimeout(0.2)
     pipes: dict[int, Connection] = {}
     while len(pipes) < hosts.world:
@@ -249,24 +254,24 @@ def _log(folder: Path) -> str:
 
 
 class Wire(NamedTuple):
-    """What has gone through an interface of a host so far, each way, by its own counters."""
+    """Counters of an interface of a host: bytes and packets in each direction."""
 
     sent: int = 0
     sent_packets: int = 0
     received: int = 0
     received_packets: int = 0
 
-    def __sub__(self, before: "Wire") -> "Wire":
-        return Wire(*(now - then for now, then in zip(self, before, strict=True)))
+    def __sub__(self, other: "Wire") -> "Wire":
+        return Wire(*(x - y for x, y in zip(self, other, strict=True)))
 
     @property
     def payload(self) -> int:
-        """Bytes sent, without the headers of their packets; acknowledgements are headers alone."""
+        """Bytes sent, without packet headers; an acknowledgement has nothing else."""
         return self.sent - HEADERS * self.sent_packets
 
 
 def wires() -> tuple[Wire, Wire]:
-    """The counters of this host: of what stays inside it and goes by sockets, and of what leaves it."""
+    """Return the counters of this host: of its loopback, and of its link."""
     found = {}
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
@@ -279,7 +284,7 @@ def wires() -> tuple[Wire, Wire]:
 
 
 def _rank(door: str) -> None:
-    """A rank's life: torchrun has told it where it is, and the one who asked for it what to do."""
+    """Run as one rank that torchrun started: receive the work by the socket `door`, do it and send the result."""
     torch.set_num_threads(1)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(door)

@@ -1,11 +1,13 @@
-"""How the command shows things: tables, one JSON object, and the machine beside its figures."""
+"""Output of the command: tables, JSON, progress, errors, and the machine that figures were measured on."""
 
 import json
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+import time
+from dataclasses import asdict
 from errno import EACCES
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -15,19 +17,22 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 
 import attnmesh
-from attnmesh.errors import ArgumentError
+from attnmesh.cli.launch import RankError, is_first_rank
+from attnmesh.errors import ArgumentError, InputError, RankFailure
+
+INTERVAL = 8.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 
 
 def writable(option: str, file: Path | None) -> Path | None:
-    """A path that cannot be written is better known before than after."""
+    """Return the path, or raise before anything is measured if it cannot be written."""
     try:
         if file is not None:
             file.touch()
-            if not os.access(file, os.W_OK):  # its owner can touch it all the same
+            if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
                 raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
         fix = "make the folder first, or name another"
@@ -39,29 +44,99 @@ def _writable_out(file: Path | None) -> Path | None:
     return writable("--out", file)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say how each figure comes about, and where errors do.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object and nothing else; a bench prints it row by row.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
 ]
-
 HostsOption = Annotated[
     str | None,
     typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
 ]
 
 console = Console(emoji=False)
-progress = Console(stderr=True, emoji=False)
 
 
-def telling(status: Status) -> Callable[[str], None]:
-    """Shows what is done now as it stands: a name in it may have brackets, which are no markup."""
-    return lambda text: status.update(escape(printable(text)))
+class Status:
+    """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds."""
+
+    def __init__(self, error: Console, text: str) -> None:
+        self.error, self.text, self.start = error, text, time.monotonic()
+        self.spinner = error.status(escape(printable(text))) if error.is_terminal else None
+        self.stopped = threading.Event()
+
+    def __enter__(self) -> "Status":
+        if self.spinner is None:
+            threading.Thread(target=self._print_lines, daemon=True).start()
+        else:
+            self.spinner.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def update(self, text: str) -> None:
+        """Show another step."""
+        self.text = text
+        if self.spinner is not None:
+            self.spinner.update(escape(printable(text)))
+
+    def stop(self) -> None:
+        """Show no more steps."""
+        self.stopped.set()
+        if self.spinner is not None:
+            self.spinner.stop()
+
+    def _print_lines(self) -> None:
+        while not self.stopped.wait(INTERVAL):
+            seconds = time.monotonic() - self.start
+            self.error.print(escape(f"{printable(self.text)} ({seconds:.0f} s)"), highlight=False, soft_wrap=True)
+
+
+class Progress:
+    """Standard error: the step that a command is at, and messages."""
+
+    def __init__(self) -> None:
+        self.error = Console(stderr=True, emoji=False)
+
+    def status(self, text: str) -> Status:
+        """Return a step to be shown in a `with` statement."""
+        return Status(self.error, text)
+
+    def print(self, text: str) -> None:
+        """Print one line of markup, however long it is."""
+        self.error.print(text, highlight=False, soft_wrap=True)
+
+
+progress = Progress()
+
+
+def print_error(error: Exception) -> int:
+    """Print an error as one line and return the exit code; raise it again if no user can mend it."""
+    if isinstance(error, ModuleNotFoundError):
+        extra = "plot" if error.name == "matplotlib" else "hf"
+        text = f"this needs {error.name}: pip install 'attnmesh\\[{extra}]'"
+    elif isinstance(error, (ValueError, RankError, RankFailure, OSError)):
+        if isinstance(error, InputError) and not is_first_rank():
+            return 1  # all ranks of torchrun raise it, one prints it
+        text = escape(_brief(error))
+    else:
+        raise error
+    progress.print(f"[bold red]error:[/] {text}")
+    return 1
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    lines = [text] if isinstance(error, InputError) else text.splitlines()
+    return printable(lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]} (-v shows more)")
 
 
 def printable(text: str) -> str:
-    """On one line, and nothing that a terminal would obey or cannot show.
+    """Return the text on one line, with escapes in place of what a terminal would obey or cannot show.
 
     >>> print(printable("new\\nline, \\x1b[31mred"))
     new\\nline, \\x1b[31mred
@@ -70,7 +145,7 @@ def printable(text: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure needs beside it to mean something."""
+    """Return versions and the names of CPU and GPU, to be printed beside figures."""
     gpu = {}
     if torch.cuda.is_available():
         triton = packages_distributions().get("triton")
@@ -91,12 +166,12 @@ def machine() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """As NVIDIA's own tool tells."""
+    """Return the version of NVIDIA's driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.splitlines()
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return lines[0] if lines else None
 
 
@@ -107,7 +182,7 @@ def _processor() -> str:
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:
-    """A table of names and values."""
+    """Return a table of names and values."""
     rows = titled(title, "", "")
     rows.show_header = False
     for name, value in values.items():
@@ -116,12 +191,17 @@ def pairs(title: str, values: dict[str, Any]) -> Table:
 
 
 def titled(title: str, *columns: str) -> Table:
-    """A table with its title on the left."""
+    """Return an empty table with its title on the left."""
     return Table(*columns, title=escape(title), title_justify="left", title_style="bold")
 
 
+def print_json(value: dict[str, Any]) -> None:
+    """Print one object on standard output."""
+    typer.echo(json.dumps(value, indent=2))
+
+
 def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
-    """Write the report to the file asked for, if any; whether it was all that was asked for on standard output."""
+    """Write a report to the file, if any, and print it with `as_json`. Return `as_json`."""
     if out is not None:
         out.write_text(json.dumps(report, indent=2) + "\n")
     if as_json:
@@ -129,6 +209,40 @@ def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
     return as_json
 
 
-def print_json(value: dict[str, Any]) -> None:
-    """One object on standard output."""
-    typer.echo(json.dumps(value, indent=2))
+class Report:
+    """One JSON object of a bench, written as its rows are measured.
+
+    The file is rewritten after each row: it is valid at any moment, and `"complete"` is false until the end. Standard
+    output gets the text of the same object as it grows; an interrupt closes its brackets.
+    """
+
+    def __init__(self, command: str, as_json: bool, out: Path | None) -> None:
+        self.record: dict[str, Any] = {"command": command, "machine": machine()}
+        self.as_json, self.out, self.printed = as_json, out, ""
+
+    def add(self, table: str, *rows: Any) -> None:
+        """Add rows, which are dataclasses or have a `record()`, to the last table or to a new one."""
+        records = [row.record() if hasattr(row, "record") else asdict(row) for row in rows]
+        self.set(**{table: [*self.record.get(table, []), *records]})
+
+    def set(self, **facts: Any) -> None:
+        """Set values of the object: new ones, or the last one with more in it."""
+        self.record |= facts
+        self._write({**self.record, "complete": False})
+        # The object grows at its end, so its text without closing brackets begins with the text printed before.
+        self._print(json.dumps(self.record, indent=2).rstrip("]}\n "))
+
+    def close(self, complete: bool) -> None:
+        """Write the object whole."""
+        self.record["complete"] = complete
+        self._write(self.record)
+        self._print(json.dumps(self.record, indent=2) + "\n")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.out is not None:
+            self.out.write_text(json.dumps(record, indent=2) + "\n")
+
+    def _print(self, text: str) -> None:
+        if self.as_json:
+            typer.echo(text.removeprefix(self.printed), nl=False)
+            self.printed = text

@@ -21,7 +21,6 @@ from attnmesh.cli.output import (
     print_json,
     printable,
     progress,
-    telling,
     titled,
     writable,
 )
@@ -94,9 +93,9 @@ def plan(
     with progress.status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if plot is not None:
-            write_plot(plot, work, machines, plans, telling(status))
+            write_plot(plot, work, machines, plans, status.update)
         if report is not None:
-            write_report(report, work, machines, telling(status))
+            write_report(report, work, machines, status.update)
     shown = distinct(plans)[:top]
     if as_json:
         print_json(_record(cluster, work, machines, shown))

@@ -1,4 +1,4 @@
-"""The command `attnmesh probe`: the constants of a running world, for `attnmesh plan` to go by."""
+"""The command `attnmesh probe`: measure the constants of a world of ranks, for `attnmesh plan`."""
 
 import os
 import socket
@@ -9,7 +9,7 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cli.netns import as_asked, run_on, world_of
+from attnmesh.cli.netns import run_on, world_of, world_option
 from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
@@ -26,40 +26,43 @@ def probe(
     verbose: Verbose = False,
     out: OutFile = None,
 ) -> None:
-    """Measure links and devices while all ranks are at work (20 s): of the ranks of torchrun, or of some started here.
+    """Measure links and devices of the ranks of torchrun, or of ranks started on this machine, all at work (20 s).
 
     The file that `--out` writes is a cluster for `attnmesh plan --cluster FILE`.
     """
-    by_torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if by_torchrun:
+    torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if torchrun:
         check_master()
         dist.init_process_group()
-        found = measured()
         first, command = dist.get_rank() == 0, "torchrun ... attnmesh probe"
+        with progress.status("measuring the ranks of torchrun") as status:
+            if not first:
+                status.stop()
+            found = measured()
         dist.destroy_process_group()
         if not first:
             return
     else:
         world = world_of(ranks, hosts)
-        with progress.status(f"measuring {as_asked(world)[2:]}"):
+        with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
             found = run_on(world, measured)[0]
-        command = f"attnmesh probe {as_asked(world)}"
+        command = f"attnmesh probe {world_option(world)}"
     report = {"command": command, "machine": machine(), "cluster": found.record()}
     if published(report, as_json, out):
         return
-    console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", told(found)))
+    console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
     if verbose:
         console.print(PROBE_EXPLAINED)
 
 
 PROBE_EXPLAINED = """\
-Medians of a few rounds, and of the ranks the slowest. Every rank works at once, so each has its share of cores, memory
-and links, as in a run. Attention is that of 8 heads over 512 tokens (8,192 on a GPU); reading is one query over keys
-that do not fit a cache. A message is one of 16 kB; in merges ranks of a host may go by memory that they share."""
+Figures are medians of a few rounds on the slowest rank. All ranks work at once, so each has its share of cores, memory
+and links, as in a run. Attention has 8 heads over 512 tokens (8,192 on a GPU). Reading is one query over keys larger
+than a CPU's cache. A message has 16 kB. In a merge, ranks of one host may use shared memory."""
 
 
 def measured() -> Cluster:
-    """On each rank: what all find."""
+    """Return the measured cluster, the same on all ranks."""
     world = dist.get_world_size()
     kind = device_type_of(dist.group.WORLD)
     if kind == "cuda":
@@ -68,7 +71,7 @@ def measured() -> Cluster:
 
 
 def check_master() -> None:
-    """Raise if the host that ranks are to meet at has no address, rather than wait for it."""
+    """Raise at once if the host of the rendezvous has no address."""
     name = os.environ.get("MASTER_ADDR", "")
     try:
         socket.getaddrinfo(name, None)
@@ -77,10 +80,10 @@ def check_master() -> None:
         raise ClusterError("attnmesh probe", "a host that can be found", f"{name!r} ({error})", fix) from None
 
 
-def told(cluster: Cluster) -> dict[str, Any]:
-    """What was found, in the units of people."""
+def described(cluster: Cluster) -> dict[str, Any]:
+    """Return the constants of a cluster as text with units."""
     device = cluster.device
-    found = {
+    rows = {
         "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
         "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s, copied {(device.copy_rate or 0) / 1e9:,.2f} GB/s",
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
@@ -91,5 +94,5 @@ def told(cluster: Cluster) -> dict[str, Any]:
             latency = f"{in_seconds(link.latency)}, in a merge {in_seconds(link.merge_latency)}"
             further = f"each further {in_seconds(link.message)}"
             rates = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
-            found[name] = f"a message {latency}, {further}; {rates}"
-    return found
+            rows[name] = f"a message {latency}, {further}; {rates}"
+    return rows

@@ -1,10 +1,10 @@
-"""How everything here is measured: rivals take turns in one process, and each figure comes with its spread."""
+"""Timing and memory of calls: rivals take turns in one process, and each time is a median with quartiles."""
 
 import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ import torch
 
 Call = Callable[[], Any]
 
-FORGET = Path("/proc/self/clear_refs")
-"""Where Linux is told to forget the highest memory of a process."""
+CLEAR_REFS = Path("/proc/self/clear_refs")
+"""The file that resets a process's highest resident size on Linux, when 5 is written to it."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,44 @@ class Timing:
 
     @staticmethod
     def of(seconds: list[float]) -> "Timing":
-        """The middle half of what was measured."""
+        """Return median and quartiles."""
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return Timing(*(round(1e3 * x, 4) for x in (median, low, high)))
 
     def divided(self, count: int) -> "Timing":
-        """Of one call, when so many were timed together."""
+        """Return the timing of one call of `count` that were timed together."""
         return Timing(*(round(x / count, 4) for x in (self.median, self.low, self.high)))
 
     def __str__(self) -> str:
         digits = max(0, 2 - len(str(int(self.median))) + 1)
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Our time beside a rival's, and the ratio to reach, if any."""
+
+    case: str
+    rival: str
+    theirs: Timing
+    ours: Timing
+    goal: float | None
+    gigabytes_a_second: float | None = None
+    share_of_read_rate: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """The rival's time divided by ours."""
+        return self.theirs.median / self.ours.median
+
+    @property
+    def met(self) -> bool | None:
+        """True if the goal is reached, None without a goal."""
+        return None if self.goal is None else self.ratio >= self.goal
+
+    def record(self) -> dict[str, Any]:
+        """Return the row for JSON."""
+        return {**asdict(self), "ratio": round(self.ratio, 3), "met": self.met}
 
 
 def race(
@@ -48,9 +75,9 @@ def race(
     rounds: int = 31,
     before: Call | None = None,
 ) -> dict[str, Timing]:
-    """Time the calls in turns, after a round to warm up: at least 5 rounds, then up to so many rounds or seconds.
+    """Return the timing of each call, taken in turns after a warm-up round.
 
-    `before` each call, ranks may wait for each other.
+    There are at least 5 rounds; then `seconds` or `rounds` end it. `before` is called before each call, for a barrier.
     """
     measured: dict[str, list[float]] = {name: [] for name in calls}
     end = None
@@ -67,15 +94,15 @@ def race(
 
 def _timed(call: Call, device: torch.device) -> float:
     if device.type == "cuda":
-        return _timed_there(call, device)
+        return _timed_cuda(call, device)
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
-def _timed_there(call: Call, device: torch.device) -> float:
-    """As the GPU tells, what it kept from the last call forgotten, its queue so full that no launch is waited for."""
-    _forgotten(device).zero_()
+def _timed_cuda(call: Call, device: torch.device) -> float:
+    """Time a call by CUDA events, with an empty L2 cache and a full queue, so that launches are hidden."""
+    _l2_flush(device).zero_()
     torch.cuda._sleep(200_000)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
@@ -86,47 +113,47 @@ def _timed_there(call: Call, device: torch.device) -> float:
 
 
 @cache
-def _forgotten(device: torch.device) -> torch.Tensor:
-    """More than a GPU's own cache holds."""
+def _l2_flush(device: torch.device) -> torch.Tensor:
+    """Return a tensor larger than the L2 cache; writing it evicts the rest."""
     return torch.empty(1 << 28, dtype=torch.int8, device=device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def read_rate(device: torch.device, megabytes: int = 512) -> float:
-    """The rate at which memory is read in one stream, GB/s: what a decode step cannot beat."""
+    """Return the rate of one stream of reads, GB/s: the upper bound of a decode step."""
     stream = torch.ones(megabytes * 2**20 // 4, device=device)
     timing = race({"read": lambda: stream.amax()}, device, seconds=1.0)["read"]
     return stream.numel() * 4 / timing.median / 1e6
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
-    """The most bytes beyond the present ones that a call held at once; None where the system does not tell."""
+    """Return the peak of bytes that a call allocates, or None where the system does not count them."""
     call()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         call()
         return torch.cuda.max_memory_allocated(device) - before
-    if not FORGET.exists():
+    if not CLEAR_REFS.exists():
         return None
-    # What others free meanwhile lowers the reading: the largest of a few is right.
+    # Memory freed by other threads lowers a reading, so the largest of three is taken.
     return max(_growth(call) for _ in range(3))
 
 
 def _growth(call: Call) -> int:
     gc.collect()
-    FORGET.write_text("5")  # the kernel forgets the highest resident size so far
+    CLEAR_REFS.write_text("5")
     before = resident("VmRSS")
     call()
     return resident("VmHWM") - before
 
 
 def resident(name: str) -> int:
-    """Bytes that this process has in memory ("VmRSS"), or has had at the most ("VmHWM"), as Linux tells."""
+    """Return the resident bytes of this process now ("VmRSS") or at their peak ("VmHWM"), on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))

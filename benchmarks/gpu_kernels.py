@@ -1,4 +1,4 @@
-"""`attnmesh bench kernel` on a GPU: decoding and prefill beside whatever is fastest there, and beside its memory."""
+"""`python -m benchmarks gpu-kernels`: decoding and prefill on one GPU beside its fastest rivals and the read rate."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.cli.bench_row import Row
-from attnmesh.cli.timing import Call, Timing, race
+from attnmesh.cli.timing import Call, Comparison, Timing, race
 from attnmesh.core.layout import Layout
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.driver import CacheKernel
@@ -26,7 +25,7 @@ Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of each is measured: on a GPU in earnest, elsewhere to see that it runs."""
+    """Sizes of the cases: the defaults are for a GPU, smaller ones for tests."""
 
     decoding: tuple[tuple[int, int], ...] = (  # (batch, keys)
         (1, 8_192), (1, 65_536), (1, 262_144), (1, 1_048_576), (8, 8_192), (8, 65_536), (64, 8_192), (64, 65_536),
@@ -37,8 +36,8 @@ class Sizes:
     seconds: float = 1.0
 
 
-def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Row]:
-    """Every comparison, measured when it is asked for."""
+def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Comparison]:
+    """Yield every comparison when it is measured."""
     for batch, keys in sizes.decoding:
         yield from _decoding(device, sizes, batch, keys)
     for length in sizes.prefill:
@@ -49,8 +48,8 @@ def rows(device: torch.device, sizes: Sizes = Sizes()) -> Iterator[Row]:
 # --- decoding ---
 
 
-def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iterator[Row]:
-    """Beside each rival, and beside one that does no more than read the keys and values."""
+def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iterator[Comparison]:
+    """Yield decoding beside each rival, and beside a call that only reads the keys and values."""
     case = f"decode bfloat16: batch {batch}, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {keys:,} keys"
     cache = _filled(device, sizes, batch, keys)
     q = torch.randn(batch, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
@@ -62,9 +61,9 @@ def _decoding(device: torch.device, sizes: Sizes, batch: int, keys: int) -> Iter
     reached = size / ours.median / 1e6
     goal = 0.85 if keys >= 65_536 else None
     share = reached / (size / reading.median / 1e6)
-    yield Row(case, "one that only reads them", reading, ours, goal, reached, share)
+    yield Comparison(case, "one that only reads them", reading, ours, goal, reached, share)
     for rival, theirs in timings.items():
-        yield Row(case, rival, theirs, ours, 1.0, reached, share)
+        yield Comparison(case, rival, theirs, ours, 1.0, reached, share)
 
 
 def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int) -> am.KVCache:
@@ -78,7 +77,7 @@ def _filled(device: torch.device, sizes: Sizes, batch: int, keys: int) -> am.KVC
 
 
 def _rivals(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """All that is here and decodes: the heads of a group as rows of one is the best that SDPA can be asked."""
+    """Return the installed rivals; SDPA is fastest with the query heads of a group as rows."""
     groups = q.reshape(k.shape[0], k.shape[1], -1, q.shape[-1])
     calls: dict[str, Call] = {
         "SDPA": lambda: sdpa(q, k, v, enable_gqa=True),
@@ -103,8 +102,8 @@ def _flex() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _overhead(device: torch.device, sizes: Sizes) -> Row:
-    """A whole step beside its kernel alone, on so few keys that what they cost besides is seen."""
+def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
+    """Return a whole step beside its kernel alone, on so few keys that the overhead dominates."""
     cache = _filled(device, sizes, 1, 256)
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
     kernel = choose_for_cache("auto", q, cache.keys, cache.values)
@@ -115,14 +114,14 @@ def _overhead(device: torch.device, sizes: Sizes) -> Row:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)
     allowed = Timing(*(x + 0.01 for x in (timings["kernel"].median, timings["kernel"].low, timings["kernel"].high)))
-    return Row("decode step of 256 keys", "its kernel alone, and 10 us", allowed, timings["step"], 1.0)
+    return Comparison("decode step of 256 keys", "its kernel alone, and 10 us", allowed, timings["step"], 1.0)
 
 
 # --- prefill ---
 
 
-def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Row]:
-    """Beside each of PyTorch's kernels on plain causal attention, and on shards as fast a pair as there."""
+def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Comparison]:
+    """Yield causal attention beside PyTorch's kernels, then shards of it at equal time per query-key pair."""
     heads = _heads(device, sizes, length)
     for gradients, what in ((False, "forward"), (True, "forward + backward")):
         case = f"causal bfloat16: {length:,} tokens, {sizes.heads[0]}/{sizes.heads[1]} heads of {WIDTH}, {what}"
@@ -133,15 +132,17 @@ def _prefill(device: torch.device, sizes: Sizes, length: int) -> Iterator[Row]:
         timings = _raced({name: _with(call, heads, gradients) for name, call in calls.items()}, device, sizes)
         ours = timings.pop("ours")
         for rival, theirs in timings.items():
-            yield Row(case, rival, theirs, ours, 0.95)
+            yield Comparison(case, rival, theirs, ours, 0.95)
         for layout in (am.Zigzag(), am.Striped()):
             yield _shard(device, sizes, length, layout, gradients, ours)
 
 
-def _shard(device: torch.device, sizes: Sizes, length: int, layout: Layout, gradients: bool, plain: Timing) -> Row:
-    """One rank's queries against all keys; the rival is plain attention's time for as many pairs.
+def _shard(
+    device: torch.device, sizes: Sizes, length: int, layout: Layout, gradients: bool, plain: Timing
+) -> Comparison:
+    """Return one rank's queries against all keys, beside the time of plain attention for as many query-key pairs.
 
-    Striped, with the bounds of each row brought to the GPU meanwhile.
+    For striped shards the copy of row bounds to the GPU is included.
     """
     positions = layout.positions(length, sizes.shards, 1)
     q, k, v = _heads(device, sizes, length)
@@ -152,7 +153,7 @@ def _shard(device: torch.device, sizes: Sizes, length: int, layout: Layout, grad
     theirs = Timing(*(round(x * share, 4) for x in (plain.median, plain.low, plain.high)))
     what = "forward + backward" if gradients else "forward"
     case = f"shard 1 of {sizes.shards}, {layout}: {length:,} tokens, {what}"
-    return Row(case, "plain causal, by pairs", theirs, ours, 0.85)
+    return Comparison(case, "plain causal, by pairs", theirs, ours, 0.85)
 
 
 def _heads(device: torch.device, sizes: Sizes, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,7 +176,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend) -> Tensor:
 
 
 def _with(call: Callable[[], Tensor], heads: tuple[Tensor, Tensor, Tensor], gradients: bool) -> Call:
-    """The call, without gradients or followed by them."""
+    """Return the call without gradients, or followed by its backward pass."""
     if not gradients:
         return torch.no_grad()(call)
     dout = torch.randn(*heads[0].shape, device=heads[0].device, dtype=heads[0].dtype)
@@ -186,18 +187,18 @@ def _with(call: Callable[[], Tensor], heads: tuple[Tensor, Tensor, Tensor], grad
 
 
 def _raced(calls: Mapping[str, Call], device: torch.device, sizes: Sizes) -> dict[str, Timing]:
-    """Those that run here, each as a CUDA graph if it can be one: a server's step is."""
+    """Time the calls that this GPU supports, each as a CUDA graph if it can be captured, as in a server."""
     ready = {}
     for name, call in calls.items():
         try:
             ready[name] = graphed(call, device)
-        except RuntimeError as error:  # a kernel that this GPU has not
+        except RuntimeError as error:  # a kernel that this GPU does not support
             warnings.warn(f"{name} does not run here: {str(error).splitlines()[0]}", stacklevel=2)
     return race(ready, device, seconds=sizes.seconds * len(ready))
 
 
 def graphed(call: Call, device: torch.device) -> Call:
-    """The same call as one launch of a graph; itself where it waits for the device, which no graph can."""
+    """Return the call as a CUDA graph, or itself if it waits for the device, which a graph cannot."""
     call()
     if device.type != "cuda":
         return call
@@ -215,7 +216,7 @@ def graphed(call: Call, device: torch.device) -> Call:
 
 
 def _waits(call: Call) -> bool:
-    """Whether a call, of which one has been made, waits for the device."""
+    """Return True if a call, made once before, waits for the device."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode")
         try:

@@ -1,0 +1,118 @@
+"""The prompt, the model's place and the mesh of `attnmesh generate`, checked before any rank is started."""
+
+import os
+import re
+import sys
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from attnmesh.cli.launch import under_torchrun
+from attnmesh.cli.output import Status
+from attnmesh.errors import MeshError, ModelError
+from attnmesh.mesh.shapes import Shape, elements, mesh_shapes
+
+
+class Prompt(NamedTuple):
+    """The text of `--prompt` and `--prompt-file`; `raw` leaves out the chat template."""
+
+    text: str = ""
+    file: Path | None = None
+    raw: bool = False
+
+    def read(self) -> str:
+        """Return the text of the file, then the given one."""
+        try:
+            begin = "" if self.file is None else sys.stdin.read() if str(self.file) == "-" else self.file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError("--prompt-file", "a file of text", f"{self.file}: {error}", "name another") from None
+        text = "\n\n".join(part for part in (begin, self.text) if part.strip())
+        if not text:
+            raise ModelError("prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # invalid bytes of a command line arrive as lone surrogates
+            raise ModelError("prompt", "text in UTF-8", str(error), "look to the terminal's encoding") from None
+        return text
+
+    def ids(self, tokenizer: Any, text: str) -> list[int]:
+        """Return the tokens of the text, in the chat template of the tokenizer if it has one."""
+        if self.raw or not tokenizer.chat_template:
+            ids: list[int] = tokenizer(text)["input_ids"]
+            return ids
+        messages = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+class Prepared(NamedTuple):
+    """A checked prompt for a model, and the mesh."""
+
+    place: str
+    tokenizer: Any
+    ids: tuple[int, ...]
+    heads: tuple[int, int]
+    shape: Shape
+    reason: str
+    """The reason for the shape."""
+
+
+def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
+    """Find the model, read the prompt, and choose the mesh."""
+    from transformers.utils import logging
+
+    from attnmesh.hf.load import locate, open_config, open_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    getLogger("huggingface_hub").setLevel(ERROR)  # it logs each attempt to reach the hub
+    text = prompt.read()
+    if under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
+        dist.barrier()  # one rank of each host fetches and unpacks
+    place = locate(model, status.update)
+    if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
+        dist.barrier()
+    config = open_config(place).get_text_config(decoder=True)
+    tokenizer = open_tokenizer(place)
+    ids = prompt.ids(tokenizer, text)
+    _check_length(len(ids), new, ranks, config)
+    heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return Prepared(place, tokenizer, tuple(ids), heads, *choose(mesh, ranks, *heads))
+
+
+def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, str]:
+    """Return the shape of `--mesh`, or for "auto" the one that sends least, and the reason."""
+    shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
+    if mesh != "auto":
+        sizes = re.fullmatch("([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", mesh.lower())
+        if sizes is None:
+            raise MeshError("--mesh", 'three numbers, as "1x2x2", or "auto"', repr(mesh), "leave it out")
+        shape = Shape(*map(int, sizes.groups()))
+        if shape not in shapes:
+            known = ", ".join("x".join(map(str, each)) for each in shapes)
+            given = f"{mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+            fix = f"the heads axis has to divide {kv_heads} key heads"
+            fix = fix if shape.ranks == ranks else f"the numbers have to multiply to {ranks}"
+            raise MeshError("--mesh", f"one of {known}", given, fix)
+        return shape, "it was asked for"
+    if len(shapes) == 1:
+        return shapes[0], "one rank" if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
+    sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
+    figures = f"{sent[0]:.0f} elements a token and column of a head, {'x'.join(map(str, shapes[1]))} {sent[1]:.0f}"
+    return shapes[0], f"of {len(shapes)} shapes it sends least in prefill: {figures}"
+
+
+def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:
+    """Raise if the tokens do not fit the model's context, or are fewer than the ranks."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and tokens + new > longest:
+        fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
+        fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix
+        given = f"{tokens} and {new} new ones"
+        raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
+    if not tokens:
+        raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")
+    if tokens < ranks:
+        given, fix = f"{tokens} on {ranks} ranks", "use fewer ranks, or a longer prompt"
+        raise MeshError("prompt", "at least one token a rank", given, fix)

@@ -1,0 +1,146 @@
+"""Proofs of `attnmesh check`: each kernel against attention in float64, and the kernels that "auto" chooses."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.energy import energy
+from attnmesh.core.mask import Band, Causal, Documents, Full, Mask, Window
+from attnmesh.kernels.attend import attend
+from attnmesh.kernels.cuda import CUDA, operator_name
+from attnmesh.kernels.driver import Kernel
+from attnmesh.kernels.select import KERNELS, choose, choose_for_cache
+
+CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
+"""Masks on 300 tokens, and on their last 3 queries: 6 query heads, 2 key heads of 32, values of 24."""
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+LAW = 1e-14
+"""Largest error of the energy law: 45 epsilons of float64, for sums of 300 terms."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Errors of a kernel relative to the largest true value, or `absent`: the reason why it is unsupported."""
+
+    kernel: str
+    device: str
+    dtype: str
+    absent: str | None = None
+    out_error: float | None = None
+    gradient_error: float | None = None
+    allowed: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """True if the errors are allowed, and for an unsupported kernel."""
+        errors = (self.out_error, self.gradient_error)
+        return self.absent is not None or all(e is not None and e <= (self.allowed or 0.0) for e in errors)
+
+
+def devices() -> list[torch.device]:
+    """Return the CPU, and the current GPU if PyTorch sees one."""
+    gpus = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
+    return [torch.device("cpu"), *gpus]
+
+
+def proofs() -> Iterator[Proof]:
+    """Yield the proof of every kernel in every dtype on every device."""
+    for device in devices():
+        for kernel in KERNELS:
+            yield from (_proof(kernel, device, dtype) for dtype in DTYPES)
+
+
+@torch.no_grad()
+def _error(given: Tensor, expected: Tensor) -> float:
+    return float((given.double() - expected).abs().max() / expected.abs().max())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Kernels that "auto" chooses on a device, in a dtype: for plain blocks, masked blocks, and a decode step."""
+
+    device: str
+    dtype: str
+    plain: str
+    masked: str
+    decoding: str
+
+
+def choices() -> Iterator[Choice]:
+    """Yield the choices for heads of 128, four query heads per key head."""
+    for device in devices():
+        for dtype in DTYPES:
+            q, k = (torch.zeros(1, heads, 256, 128, device=device, dtype=dtype) for heads in (4, 1))
+            plain, masked = (_chosen(q, k, mask) for mask in (Causal(), Window(40)))
+            name = str(dtype).removeprefix("torch.")
+            yield Choice(device.type, name, plain, masked, choose_for_cache("auto", q, k, k).name)
+
+
+def _chosen(q: Tensor, k: Tensor, mask: Mask) -> str:
+    """Return the name of the kernel, or of PyTorch's CUDA operator."""
+    kernel = choose("auto", q, k, k)
+    if not isinstance(kernel, CUDA):
+        return kernel.name
+    (block, *_) = kernel.cut(Band.of(mask, torch.arange(q.shape[2]), k.shape[2]), q, k, k)
+    return operator_name(q[:, :, block.queries], k[:, :, block.keys], k[:, :, block.keys], block)
+
+
+def law_error() -> float:
+    """Return the error of the reference in float64 against gradients of the energy: the reference is checked first."""
+    q, k, v, dout = _problem(torch.float64, torch.device("cpu"), 300)
+    source = torch.zeros_like(dout, requires_grad=True)
+    (out,) = torch.autograd.grad(energy(q, k, v, source).sum(), source, create_graph=True)
+    expected = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    return max(map(_error, _outputs([q, k, v, dout], Full(), "reference"), expected))
+
+
+def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
+    names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
+    reason = kernel.unsupported_reason(*_problem(dtype, device, 300)[:3])
+    if reason is not None:
+        return Proof(*names, absent=reason)
+    errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]
+    # Half precision rounds the weights, the result and its copy for the backward pass. In float32 and float64 sums of
+    # hundreds of terms dominate.
+    allowed = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
+    out_error, gradient_error = (max(error) for error in zip(*errors, strict=True))
+    return Proof(*names, out_error=out_error, gradient_error=gradient_error, allowed=allowed)
+
+
+def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:
+    """Return the error of out, and that of the worst gradient."""
+    given = _problem(dtype, device, rows)
+    exact = [x.detach().cpu().double().requires_grad_() for x in given[:3]]
+    ours = _outputs(given, mask, kernel)
+    truth = _outputs([*exact, given[3].cpu().double()], mask, "reference")
+    out_error, *errors = (_error(one.cpu(), other) for one, other in zip(ours, truth, strict=True))
+    return out_error, max(errors)
+
+
+def _outputs(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ...]:
+    """Return out and the gradients of q, k and v."""
+    q, k, v, dout = problem
+    length = k.shape[2]
+    out = attend(
+        q,
+        k,
+        v,
+        mask=mask,
+        q_positions=torch.arange(length - q.shape[2], length),
+        k_positions=torch.arange(length),
+        kernel=kernel,
+    ).out
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+
+def _problem(dtype: torch.dtype, device: torch.device, rows: int) -> list[Tensor]:
+    """Return q, k, v and dout from a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, rows, 32), (2, 2, 300, 32), (2, 2, 300, 24), (2, 6, rows, 24))
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    return [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]

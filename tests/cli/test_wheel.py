@@ -1,0 +1,68 @@
+"""The wheel: it holds the package and its command, and needs PyTorch alone."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+from attnmesh import __version__
+
+ROOT = Path(__file__).parents[2]
+USE = """
+import sys, warnings
+warnings.simplefilter("ignore")  # PyTorch's own, about numpy
+import torch, attnmesh as am
+assert am.__file__.startswith(sys.argv[1]), am.__file__
+q, k, v = torch.randn(3, 1, 2, 64, 16).unbind()
+out = am.attention(q, k, v, mask=am.Causal())
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(out, expected)
+cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=16, capacity=64, dtype=torch.float32)
+cache.append(k, v)
+torch.testing.assert_close(am.decode(q[:, :, -1:], cache), expected[:, :, -1:])
+absent = "typer", "rich", "transformers", "safetensors", "numpy", "pytest"
+assert not [name for name in absent if name in sys.modules]
+print("exact")
+"""
+
+
+def needed(name: str, found: dict[str, Path]) -> dict[str, Path]:
+    """Top-level files of a distribution and of all that it requires, by name."""
+    dist = distribution(name)
+    tops = {Path(file).parts[0] for file in dist.files or () if ".." not in Path(file).parts}
+    if not tops <= found.keys():
+        found |= {top: Path(str(dist.locate_file(top))) for top in tops}
+        for text in dist.requires or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                needed(requirement.name, found)
+    return found
+
+
+@pytest.mark.long
+def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"attnmesh-{__version__}-py3-none-any.whl"
+    names = ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "attnmesh",
+        "attnmesh_command.py",
+        f"attnmesh-{__version__}.dist-info",
+    }
+    assert {"attnmesh/py.typed", "attnmesh/cli/plan_page.html"} <= set(names)
+    installed, torch_alone = tmp_path / "installed", tmp_path / "torch"
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", installed, wheel], check=True)
+    torch_alone.mkdir()
+    for name, place in needed("torch", {}).items():
+        (torch_alone / name).symlink_to(place)
+    environment = {**os.environ, "PYTHONPATH": f"{installed}:{torch_alone}"}
+    words = [sys.executable, "-S", "-c", USE, str(installed)]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert (done.stdout, done.returncode) == ("exact\n", 0), done.stderr
