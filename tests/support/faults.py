@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from attnmesh.cli.netns import LINK, Hosts
+from attnmesh.decode.checkpoint import FOLDER
 from tests.support.worlds import Ranks, Report
 
 OUTAGE = 0.5
@@ -53,7 +54,7 @@ def _kill_while_writing(ranks: Ranks, victim: int) -> None:
     """Kill the victim after the folder of the next save appears and before the save is published."""
     folder = ranks.job.folder
     before, end = set(os.listdir(folder)), time.monotonic() + 5
-    while time.monotonic() < end and not any(name.isdigit() for name in set(os.listdir(folder)) - before):
+    while time.monotonic() < end and not any(map(FOLDER.fullmatch, {*os.listdir(folder)} - before)):
         pass
     time.sleep(Random(victim).uniform(0, 0.004))
     ranks.kill(victim)
