@@ -69,7 +69,7 @@ def test_a_step_that_ranks_are_asked_unlike_raises_the_same_on_all(
     for step, told in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
         if step == "an error" and kernel == "triton" and checked is None:  # it is no call of any kind
             assert told[1].startswith("decode scale: expected None, 0 or a number"), told
-            assert all("an error on another that raised it alone" in each for each in told[:1]), told
+            assert all("an argument error on another rank" in each for each in told[:1]), told
             continue
         assert len(set(told)) == 1, (step, told)
         assert told[0].startswith("decode"), (step, told)
@@ -162,6 +162,19 @@ def unasked() -> bool:
     with mock.patch("attnmesh.comm.consensus.all_gather_ints", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
+
+
+def unequal_keys() -> str:
+    """Without counting, keys of another sequence than the queries need `key_length`."""
+    mesh = named_mesh(Shape(1, 2, 1), AXES)
+    q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
+    options = {"mesh": mesh, "mask": am.Full(), "layout": am.Contiguous(), "length": 8, "checked": False}
+    return said(lambda: am.attention(q, k, k, **options))
+
+
+def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
+    expected = "attention: expected a shard of 4 queries of 8 and 4 keys of 8, given 4 queries and 6 keys."
+    assert all(answer.startswith(expected) for answer in pool.run(2, unequal_keys))
 
 
 def test_attention_that_is_not_to_ask_does_not(pool: Pool) -> None:
@@ -263,6 +276,6 @@ def without_memory() -> str:
 def test_what_no_check_foresaw_on_one_rank_is_told_to_the_others(pool: Pool) -> None:
     assert pool.run(2, without_memory) == [
         "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
-        "Fix: see what the rank says that raised it.",
+        "Fix: see the error of the rank that raised.",
         "MemoryError: no more",
     ]

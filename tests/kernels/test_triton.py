@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnmesh as am
 from attnmesh.comm import symmetric_memory
-from attnmesh.comm.message import DIGEST, PartialMessage, checksum_of
+from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
@@ -181,7 +181,7 @@ def test_checksums_of_random_calls_agree_with_pytorch(seed: int) -> None:
     ]
     call, state, into = random.getrandbits(32), torch.tensor([random.getrandbits(20), 0]), torch.empty(2)
     expected = checksum_of(sum(map(digest, tensors), start=call + state[0]), into)
-    assert torch.equal(merging.launch_checksum(tensors, call, state, DIGEST, into), expected)
+    assert torch.equal(merging.launch_checksum(tensors, call, state, MODULUS, into), expected)
 
 
 @pytest.mark.parametrize("seed", seeds(16, 40))

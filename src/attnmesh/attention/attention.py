@@ -1,4 +1,4 @@
-"""Attention over a mesh of devices, as a layer of a model calls it: shards in, the same shard out, differentiable."""
+"""Attention over a mesh of devices: a rank passes its shards of q, k and v, and gets its shard of the output."""
 
 from typing import Never
 
@@ -47,7 +47,7 @@ def attention(
         k: Keys of this rank, (batch, key heads, tokens, dim). Key heads divide the query heads.
         v: Values of this rank, (batch, key heads, tokens, value dim).
         mesh: A `DeviceMesh` with axes named heads, queries, keys, or some of them. None: this rank's own tokens alone.
-            Left out among several ranks it is None too, with one warning.
+            If it is left out on several ranks, it is None with a warning.
         mask: Which keys a query sees: `Causal()` unless it is given. Cross-attention takes `Full()`. Other masks over
             the keys of another sequence need `key_length`. For the last queries of a longer sequence use `attend`.
         layout: Which tokens each rank holds. Required on several ranks: shards of another layout would give a wrong
@@ -62,7 +62,7 @@ def attention(
         key_layout: Layout of the keys, if it is not that of the queries.
         key_length: Tokens of the keys' sequence, if it is another one.
         checked: When ranks compare their calls, so that all raise the same error: True at every call, False never, None
-            at every call on CPUs and at the first call of each kind on GPUs.
+            at every call on CPUs and at the first call of each kind on GPUs. Without `length` at every call.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:

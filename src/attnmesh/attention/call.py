@@ -1,6 +1,7 @@
 """One call of `attention`: its arguments, their checks, and the problem that all ranks agree to solve."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Never
 
 import torch
@@ -103,7 +104,9 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
     check_call(mesh, call, checked)
     if checked is None and may_compare(device):
         return _agreed_once(mesh, call.describe(), options, call.heads, call.tokens)
-    return fitting_problem(mesh.shape, options, call.heads, (options.length, options.length))
+    problem = fitting_problem(mesh.shape, options, call.heads, (options.length, options.length))
+    _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+    return problem
 
 
 @cached_per_world(1024)
@@ -195,6 +198,24 @@ def _check_cross(options: Options, length: int, key_length: int) -> None:
     named = "mask=am.Causal(), " * (options.mask is None)
     fixes.append(f"pass {named}key_length={key_length} for {mask} over another sequence")
     raise ShapeError("attention", "as many queries as keys under a mask of positions", given, "; ".join(fixes))
+
+
+def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
+    """Raise unless this rank holds as many tokens as its layout gives it."""
+    expected = _shard_sizes(problem, shard)
+    if tokens != expected:
+        given, fix = f"{tokens[0]} queries and {tokens[1]} keys", "shard with am.shard and this layout, or mend length"
+        fix += " and key_length"
+        shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
+        raise ShapeError("attention", shape, given, fix)
+
+
+@lru_cache(maxsize=1024)
+def _shard_sizes(problem: Problem, shard: int) -> Pair:
+    """Return the tokens of queries and of keys in a shard."""
+    ranks = problem.shape.ranks
+    queries = problem.layout.positions(problem.length, ranks, shard)
+    return len(queries), len(problem.key_layout.positions(problem.key_length, ranks, shard))
 
 
 def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:

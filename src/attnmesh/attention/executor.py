@@ -26,7 +26,7 @@ Returned = list[tuple[Tensor, Tensors]]
 
 @dataclass(frozen=True)
 class Task:
-    """A schedule of this rank, and the kernel that runs it."""
+    """This rank's schedule, with the mesh, kernel and scale to run it."""
 
     mesh: Mesh
     schedule: Schedule
@@ -89,7 +89,7 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     travel with them, and each rank adds its part.
     """
     rows, dout, lse, delta = arrivals.rows()
-    answer = SavedForward(_stand_in(dout, delta), lse, dout)
+    answer = SavedForward(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     for band, step, onward in zip(task.schedule.bands, task.schedule.steps, task.schedule.travelling, strict=True):
@@ -188,11 +188,11 @@ def _shared(heads: slice, q: Tensor, k: Tensor) -> slice:
     return slice(heads.start * group, heads.stop * group)
 
 
-def _stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """Return an `out` with `sum(out * dout) = delta`, which is all that a backward pass reads of it.
+def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:
+    """Return an `out` with `sum(out * dout) = delta`, which is all that a kernel's backward reads of it.
 
-    So delta travels, which has one value per row, and `out` does not. The result is parallel to dout and never longer
-    than the true `out`, so rounding it loses no more.
+    So only delta is sent, one value per row. The result is the projection of `out` on dout. It is no longer than `out`,
+    so rounding it loses no more.
     """
     exact = dout.to(delta.dtype)
     size = exact.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What the operators of one call share: this rank's place, the problem, and how to solve it."""
+"""Arguments that the operators of one call share: this rank's place, the problem, and how to solve it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

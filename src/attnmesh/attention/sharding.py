@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed_with
-from attnmesh.comm.p2p import blank, swap
+from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.checks import check_tensor
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.errors import KernelError, ShapeError
@@ -85,7 +85,7 @@ def _gathered(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
         if axis.group is not None:
             first = place.shard - place.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
-            wanted = [(blank(x, sum(counts[start : start + held]), 0),) for start in starts]
+            wanted = [(meta_like(x, sum(counts[start : start + held]), 0),) for start in starts]
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
         held *= axis.size
     return x

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.run import Run
-from attnmesh.comm.p2p import blank, swap
+from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.kernels.attend import empty_placed
 from attnmesh.mesh.axes import Axis
 
@@ -75,7 +75,7 @@ def _tokens(run: Run, is_key: bool) -> list[Tensor]:
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
     shares = list(zip(*(x.chunk(axis.size, dim=1) for x in tensors), strict=True))
     tokens_by_rank = zip(*tokens, strict=True)
-    wanted = [tuple(blank(x, len(t)) for x, t in zip(shares[0], each, strict=True)) for each in tokens_by_rank]
+    wanted = [tuple(meta_like(x, len(t)) for x, t in zip(shares[0], each, strict=True)) for each in tokens_by_rank]
     arrived = zip(*swap(shares, wanted, axis), strict=True)
     results = []
     for x, parts, places in zip(tensors, arrived, tokens, strict=True):
@@ -91,7 +91,7 @@ def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]
         tuple(x.index_select(2, place.to(x.device)) for x, place in zip(tensors, places, strict=True))
         for places in zip(*tokens, strict=True)  # by rank
     ]
-    wanted = [tuple(map(torch.empty_like, parts[axis.index]))] * axis.size
+    wanted = [tuple(meta_like(x, x.shape[2]) for x in parts[axis.index])] * axis.size
     arrived = zip(*swap(parts, wanted, axis), strict=True)
     return [
         _empty(x, x.shape[1] * axis.size, heads[0].shape[2]).copy_(torch.cat(heads, dim=1))

@@ -61,7 +61,7 @@ def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, 
         raise
     except Exception as error:
         subject = call.splitlines()[0] if isinstance(call, str) else "attnmesh"
-        given, fix = f"{type(error).__name__}: {error}", "see what the rank says that raised it"
+        given, fix = f"{type(error).__name__}: {error}", "see the error of the rank that raised"
         unforeseen = UnforeseenError(subject, "what each rank can do", " ".join(given.split()), fix)
         unforeseen.__cause__ = error
         return None, unforeseen
@@ -89,14 +89,14 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
-    mesh_hosts(mesh)  # before a rank is lost: its host may be lost with it
+    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        everyones = texts(mesh, text)
+        all_texts = texts(mesh, text)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
-        _raise(everyones, [bool(row[1]) for row in table])
+        _raise(all_texts, [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 

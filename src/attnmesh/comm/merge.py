@@ -170,5 +170,5 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
         expected = f"None or one of {', '.join(DTYPES)}"
         raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
     if not isinstance(base, str) or base not in BASES:
-        fix = 'say "2" if the engine took base-2 logarithms'
+        fix = 'pass "2" if the engine took base-2 logarithms'
         raise KernelError("merge_across base", "one of 'e', '2'", repr(base), fix)

@@ -39,14 +39,14 @@ def merge_ranks(
 ) -> tuple[Partial, Tensor]:
     """Return the merge of the partials of all ranks, and the maximum of their checksums.
 
-    With `canonical` the halves of the tree are the ranks' residues. `message`, if given, already holds the checksum and
-    the partial, as `PartialMessage` lays them out.
+    With `canonical` the tree is that of `decode(reproducible=True)`: even ranks against odd ranks at the top. Otherwise
+    ranks of a host merge first. `message`, if given, already holds the checksum and the partial.
     """
     if axis.size == 1:
         return partial, checksum
     dtype = wide(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
-    best = best_merge(axis, checksum.device)  # first an all-gather, so every rank calls it, whatever its `how`
+    best = best_merge(axis, checksum.device)  # the first call is an all-gather: every rank makes it, whatever its `how`
     if how == "auto":
         how = "direct" if output == "heads" else best
     # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.

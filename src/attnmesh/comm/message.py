@@ -14,10 +14,10 @@ from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse
 from attnmesh.kernels.merge import launch_checksum, merged, use_triton
 
-DIGEST = (1 << 24) - 3
+MODULUS = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
 
-FEW = ROW
+MAX_KERNEL_ELEMENTS = ROW
 """Elements up to which one Triton program computes the checksum faster than PyTorch."""
 
 
@@ -81,8 +81,8 @@ class PartialMessage:
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
-    if use_triton(like) and sum(x.numel() for x in tensors) <= FEW:
-        return launch_checksum(tensors, call, state, DIGEST, like.new_empty(2) if into is None else into)
+    if use_triton(like) and sum(x.numel() for x in tensors) <= MAX_KERNEL_ELEMENTS:
+        return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
     checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
     return checksum if into is None else into.copy_(checksum)
 
@@ -90,8 +90,8 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
 def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:
     """Return (number, -number): the maxima over all ranks sum to 0 if the numbers are equal."""
     if isinstance(number, int):  # without a copy from the host, which a CUDA graph cannot have
-        checksum = like.new_full((2,), number % DIGEST)
+        checksum = like.new_full((2,), number % MODULUS)
         checksum[1].neg_()
         return checksum
-    number = number.remainder(DIGEST).to(like.dtype)
+    number = number.remainder(MODULUS).to(like.dtype)
     return torch.stack((number, -number))

@@ -1,8 +1,7 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap heads, merge along a tree.
 
-Each exchange begins at once and is finished by calling the function that it returns, so that a kernel can run in
-between. Messages go directly from rank to rank, all of one exchange at the same time, and hold only the tokens that the
-schedule names.
+`gather`, `return_to_owners` and `exchange_messages` begin at once and return a function that finishes them, so that a
+kernel can run in between. The other exchanges block. Messages hold only the tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +22,17 @@ from attnmesh.mesh.schedule import Step
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
-    wanted = {peer: tuple(blank(x, count) for x in tensors) for peer, count in step.receive}
+    wanted = {peer: tuple(meta_like(x, count) for x in tensors) for peer, count in step.receive}
     finish = exchange_messages(
         {peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device, "gathering"
     )
-    staying = [tensors] if len(step.keep) or not wanted else []  # else what was sent would live until the rest has come
+    source = (
+        [tensors] if len(step.keep) or not wanted else []
+    )  # if nothing is kept, the memory is freed before the messages arrive
 
     def finished() -> Tensors:
         arrived = finish()
-        pieces = [tuple(take(x, step.keep) for x in some) for some in staying]
+        pieces = [tuple(take(x, step.keep) for x in some) for some in source]
         pieces += [arrived[peer] for peer, _ in step.receive]
         joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
         return joined if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in joined)
@@ -48,7 +49,7 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
     mine = shares.pop(axis.index, None)
     if mine is not None and shares:  # a view would keep the results for all other ranks alive
         mine = tuple(x.clone() for x in mine)
-    wanted = {peer: tuple(blank(x, len(t)) for x in tensors) for peer, t in step.return_from if peer != axis.index}
+    wanted = {peer: tuple(meta_like(x, len(t)) for x in tensors) for peer, t in step.return_from if peer != axis.index}
     finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results")
 
     def finished() -> list[tuple[Tensor, Tensors]]:
@@ -177,6 +178,6 @@ def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     return tuple(places)
 
 
-def blank(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
+def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     """Return a tensor with the shape and dtype of so many tokens, without memory."""
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")

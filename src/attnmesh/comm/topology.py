@@ -51,7 +51,7 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     name = names[members[0]]
     if size and not new:
         memory = shared_memory.opened(name, size, new=False)
-    space = _number(Path("/proc/self/ns/pid"))
+    space = _inode(Path("/proc/self/ns/pid"))
     rows = all_gather_ints([memory is not None, os.getpid(), space], [axis])
     if new and size:
         shared_memory.unlink(name)
@@ -71,7 +71,7 @@ def _timeout(axis: Axis, device: torch.device) -> float:
         return default_pg_timeout.total_seconds()
 
 
-def _number(file: Path) -> int:
+def _inode(file: Path) -> int:
     return os.stat(file).st_ino if file.exists() else 0
 
 
@@ -84,7 +84,7 @@ def hosts(axis: Axis) -> list[list[int]]:
 
 def host_numbers(axes: Sequence[Axis]) -> list[int]:
     """Return the host's number of each shard: a digest of its name and network. All ranks call it at once."""
-    name = f"{socket.gethostname()} {_number(Path('/proc/self/ns/net'))}"
+    name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0
     rows = all_gather_ints([number, rank, WORLD.number], axes)

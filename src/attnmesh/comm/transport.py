@@ -80,7 +80,7 @@ class Transport:
             wait()
 
     def _post(self, sends: list[tuple[Post, list[Wait]]]) -> list[Wait]:
-        """Post sends with all queued receives, and hand each its wait."""
+        """Post sends with all queued receives, which get the waits of the whole batch: NCCL has one for all."""
         posts, self._queued = self._queued + sends, []
         waits = post_messages([post for post, _ in posts], self.axis, "merging")
         for _, posted in posts:
@@ -99,4 +99,4 @@ def post_messages(posts: Sequence[Post], axis: Axis, step: str) -> list[Wait]:
     def wait_for(work: Any, peer: int, x: Tensor) -> Wait:
         return lambda: awaited(work, x.device.type, axis, step, None if together else peer)
 
-    return [wait_for(work, peer, x) for work, (_, peer, x) in zip(works, filled)]  # noqa: B905
+    return [wait_for(work, peer, x) for work, (_, peer, x) in zip(works, filled)]  # noqa: B905 (NCCL returns one work for all)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import blank, swap
+from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.digest import mixed
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.errors import LayoutError, ShapeError
@@ -110,7 +110,7 @@ def tokens_to_heads(
         return k, v, positions
     parts = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(blank(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
     received = zip(*swap(parts, wanted, axis), strict=True)
     k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return k, v, positions

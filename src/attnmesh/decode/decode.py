@@ -1,8 +1,8 @@
-"""Decoding: keys stay on their ranks and the query comes to them. A step is a local attention and one merge.
+"""Decoding: keys stay on their ranks, and every rank gets the query. A step is a local attention and one merge.
 
-With `reproducible=True` the result has the same bits on 1, 2, 4, 8, ... ranks. Each block of keys then makes a partial
-of its own. Partials are merged along one tree over the numbers of blocks: its halves are the even and the odd numbers,
-their halves the residues modulo 4, and so on. The blocks of a rank are a subtree of that tree.
+With `reproducible=True` the result has the same bits on 1, 2, 4, 8, ... ranks. Each block of keys makes one partial.
+Partials are merged along one tree over block numbers: even against odd at the top, then residues modulo 4, and so on.
+The blocks of a rank are one subtree.
 """
 
 from functools import lru_cache
@@ -50,8 +50,8 @@ def decode(
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
         merge: "tree", "direct", "gather", "allreduce" or "auto".
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
-        reproducible: Whether the result has the same bits on any power of two of ranks. It needs a cache that was
-            filled by `append`, and blocks of 128 tokens or more to be fast.
+        reproducible: True gives the same bits on any power of two of ranks. It needs a cache that was filled by
+            `append`, and blocks of 128 tokens or more to be fast.
         kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN.
@@ -108,10 +108,10 @@ def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeS
     if checksum is None:
         return out
     if not compares:
-        by_kernel = stays and step.heads.size == 1 and out.shape == step.output_shape(q, cache.values)
-        return out if by_kernel else nan_unless_equal(out, checksum, step.output_shape(q, cache.values))
+        has_nan = stays and step.heads.size == 1 and out.shape == step.output_shape(q, cache.values)  # by the kernel
+        return out if has_nan else nan_unless_equal(out, checksum, step.output_shape(q, cache.values))
     if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
-        given, fix = "an error on another that raised it alone", "see what it raised"
+        given, fix = "an argument error on another rank", "see the error of that rank"
         raise MeshError("decode", "the same call on every rank", given, fix)
     call.after(checksum, "decode")
     if stays:
@@ -120,7 +120,7 @@ def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeS
 
 
 class _Kind(NamedTuple):
-    """What calls have in common that differ only in the values of their tensors."""
+    """Properties of a call that do not depend on the values of its tensors."""
 
     options: tuple[Any, ...]
     dtype: torch.dtype

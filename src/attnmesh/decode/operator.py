@@ -34,9 +34,11 @@ def run_step(
     elif isinstance(kernel, CacheKernel) and not step.reproducible:
         place = Partial(q.new_empty(form.shape), q.new_empty(form.shape[:-1], dtype=form.lse))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-    first = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
+    own_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
-    partial = attend_cache(DecodeQuery(own, step.mask, step.scale, step.capacity, first, block, place), cache, kernel)
+    partial = attend_cache(
+        DecodeQuery(own, step.mask, step.scale, step.capacity, own_sinks, block, place), cache, kernel
+    )
     if not alone or step.heads.size > 1:
         checksum = call_checksum([x for x in (q, sinks) if x is not None], call, cache.state, partial.lse, checksum)
         partial, checksum = merge_ranks(
@@ -45,8 +47,9 @@ def run_step(
     if sinks is not None and step.reproducible:
         sinks = sinks[heads]
         partial = with_sinks(partial, sinks[step.tokens.share_of(len(sinks))] if step.output == "heads" else sinks)
-    out = partial.out + 0.0 if step.reproducible else partial.out  # merges with empty partials, which more ranks have
-    out = out.to(q.dtype).contiguous()  # more of, may turn -0.0 into 0.0
+    # Merging with an empty partial turns -0.0 into 0.0. More ranks mean more empty partials, so 0.0 is always added.
+    out = partial.out + 0.0 if step.reproducible else partial.out
+    out = out.to(q.dtype).contiguous()
     return (out, None) if checksum is None else _gather_heads(out, checksum, step)
 
 

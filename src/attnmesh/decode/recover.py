@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed, texts
-from attnmesh.comm.p2p import all_gather_ints, blank, swap
+from attnmesh.comm.p2p import all_gather_ints, meta_like, swap
 from attnmesh.core.checks import check_unknown_options
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
@@ -173,8 +173,8 @@ class _Moves:
                 count = self.counts[rank][layer][str(place)][cache.tokens.index]
                 if heads.start < heads.stop:
                     places.append((peer, len(wanted[peer]), heads))
-                    k, v = (blank(x[:, heads], count) for x in (cache.keys, cache.values))
-                    wanted[peer] += blank(cache.shard.token_index, count, 0), k, v
+                    k, v = (meta_like(x[:, heads], count) for x in (cache.keys, cache.values))
+                    wanted[peer] += meta_like(cache.shard.token_index, count, 0), k, v
         return wanted, places
 
     def token_mask(self) -> Tensor:

@@ -6,7 +6,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import all_gather_ints, blank, exchange_messages
+from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, TokenCounts
@@ -104,7 +104,7 @@ class Shards:
         counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
         sends = dict.fromkeys(self.keepers, (k, v, tokens))
         wanted = {
-            index: (blank(k, counts[index]), blank(v, counts[index]), blank(tokens, counts[index], 0))
+            index: (meta_like(k, counts[index]), meta_like(v, counts[index]), meta_like(tokens, counts[index], 0))
             for index in self.copies
         }
         received = exchange_messages(sends, wanted, self.axis, k.device, "copying")()

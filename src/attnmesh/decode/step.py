@@ -116,7 +116,7 @@ def _check_length(q: Tensor, cache: KVCache, mask: Mask) -> None:
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
     """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
     if not isinstance(reproducible, bool):
-        raise KernelError(subject, "True or False", repr(reproducible), "say one of them")
+        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
     if not reproducible:
         return
     expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"

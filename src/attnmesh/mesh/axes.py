@@ -1,7 +1,8 @@
 """Three named axes over PyTorch's `DeviceMesh`: heads, queries and keys, of which any may be missing.
 
 Rank (h, r, c) holds shard `(h * R + r) * C + c` of the tokens. Its row is the C ranks with the same r, which gather
-queries. Its column is the R ranks with the same c, which gather keys and values.
+queries. Its column is the R ranks with the same c, which gather keys and values. An axis is named for the tensor that
+it divides, not for the one that travels along it: queries travel along the keys axis, keys along the queries axis.
 
                   keys axis: c = 0   1   2
     queries axis: r = 0      shard 0   1   2     row 0 gathers the queries of shards 0, 1 and 2

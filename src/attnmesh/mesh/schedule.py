@@ -70,7 +70,10 @@ class Schedule:
 
     @property
     def travelling(self) -> tuple[Step | None, ...]:
-        """For each step, the next step to which gradients travel with their keys; None for this rank's keys."""
+        """For each step, the step with which its dk and dv are sent on.
+
+        None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
+        """
         return (None, *self.steps[2:], None)[: len(self.steps)]
 
 

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class Process(NamedTuple):
-    """Where a rank runs: a number of its host, and a random number of its process, which no other job has."""
+    """Number of a rank's host, and a random number of its process that no other job has."""
 
     host: int
     number: int
