@@ -26,9 +26,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     finish = exchange_messages(
         {peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device, "gathering"
     )
-    source = (
-        [tensors] if len(step.keep) or not wanted else []
-    )  # if nothing is kept, the memory is freed before the messages arrive
+    source = [tensors] if len(step.keep) or not wanted else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
         arrived = finish()
