@@ -5,12 +5,17 @@ Importing `attnmesh` imports PyTorch, which takes seconds. This module stands be
 """
 
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
+
+INTERRUPTED = 130
+"""Exit code after an interrupt."""
 
 try:
     import typer
@@ -18,6 +23,8 @@ try:
     from typer.main import get_command
 except ModuleNotFoundError as missing:
     sys.exit(f"the attnmesh command needs {missing.name}: pip install 'attnmesh[cli]'")
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 COMMANDS = {
     "bench": "Measure attnmesh beside its rivals and the machine's limits.",
@@ -37,7 +44,7 @@ class DeferredCommand(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Return the context of the imported subcommand."""
-        group: Any = get_command(import_module("attnmesh.cli.app").app)
+        group: Any = get_command(import_subcommands())
         return group.commands[self.name].make_context(info_name, args, parent, **extra)
 
 
@@ -47,6 +54,26 @@ class DeferredGroup(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = {name: DeferredCommand(name, short_help=text) for name, text in COMMANDS.items()}
+
+
+def import_subcommands() -> Any:
+    """Return the application of all subcommands; an interrupt during the imports ends the process.
+
+    Imported packages may catch the `KeyboardInterrupt` of Python's handler, and the command would go on.
+    """
+    ours = threading.current_thread() is threading.main_thread()  # others cannot change how signals are handled
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return import_module("attnmesh.cli.app").app
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        return import_module("attnmesh.cli.app").app
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: object) -> NoReturn:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,7 +99,7 @@ def show_errors(run: Callable[[], None], verbose: bool) -> int:
     try:
         run()
     except SystemExit as left:
-        if left.code == 130:
+        if left.code == INTERRUPTED:
             print("interrupted: all ranks have ended", file=sys.stderr)
         raise
     except Exception as error:

