@@ -543,7 +543,7 @@ ALIKE: Table = {
         ({"output": "mine"}, KernelError, r"merge_across output: expected one of replicated, .* given 'mine'"),
         ({"wire": torch.int8}, DtypeError, r"merge_across wire: expected None or one of .*, given torch.int8"),
         ({"wire": "bfloat16"}, DtypeError, r"merge_across wire: expected None or one of .*, given 'bfloat16'"),
-        ({"base": 2}, KernelError, r"merge_across base: expected one of 'e', '2', given 2\. Fix: say"),
+        ({"base": 2}, KernelError, r"merge_across base: expected one of 'e', '2', given 2\. Fix: pass"),
         ({"checked": 0}, ArgumentError, r"merge_across checked: expected None, True or False, given 0\. Fix"),
         (
             {"out": T(1, 6, 3, 4, requires_grad=True)},

@@ -204,7 +204,10 @@ def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
     """Raise unless this rank holds as many tokens as its layout gives it."""
     expected = _shard_sizes(problem, shard)
     if tokens != expected:
-        given, fix = f"{tokens[0]} queries and {tokens[1]} keys", "shard with am.shard and this layout, or mend length"
+        given, fix = (
+            f"{tokens[0]} queries and {tokens[1]} keys",
+            "shard with am.shard and this layout, or correct length",
+        )
         fix += " and key_length"
         shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
         raise ShapeError("attention", shape, given, fix)
@@ -225,6 +228,6 @@ def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
         expected = [len(layout.positions(length, len(table), shard)) for shard in range(len(table))]
         given = [row[column] for row in table]
         if given != expected:
-            fix = f"shard with am.shard and this layout, or mend {name}"
+            fix = f"shard with am.shard and this layout, or correct {name}"
             counts = f"{given}, {sum(given)} in all"
             raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", counts, fix)

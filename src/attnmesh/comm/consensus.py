@@ -153,6 +153,8 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
             raise getattr(errors, name)(*parts) from None
     subject = texts[0].splitlines()[0]
     fix = "call it alike on all ranks of the mesh"
+    if any(" of digest " in text for text in texts):
+        fix += ", with the same inputs and, in a model, the same weights"
     raise MeshError(subject, "the same call on every rank", _table(texts), fix) from None
 
 

@@ -71,7 +71,7 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
 def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
     """Raise for anything but exact causal attention."""
     if dropout:
-        fix = "set config.attention_dropout = 0"
+        fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
     if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
         given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"

@@ -149,7 +149,7 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
     """Raise unless these are token ids that fit the model and the mesh, with a matching mask."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
         given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        fix = 'tokenize with return_tensors="pt"'
+        fix = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
         raise DtypeError("generate input_ids", "int64 token ids (batch, length)", given, fix)
     if not ids.numel():
         raise ShapeError("generate input_ids", "at least one token", "an empty prompt", "begin with a token")

@@ -197,7 +197,8 @@ class ShardMask(ShardTensor):
             return result
         expected = "a model whose layers leave attention_mask to attnmesh"
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+        fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
+        raise KernelError(SUBJECT, expected, given, fix)
 
 
 class ShardPositions(ShardTensor):

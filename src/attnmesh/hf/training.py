@@ -146,7 +146,7 @@ def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
         given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        fix = 'tokenize with return_tensors="pt"'
+        fix = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
         raise DtypeError("shard_batch input_ids", "token ids (batch, length)", given, fix)
     if ids.shape[1] < ranks or not ids.shape[0]:
         given, fix = f"{tuple(ids.shape)} on {ranks} ranks", "use longer sequences, or fewer ranks"

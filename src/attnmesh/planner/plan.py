@@ -126,7 +126,7 @@ class Plan:
         memory = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)} of memory"
         return (
             f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
-            f"All ranks together send {sent}; each rank needs {memory}."
+            f"All ranks together send {sent}; each rank needs {memory}, weights not counted."
         )
 
     def _comparison(self, other: "Plan") -> str:
