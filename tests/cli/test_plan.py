@@ -50,6 +50,7 @@ def test_the_table_is_best_first_and_explained() -> None:
     assert "sources of the constants of dgx-h100" in text
     assert "FlashAttention-3" in text
     assert "merging partials" in text
+    assert f"mesh = am.init_mesh({tuple(best.shape)})" in text
 
 
 def test_the_table_fits_a_terminal_of_80() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are called unlike: when they ask each other, what all are told then, and what they have if nobody asks."""
+"""Ranks whose calls differ: when they compare calls, the error that all raise, and NaN where nothing is compared."""
 
 from collections.abc import Callable
 from itertools import permutations, product
@@ -41,8 +41,8 @@ def cache_of(checked: bool | None, shape: tuple[int, int, int] = (1, 1, 2), *, f
     return cache
 
 
-def said(act: Callable[[], Tensor]) -> str:
-    """What came of it: an error, NaN or numbers."""
+def outcome_of(act: Callable[[], Tensor]) -> str:
+    """Return the text of the error, "NaN" or "numbers"."""
     try:
         return "NaN" if bool(act().isnan().all()) else "numbers"
     except InputError as error:
@@ -50,35 +50,35 @@ def said(act: Callable[[], Tensor]) -> str:
 
 
 def steps(kernel: str, checked: bool | None, shape: tuple[int, int, int]) -> list[str]:
-    """Of each kind of step that one rank is asked otherwise, what came of it; between, one that all are asked alike."""
+    """Return the outcome of each step that differs on one rank, each followed by one that is equal on all."""
     one, found = dist.get_rank() == 1, []
     with interpreting(kernel):
         for step in STEPS.values():
             cache = cache_of(checked, shape)
-            found.append(said(lambda step=step, cache=cache: am.decode(cache=cache, kernel=kernel, **step(one))))
-            found.append(said(lambda cache=cache: am.decode(query(), cache, kernel=kernel)))
+            found.append(outcome_of(lambda step=step, cache=cache: am.decode(cache=cache, kernel=kernel, **step(one))))
+            found.append(outcome_of(lambda cache=cache: am.decode(query(), cache, kernel=kernel)))
     return found
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)])
 @pytest.mark.parametrize(("kernel", "checked"), [("cpu", None), ("cpu", True), ("triton", None), ("triton", True)])
-def test_a_step_that_ranks_are_asked_unlike_raises_the_same_on_all(
+def test_a_step_that_differs_raises_the_same_on_all_ranks(
     pool: Pool, kernel: str, checked: bool | None, shape: tuple[int, int, int]
 ) -> None:
     answers = pool.run(Shape(*shape).ranks, steps, kernel, checked, shape)
-    for step, told in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
+    for step, texts in zip(STEPS, zip(*(answer[::2] for answer in answers), strict=True), strict=True):
         if step == "an error" and kernel == "triton" and checked is None:  # it is no call of any kind
-            assert told[1].startswith("decode scale: expected None, 0 or a number"), told
-            assert all("an argument error on another rank" in each for each in told[:1]), told
+            assert texts[1].startswith("decode scale: expected None, 0 or a number"), texts
+            assert all("an argument error on another rank" in each for each in texts[:1]), texts
             continue
-        assert len(set(told)) == 1, (step, told)
-        assert told[0].startswith("decode"), (step, told)
-        assert "\n    1  " in told[0] or step == "an error" or Shape(*shape).ranks > 2, (step, told)
+        assert len(set(texts)) == 1, (step, texts)
+        assert texts[0].startswith("decode"), (step, texts)
+        assert "\n    1  " in texts[0] or step == "an error" or Shape(*shape).ranks > 2, (step, texts)
     assert {each for answer in answers for each in answer[1::2]} == {"numbers"}
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "triton"])
-def test_ranks_that_ask_nobody_have_nan(pool: Pool, kernel: str) -> None:
+def test_uncompared_steps_that_differ_give_nan(pool: Pool, kernel: str) -> None:
     first, second = pool.run(2, steps, kernel, False, (1, 1, 2))
     assert first == ["NaN", "numbers"] * len(STEPS)
     assert second[:-2] == first[:-2]
@@ -86,14 +86,14 @@ def test_ranks_that_ask_nobody_have_nan(pool: Pool, kernel: str) -> None:
 
 
 def later(checked: bool | None) -> str:
-    """On a device that is not held up, the second of a kind is not asked about."""
+    """Steps that stay on the device compare the first of each kind alone."""
     with interpreting("triton"):
         cache = cache_of(checked)
         am.decode(query(), cache, kernel="triton")
-        return said(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
+        return outcome_of(lambda: am.decode(query() + dist.get_rank(), cache, kernel="triton"))
 
 
-def test_the_second_step_of_a_kind_is_asked_about_if_told_so(pool: Pool) -> None:
+def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
     assert pool.run(2, later, None) == ["NaN"] * 2
     one, other = pool.run(2, later, True)
     assert one == other
@@ -112,13 +112,13 @@ def call(name: str, checked: bool | None, times: int) -> list[str]:
     cache, found = cache_of(checked, filled=name != "append"), []
     for time in range(times):
         unlike = dist.get_rank() == 1 and time == times - 1
-        found.append(said(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
+        found.append(outcome_of(lambda unlike=unlike: (CALLS[name](cache, unlike), torch.ones(1))[1]))
     return found
 
 
 @pytest.mark.parametrize(("checked", "times"), [(None, 1), (True, 2)])
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_of_a_cache_are_asked_about(pool: Pool, name: str, checked: bool | None, times: int) -> None:
+def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | None, times: int) -> None:
     one, other = pool.run(2, call, name, checked, times)
     assert one == other
     assert one[:-1] == ["numbers"] * (times - 1)
@@ -130,16 +130,18 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    asked, share = [], p2p.all_gather_ints
+    exchanges, share = [], p2p.all_gather_ints
     with (
         mock.patch("attnmesh.comm.consensus.cheap_to_compare", return_value=on_cpu),
-        mock.patch("attnmesh.comm.consensus.all_gather_ints", lambda *told: (asked.append(1), share(*told))[1]),
+        mock.patch(
+            "attnmesh.comm.consensus.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+        ),
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
-        count = len(asked)
+        count = len(exchanges)
         mask = am.Window(dist.get_rank() + 1)
-        unlike = said(lambda: am.attention(x, x, x, mask=mask, **options))
+        unlike = outcome_of(lambda: am.attention(x, x, x, mask=mask, **options))
     return [same, count, unlike]
 
 
@@ -147,7 +149,7 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     ("checked", "on_cpu", "length", "count"),
     [(None, True, 9, 2), (None, False, 9, 1), (None, False, None, 2), (True, False, 9, 2), (False, True, None, 2)],
 )
-def test_attention_asks_when_it_is_told_to(
+def test_attention_compares_as_checked_says(
     pool: Pool, checked: bool | None, on_cpu: bool, length: int | None, count: int
 ) -> None:
     one, other = pool.run(2, attended, checked, on_cpu, length)
@@ -156,7 +158,7 @@ def test_attention_asks_when_it_is_told_to(
     assert "shards  mask\n    0       " in one[2]
 
 
-def unasked() -> bool:
+def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     with mock.patch("attnmesh.comm.consensus.all_gather_ints", side_effect=AssertionError("they ask")):
@@ -169,7 +171,7 @@ def unequal_keys() -> str:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     q, k = torch.ones(1, 2, 4, WIDTH), torch.ones(1, 2, 6, WIDTH)
     options = {"mesh": mesh, "mask": am.Full(), "layout": am.Contiguous(), "length": 8, "checked": False}
-    return said(lambda: am.attention(q, k, k, **options))
+    return outcome_of(lambda: am.attention(q, k, k, **options))
 
 
 def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) -> None:
@@ -177,13 +179,15 @@ def test_shards_that_are_not_counted_have_the_sizes_of_their_layout(pool: Pool) 
     assert all(answer.startswith(expected) for answer in pool.run(2, unequal_keys))
 
 
-def test_attention_that_is_not_to_ask_does_not(pool: Pool) -> None:
-    assert pool.run(2, unasked) == [True] * 2
+def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
+    assert pool.run(2, uncompared) == [True] * 2
 
 
 def merged(checked: bool | None, how: str) -> str:
     out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
-    return said(lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out)
+    return outcome_of(
+        lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
+    )
 
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
@@ -219,8 +223,8 @@ def test_numbers_far_apart_that_change_places_are_others() -> None:
         assert int(digest(x)) != int(digest(y))
 
 
-def told_otherwise(kind: str) -> str:
-    """What two ranks say when the second was told other padding, or another order."""
+def different_history(kind: str) -> str:
+    """Return the outcome on two ranks with different padding, or another order of sequences."""
     cache = am.KVCache(named_mesh(Shape(1, 1, 2), AXES), batch=4, kv_heads=2, head_dim=4, capacity=40, dtype=F32)
     cache.append(*torch.ones(2, 4, 2, 4, 4).unbind())
     cache.checker.checked = False
@@ -238,8 +242,8 @@ def told_otherwise(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["padding", "order"])
-def test_what_ranks_were_told_earlier_is_compared(pool: Pool, kind: str) -> None:
-    one, other = pool.run(2, told_otherwise, kind)
+def test_the_history_of_a_cache_is_compared(pool: Pool, kind: str) -> None:
+    one, other = pool.run(2, different_history, kind)
     assert one == other
     assert "padding and order" in one
 
@@ -273,7 +277,7 @@ def without_memory() -> str:
     return "made"
 
 
-def test_what_no_check_foresaw_on_one_rank_is_told_to_the_others(pool: Pool) -> None:
+def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
     assert pool.run(2, without_memory) == [
         "UnforeseenError: KVCache: expected what each rank can do, given MemoryError: no more. "
         "Fix: see the error of the rank that raised.",

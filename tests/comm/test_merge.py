@@ -96,7 +96,7 @@ def sent(wire: torch.dtype | None) -> int:
     return traffic.bytes
 
 
-def test_out_travels_in_the_dtype_asked_for(pool: Pool) -> None:
+def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     rows, width = 2 * 9 * 3, 8
     assert pool.run(4, sent, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
     assert pool.run(4, sent, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4

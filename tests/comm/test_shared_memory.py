@@ -61,7 +61,7 @@ def test_a_rank_that_is_gone_is_missed() -> None:
 
 
 @here
-def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() -> None:
+def test_a_zombie_counts_as_lost() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         time.sleep(1.0)
         one, _ = _boards(2, [0, ended.pid])
@@ -70,7 +70,7 @@ def test_a_rank_that_is_gone_is_missed_before_anyone_has_asked_how_it_ended() ->
 
 
 @here
-def test_a_rank_that_says_nothing_is_waited_for_as_long_as_its_group_would() -> None:
+def test_a_silent_rank_is_lost_after_the_timeout_of_its_group() -> None:
     one, _ = _boards(2, [0, os.getpid()])
     with pytest.raises(RuntimeError, match="timed out: it has sent nothing for 2 seconds"):
         one.recv(1, torch.empty(8, dtype=torch.uint8))

@@ -84,7 +84,7 @@ def test_ranks_left_waiting_for_one_that_raised_do_not_wait_for_the_deadline(
     assert "rank 0 answered KeyError('absent')" in str(caught.value)
 
 
-def test_a_rank_that_dies_is_told_of(pool: Pool) -> None:
+def test_a_dead_rank_is_named(pool: Pool) -> None:
     with pytest.raises(Lost, match=r"dead, exit code 3"):
         pool.run(1, die)
     assert len(pool.run(1, process_id)) == 1

@@ -211,10 +211,25 @@ def distinct(plans: Sequence[Plan]) -> list[Plan]:
     return list(best.values())
 
 
+def code_of(plan: Plan) -> str:
+    """Return the lines of Python that run a plan.
+
+    >>> import attnmesh as am
+    >>> print(code_of(am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), am.Cluster.preset("a100x4", 1))[0]))
+      mesh = am.init_mesh((4, 1, 1))
+      out = am.decode(q, cache, merge="direct")
+    """
+    mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
+    if plan.workload.phase == "decode":
+        return f'{mesh}\n  out = am.decode(q, cache, merge="{plan.exchange}")'
+    return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
+
+
 def _print(shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
     best, machines = shown[0], shown[0].cluster
     console.print(_table(shown))
     console.print(best.explain(), highlight=False, markup=False)
+    console.print(f"In Python:\n{code_of(best)}", highlight=False, markup=False)
     if verbose:
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
         console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))

@@ -72,7 +72,7 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
         words = _words(store)
         name = blake2b("".join(words).encode(), digest_size=8).hexdigest()
         if len(words) == ranks and words[rank] == mine:
-            store.set(_key("heard", rank), name)
+            store.set(_key("read", rank), name)
             if rank == 0 and not _behind(store, ranks, name):
                 store.set("attnmesh begins", name)
             if _read(store, "attnmesh begins") == name:
@@ -93,7 +93,7 @@ def _publish(store: Store, ranks: int) -> None:
 
 def _behind(store: Store, ranks: int, name: str) -> list[int]:
     """Return the ranks that have not read these words: their word was of another world."""
-    return [rank for rank in range(ranks) if _read(store, _key("heard", rank)) != name]
+    return [rank for rank in range(ranks) if _read(store, _key("read", rank)) != name]
 
 
 def _words(store: Store) -> list[str]:

@@ -24,7 +24,7 @@ from attnmesh.mesh.shapes import Shape
 
 
 class Exchange(NamedTuple):
-    """How keys are exchanged: in a ring or at once; all heads together, or by groups, overlapped with computation."""
+    """Exchange of keys: in a ring or at once; all heads together, or by groups, overlapped with computation."""
 
     ring: bool = False
     by_heads: bool = False
