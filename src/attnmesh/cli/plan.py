@@ -216,7 +216,7 @@ def code_of(plan: Plan) -> str:
 
     >>> import attnmesh as am
     >>> print(code_of(am.plan(am.Workload(8, 8, 128, 65536, phase="decode"), am.Cluster.preset("a100x4", 1))[0]))
-      mesh = am.init_mesh((4, 1, 1))
+      mesh = am.init_mesh((1, 1, 4))
       out = am.decode(q, cache, merge="direct")
     """
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
