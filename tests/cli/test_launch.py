@@ -96,6 +96,32 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None
             time.sleep(0.05)
 
 
+INTERRUPTED = """
+import os, signal
+from multiprocessing import forkserver
+from attnmesh.cli.launch import run_on_ranks
+
+start = forkserver.ensure_running
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+    start()
+
+forkserver.ensure_running = interrupted
+try:
+    run_on_ranks(1, os.getpid)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
+def test_an_interrupt_while_the_forkserver_starts_is_not_lost() -> None:
+    words = [sys.executable, "-W", "ignore", "-c", INTERRUPTED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+
+
 def test_ranks_have_the_threads_they_are_given() -> None:
     assert run_on_ranks(1, torch.get_num_threads, threads=2) == [2]
 

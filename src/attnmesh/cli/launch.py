@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -91,14 +91,16 @@ def run_on_ranks(
 
 
 def _start_forkserver() -> None:
-    """Start the process that ranks are forked from; it ignores interrupts from its first import on."""
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread can change how signals are handled
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Start the process that ranks are forked from, with interrupts blocked there from its first import on.
+
+    This process receives an interrupt of that moment later: one that it ignored would be lost.
+    """
+    resource_tracker.ensure_running()  # started here, because its start unblocks interrupts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def results(
