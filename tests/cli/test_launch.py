@@ -122,6 +122,34 @@ def test_an_interrupt_while_the_forkserver_starts_is_not_lost() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
 
 
+STARTED = """
+import os, signal
+from multiprocessing import forkserver
+from attnmesh.cli.launch import run_on_ranks
+
+read, ranks = forkserver.read_signed, []
+
+def interrupted(sentinel):  # the rank runs, and the process that starts it does not yet have its id
+    ranks.append(read(sentinel))
+    if len(ranks) == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return ranks[-1]
+
+forkserver.read_signed = interrupted
+try:
+    run_on_ranks(2, os.getpid)
+except KeyboardInterrupt:
+    print(os.path.exists(f"/proc/{ranks[0]}"))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
+def test_a_rank_that_starts_during_an_interrupt_is_ended() -> None:
+    words = [sys.executable, "-W", "ignore", "-c", STARTED]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
 def test_ranks_have_the_threads_they_are_given() -> None:
     assert run_on_ranks(1, torch.get_num_threads, threads=2) == [2]
 

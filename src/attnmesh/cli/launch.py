@@ -10,11 +10,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -80,9 +82,10 @@ def run_on_ranks(
                 place = (rank, ranks, threads, gpus, store)
                 work = (function, arguments, on_message is not None)
                 process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
-                process.start()
+                with _interrupts_deferred():
+                    process.start()
+                    processes.append(process)
                 theirs.close()
-                processes.append(process)
                 pipes.append(ours)
             return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
         finally:
@@ -101,6 +104,23 @@ def _start_forkserver() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Handle an interrupt at the end of the block: a rank whose start is cut short would be left behind."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    interrupts: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *interrupt: interrupts.append(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if interrupts:
+            before(*interrupts[0])
 
 
 def results(
