@@ -543,7 +543,7 @@ ALIKE: Table = {
         ({"output": "mine"}, KernelError, r"merge_across output: expected one of replicated, .* given 'mine'"),
         ({"wire": torch.int8}, DtypeError, r"merge_across wire: expected None or one of .*, given torch.int8"),
         ({"wire": "bfloat16"}, DtypeError, r"merge_across wire: expected None or one of .*, given 'bfloat16'"),
-        ({"base": 2}, KernelError, r"merge_across base: expected one of 'e', '2', given 2\. Fix: pass"),
+        ({"base": 2}, KernelError, r"merge_across base: expected one of e, 2, given 2\. Fix: pass"),
         ({"checked": 0}, ArgumentError, r"merge_across checked: expected None, True or False, given 0\. Fix"),
         (
             {"out": T(1, 6, 3, 4, requires_grad=True)},
@@ -563,8 +563,8 @@ ALIKE: Table = {
         ({"length": 5}, MeshError, r"unshard: expected the same call .*:\n    shards  length\n(.*\n)*.*  5\n"),
     ],
     measure: [
-        ({"dtype": "float32"}, DtypeError, r"Cluster.measure dtype: expected one of .*, given 'float32'\. Fix: pass"),
-        ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: expected one of .*, given torch.int8\. Fix"),
+        ({"dtype": "float32"}, DtypeError, r"Cluster.measure dtype: .* one of .*, given 'float32'\. Fix: pass"),
+        ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: .* one of .*, given torch.int8\. Fix"),
         ({"dtype": torch.float64}, MeshError, r"Cluster.measure: expected the same .*\n(.*\n)*.*torch.float64\n"),
     ],
     recover: [
@@ -732,8 +732,8 @@ ALONE: Table = {
         ({"cache": None}, DtypeError, r"decode cache: expected a KVCache, given NoneType\. Fix: make one"),
     ],
     merge_across: [
-        ({"group": "world"}, MeshError, r"merge_across group: expected a process group that holds .*, given str\. Fix"),
-        ({"group": None}, MeshError, r"expected a process group, given None in a world of \d ranks\. Fix: pass"),
+        ({"group": "world"}, MeshError, r"merge_across group: .* a process group that holds .*, given 'world'\. Fix"),
+        ({"group": None}, MeshError, r"a process group that .*, given None in a world of \d ranks\. Fix: pass"),
     ],
     shard: [
         ({"x": [1.0]}, DtypeError, r"shard: expected a tensor of floats, given list\. Fix: use torch"),

@@ -382,7 +382,7 @@ DIFFERENT_CALLS = {
     "long": "decode: expected the same call on every rank",
     "device": "KVCache device: expected a device that PyTorch knows, given 'foo'",
     "merge": "merge_across: expected the same call on every rank",
-    "merge alone": "merge_across base: expected one of 'e', '2', given '3'",
+    "merge alone": "merge_across base: expected one of e, 2, given '3'",
 }
 
 

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts, mailboxes_of
-from attnmesh.core.checks import DTYPES
-from attnmesh.errors import ClusterError, DtypeError
+from attnmesh.core.checks import check_dtype
+from attnmesh.errors import ClusterError
 from attnmesh.kernels.attend import attend
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
@@ -218,7 +219,9 @@ def _merged(world: MeasuredRanks, line: Sequence[int]) -> None:
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
     place, device = Mesh.of(mesh), device_of(mesh)
-    run_agreed(place, lambda: _check_dtype(dtype), describe_call("Cluster.measure", dtype=dtype))
+    fix = "pass the dtype of q, k and v, or leave it out"
+    check = partial(check_dtype, "Cluster.measure dtype", dtype, fix)
+    run_agreed(place, check, describe_call("Cluster.measure", dtype=dtype))
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -244,12 +247,6 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
     name = f"measured {len(world.hosts)}x{ranks}"
     return Cluster(name, len(world.hosts), ranks, chip, inside, between, short_collectives=how, sources=source)
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in DTYPES):
-        fix = "pass the dtype of q, k and v, or leave it out"
-        raise DtypeError("Cluster.measure dtype", f"one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
 def _link(line: LinkFigures | None) -> Link:

@@ -142,10 +142,17 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
-def check_choice(subject: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless value is one of the choices, of which "auto" is one."""
+def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
+    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
     if not isinstance(value, str) or value not in choices:
-        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), 'leave it at "auto"')
+        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
+
+
+def check_dtype(subject: str, dtype: object, fix: str) -> None:
+    """Raise unless dtype is None or one of `DTYPES`."""
+    known = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPES
+    if dtype is not None and not known:
+        raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
 def check_checked(subject: str, checked: object) -> None:

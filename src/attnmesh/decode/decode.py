@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, send_poison
+from attnmesh.comm.merge import COLLECTIVE, MergeChecker, send_poison
 from attnmesh.core.checks import check_checked, warn_if_swapped
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.mask import Causal, Mask
@@ -82,8 +82,8 @@ def decode(
         step = check_step(q, cache, sinks, step, unsupported)
     except InputError as error:
         compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
-        call = MergedCall(cache.mesh, merge, compares, str)
-        call.failed(error, lambda: _send_poison(cache, step))
+        checker = MergeChecker(cache.mesh, merge, compares, str)
+        checker.failed(error, lambda: _send_poison(cache, step))
         raise
     if torch.compiler.is_compiling():
         return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, *step.encode()))
@@ -102,8 +102,8 @@ def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeS
     compares = may_compare(cache.device) and (
         (not stays or kind not in cache.checker.kinds) if checked is None else checked
     )
-    call = MergedCall(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
-    call.before()
+    checker = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
+    checker.before()
     out, checksum = run_step(q, cache.held, sinks, step, _number(kind, cache.history_checksum))
     if checksum is None:
         return out
@@ -113,7 +113,7 @@ def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeS
     if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
         given, fix = "an argument error on another rank", "see the error of that rank"
         raise MeshError("decode", "the same call on every rank", given, fix)
-    call.after(checksum, "decode")
+    checker.after(checksum, "decode")
     if stays:
         cache.checker.kinds.add(kind)
     return out

@@ -6,7 +6,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.merge_ranks import merge_ranks
+from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.merge_ranks import check_merge
+from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_same_kind, check_scale, check_sinks, check_unknown_options, swap_hint
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.decode.cache import KVCache

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.comm.consensus import agree
-from attnmesh.comm.merge_ranks import check_merge
+from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_checked
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
