@@ -39,17 +39,17 @@ def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zig
         problem = Problem(mask, shape, layout, layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
         bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
-        rows = sum(count for one in bulk for _, count in one.row.receive)
-        columns = sum(count for one in bulk for _, count in one.steps[0].receive)
-        hops = sum(count for one in ring for step in one.steps for _, count in step.receive)
+        rows = sum(count for one in bulk for _, count in one.query_step.receive)
+        columns = sum(count for one in bulk for _, count in one.key_steps[0].receive)
+        hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)
         back = sum(
             len(tokens)
             for (r, _), one in zip(places, ring, strict=True)
-            for step in one.steps
+            for step in one.key_steps
             for peer, tokens in step.return_to
             if peer != r
         )
-        back += sum(count for one in ring for step in one.travelling if step for _, count in step.receive)
+        back += sum(count for one in ring for step in one.gradient_steps if step for _, count in step.receive)
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
             moves = traffic(problem, tile)
             for flow, count, times in (
@@ -66,8 +66,8 @@ def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zig
                 pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
                 assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
             both = [
-                sum(count for _, count in one.row.receive)
-                + sum(len(tokens) for peer, tokens in one.row.return_from if peer != c)
+                sum(count for _, count in one.query_step.receive)
+                + sum(len(tokens) for peer, tokens in one.query_step.return_from if peer != c)
                 for (_, c), one in zip(places, bulk, strict=True)
             ]
             if tile.keys == 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge import COLLECTIVE, MergeChecker, send_poison
+from attnmesh.comm.merge import MergeChecker, send_poison
 from attnmesh.core.checks import check_checked, warn_if_swapped
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.mask import Causal, Mask
@@ -24,6 +24,7 @@ from attnmesh.decode.operator import decode_op, highest_checksum, nan_unless_equ
 from attnmesh.decode.step import DecodeStep, check_step
 from attnmesh.errors import DtypeError, InputError, MeshError
 from attnmesh.kernels.select import NAMES
+from attnmesh.planner.decode_cost import COLLECTIVE
 
 
 def decode(
