@@ -1,4 +1,4 @@
-"""Figures: the rank that computes each pair of query and key on a mesh, and the messages of a merge tree."""
+"""Figures of the documentation: the rank that computes each pair of query and key, and the messages of a merge tree."""
 
 import colorsys
 from collections.abc import Iterator, Sequence
