@@ -71,15 +71,11 @@ def init_mesh(
 
 def checked_shape(subject: str, shape: object) -> Shape:
     """Return the shape, or raise unless it is three counts of ranks."""
-    if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(map(_counts, shape)):
+    if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(type(n) is int and n >= 1 for n in shape):
         return Shape(*shape)
     expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
     fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
     raise MeshError(f"{subject} shape", expected, repr(shape), fix)
-
-
-def _counts(n: object) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
 
 
 def world_device_type() -> str:

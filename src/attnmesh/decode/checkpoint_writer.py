@@ -19,7 +19,6 @@ from typing import Protocol
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
-from attnmesh.comm.failures import deadline
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
@@ -36,6 +35,7 @@ from attnmesh.decode.replicas import Shards
 from attnmesh.decode.tensor_file import check_more, check_size, link_or_write, sync_folders
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.world import WORLD
 
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
@@ -310,7 +310,7 @@ class Saving:
         Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
         """
         while not self._all_done:
-            self._thread.join(min(POLL_INTERVAL, (deadline() or POLL_INTERVAL) / 4))
+            self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
             self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:

@@ -64,9 +64,7 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = Tru
 
 def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     """Raise unless the counts are at least 1 and the heads can be grouped."""
-    counts = ranks, q_heads, kv_heads
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
-    if not whole or q_heads % kv_heads:
+    if not all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) or q_heads % kv_heads:
         given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
         fix = "pass the model's head counts"
         raise MeshError(subject, "at least one of each, whole groups of heads", given, fix)
