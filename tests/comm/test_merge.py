@@ -35,7 +35,7 @@ def partial_of(rank: int, dtype: torch.dtype) -> am.Partial:
     return am.Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
 
 
-def merged(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Partial | None:
+def merge_among(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Partial | None:
     group = group_of(ranks)
     if group is None:
         return None
@@ -50,7 +50,7 @@ def merged(ranks: int, dtype: torch.dtype, options: dict[str, object]) -> am.Par
 @pytest.mark.parametrize("how", MERGE_CHOICES)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how: str, dtype: torch.dtype) -> None:
-    results = [x for x in pool.run(8, merged, ranks, dtype, {"how": how}) if x is not None]
+    results = [x for x in pool.run(8, merge_among, ranks, dtype, {"how": how}) if x is not None]
     expected = am.merge(*(am.Partial(*(x.double() for x in partial_of(rank, dtype))) for rank in range(ranks)))
     # Ranks merge in float32 and round once, so an element is off by a rounding of its own dtype, and few of float32's.
     tolerance = {
@@ -69,8 +69,8 @@ def test_all_ranks_hold_the_merge_and_the_same_bits(pool: Pool, ranks: int, how:
 @pytest.mark.parametrize("how", MERGE_CHOICES)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 7])
 def test_each_rank_keeps_its_heads(pool: Pool, ranks: int, how: str) -> None:
-    shares = pool.run(8, merged, ranks, torch.float32, {"how": how, "output": "heads"})[:ranks]
-    (whole, *_) = pool.run(8, merged, ranks, torch.float32, {"how": "direct"})
+    shares = pool.run(8, merge_among, ranks, torch.float32, {"how": how, "output": "heads"})[:ranks]
+    (whole, *_) = pool.run(8, merge_among, ranks, torch.float32, {"how": "direct"})
     for index, place in enumerate(torch.arange(9).tensor_split(ranks)):
         assert Axis(ranks, index).share_of(9) == slice(int(place[0]), int(place[-1]) + 1)
     for x, y in zip((torch.cat(parts, 1) for parts in zip(*shares, strict=True)), whole, strict=True):
@@ -100,7 +100,7 @@ def test_out_travels_in_the_given_dtype(pool: Pool) -> None:
     rows, width = 2 * 9 * 3, 8
     assert pool.run(4, sent, None) == [2 * (8 + rows * 4 + rows * width * 4)] * 4
     assert pool.run(4, sent, torch.bfloat16) == [2 * (8 + rows * 4 + rows * width * 2)] * 4
-    results = [x for x in pool.run(8, merged, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
+    results = [x for x in pool.run(8, merge_among, 6, torch.bfloat16, {"how": "tree", "wire": torch.bfloat16}) if x]
     assert all(torch.equal(x.out, results[0].out) for x in results)
 
 
@@ -144,7 +144,7 @@ def without_a_group() -> str:
         am.merge_across(partial_of(0, torch.float32), None)
     except errors.MeshError as error:
         return str(error)
-    return "merged with nobody"
+    return "no error"
 
 
 def test_no_group_is_not_taken_for_one_rank_among_several(pool: Pool) -> None:

@@ -52,7 +52,7 @@ def init_mesh(
 
     def check() -> Shape:
         check_device_type("init_mesh", device_type)
-        found = checked_shape("init_mesh", shape)
+        found = _checked_shape(shape)
         check_heads("init_mesh", found.ranks, q_heads, kv_heads)
         if dist.is_initialized() and found.ranks > dist.get_world_size():
             expected, given = f"at most the world's {dist.get_world_size()} ranks", "x".join(map(str, found))
@@ -69,13 +69,13 @@ def init_mesh(
     return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
 
 
-def checked_shape(subject: str, shape: object) -> Shape:
+def _checked_shape(shape: object) -> Shape:
     """Return the shape, or raise unless it is three counts of ranks."""
     if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(type(n) is int and n >= 1 for n in shape):
         return Shape(*shape)
     expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
     fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
-    raise MeshError(f"{subject} shape", expected, repr(shape), fix)
+    raise MeshError("init_mesh shape", expected, repr(shape), fix)
 
 
 def world_device_type() -> str:
@@ -110,13 +110,8 @@ def everyone() -> Mesh:
 
 def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
     """Return the device given, if PyTorch knows it, or else the mesh's."""
-    try:
-        if isinstance(device, (str, torch.device)):
-            found = torch.device(device)
-            return torch.device("cpu") if found.type == "cpu" else found
-    except RuntimeError:
-        pass
-    return device_of(mesh)
+    found = _parsed(device) or device_of(mesh)
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
@@ -134,10 +129,15 @@ def device_fault(subject: str, found: torch.device, device: object) -> DeviceErr
 
 def check_device_type(subject: str, device_type: object) -> None:
     """Raise unless PyTorch knows such devices."""
+    found = _parsed(device_type)
+    if found is None or found.type != device_type:
+        fix = "name one without a number: each rank has the device that it has set"
+        raise DeviceError(f"{subject} device_type", 'a type of devices, as "cpu" or "cuda"', repr(device_type), fix)
+
+
+def _parsed(device: object) -> torch.device | None:
+    """Return the device of a name, or None unless PyTorch knows it."""
     try:
-        if isinstance(device_type, str) and torch.device(device_type).type == device_type:
-            return
+        return torch.device(device) if isinstance(device, (str, torch.device)) else None
     except RuntimeError:
-        pass
-    fix = "name one without a number: each rank has the device that it has set"
-    raise DeviceError(f"{subject} device_type", 'a type of devices, as "cpu" or "cuda"', repr(device_type), fix)
+        return None

@@ -127,14 +127,14 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
         return NO_LINK
     mine, at = (lines[place], host) if between else (lines[host], place)
     line = [*mine[at:], *mine[:at]]
-    latency = world.short(lambda: _shift(world, line, SHORT))
+    latency = world.short(lambda: _exchange(world, line, SHORT))
     several = min(15, len(line) - 1)
-    many = world.short(lambda: _spread(world, line, several))
+    many = world.short(lambda: _exchange(world, line, SHORT, several))
     bytes_ = 1 << 18
-    once = world.median(lambda: _shift(world, line, bytes_), 2)
+    once = world.median(lambda: _exchange(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
-    together = world.median(lambda: _shift(world, line, bytes_), 3)
-    alone = world.median(lambda: _shift(world, line if place == 0 or not between else [], bytes_), 3)
+    together = world.median(lambda: _exchange(world, line, bytes_), 3)
+    alone = world.median(lambda: _exchange(world, line if place == 0 or not between else [], bytes_), 3)
     host_rate = most * bytes_ / max(together - latency, 1e-9)
     short = latency if between else world.short(lambda: _swap_near(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
@@ -159,21 +159,14 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
     return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
 
 
-def _shift(world: MeasuredRanks, line: Sequence[int], size: int) -> None:
-    """Send to the next rank, and receive from the previous one."""
-    _exchange(world, line[1:2], line[-1:] if len(line) > 1 else [], size)
-
-
-def _spread(world: MeasuredRanks, line: Sequence[int], several: int) -> None:
-    """Send short messages to several ranks at once, and receive as many."""
-    _exchange(world, line[1 : several + 1], list(line[1:])[-several:], SHORT)
-
-
-def _exchange(world: MeasuredRanks, to: Sequence[int], of: Sequence[int], size: int) -> None:
+def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
+    """Send to the next ranks of a line that begins with this rank, and receive from the last."""
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
-    group = world.axis.group
-    posts = [dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in of]
-    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in to]
+    group, others = world.axis.group, line[1:]
+    posts = [
+        dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in others[-peers:]
+    ]
+    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in others[:peers]]
     for work in dist.batch_isend_irecv(posts) if posts else []:
         work.wait()
 
@@ -183,7 +176,7 @@ def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
     mailboxes = mailboxes_of(world.axis, world.device)
     message = torch.empty(SHORT, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
-        _shift(world, line, SHORT)
+        _exchange(world, line, SHORT)
         return
     mailboxes.send(line[1], message)
     mailboxes.recv(line[-1], message.clone())

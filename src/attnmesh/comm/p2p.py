@@ -172,13 +172,10 @@ def _pack(tensors: Tensors) -> Tensor:
 
 def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """Return the tensors of a message as views. The widest dtype comes first, so that each is aligned."""
-    if all(x.dtype == shapes[0].dtype for x in shapes):
-        flat = message[: bytes_of(shapes)].view(shapes[0].dtype).split([x.numel() for x in shapes])
-        return tuple(part.view(x.shape) for part, x in zip(flat, shapes, strict=True))
     places, start = [message] * len(shapes), 0
     for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):
         x = shapes[index]
-        stop = start + x.numel() * x.element_size()
+        stop = start + bytes_of((x,))
         places[index] = message[start:stop].view(x.dtype).view(x.shape)
         start = stop
     return tuple(places)
