@@ -548,7 +548,7 @@ ALIKE: Table = {
         (
             {"out": T(1, 6, 3, 4, requires_grad=True)},
             KernelError,
-            r"merge_across: expected a partial without gradients, given one that asks for them\. Fix: call it under",
+            r"merge_across: expected a partial without gradients, given one with requires_grad=True\. Fix: call it",
         ),
     ],
     unshard: [

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from attnmesh.core.checks import require
 from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.world import WORLD
@@ -49,9 +50,8 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    if seconds is not None and not is_timeout(seconds):
-        fix = "pass seconds, or None for the process groups' own"
-        raise MeshError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
+    fits, fix = seconds is None or is_timeout(seconds), "pass seconds, or None for the process groups' own"
+    require(fits, MeshError, "set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, WORLD.deadline = WORLD.deadline, seconds
     return before
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts, mailboxes_of
-from attnmesh.core.checks import check_dtype
+from attnmesh.core.checks import check_dtype, require
 from attnmesh.errors import ClusterError
 from attnmesh.kernels.attend import attend
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
@@ -193,9 +193,8 @@ def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluste
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)
     sizes = {len(host) for host in world.hosts}
-    if len(sizes) > 1:
-        given, fix = f"hosts of {sorted(sizes)}", "start as many ranks on each host"
-        raise ClusterError("Cluster.measure", "as many ranks on each host", given, fix)
+    expected, fix = "as many ranks on each host", "start as many ranks on each host"
+    require(len(sizes) == 1, ClusterError, "Cluster.measure", expected, f"hosts of {sorted(sizes)}", fix)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     device_rates = measure_device(world, dtype)
     inside, between = measure_link(world, between=False), measure_link(world, between=True)

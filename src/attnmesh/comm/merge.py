@@ -28,7 +28,7 @@ from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
-from attnmesh.core.checks import check_checked, check_choice, check_dtype, check_one_device, check_tensor
+from attnmesh.core.checks import check_checked, check_choice, check_dtype, check_one_device, check_tensor, require
 from attnmesh.core.partial import Partial, wide
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.kernels.merge import use_triton
@@ -162,9 +162,9 @@ def axis_of(group: Any) -> Axis:
 
 
 def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
-    if not (isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)):
-        given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
-        raise DtypeError("merge_across", "a partial (out, lse)", given, fix)
+    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
+    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
     out, lse = partial
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
@@ -175,9 +175,9 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "put the heads before the length")
-    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
-        fix = "call it under torch.no_grad(), or train with attention"
-        raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
+    learned, fix = out.requires_grad or lse.requires_grad, "call it under torch.no_grad(), or train with attention"
+    fits = not (torch.is_grad_enabled() and learned)
+    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
     check_dtype("merge_across wire", wire, "leave it out for float32")
     check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
 
