@@ -232,7 +232,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
             row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.places(form.join(rows[:, : form.size]))
+        checksum, whole = form.places(form.merge_messages(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()

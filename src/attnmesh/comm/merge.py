@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import agree, describe_call, may_compare
-from attnmesh.comm.counters import count_messages, merging
+from attnmesh.comm.counters import count_messages, timed_merge
 from attnmesh.comm.failures import collective
 from attnmesh.comm.message import PartialMessage, checksum_of
 from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
@@ -213,7 +213,7 @@ def merge_ranks(
         compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
         if float(compared.sum()) != 0:
             return partial, compared
-    with merging():
+    with timed_merge():
         shared = symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
         if shared is not None and (wide_form := replace(form, out=form.lse)).size <= shared.longest:
             form = wide_form
