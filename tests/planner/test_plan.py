@@ -16,10 +16,10 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.planner.candidate import Candidate, Cost
-from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES, MergeGroup, Payload, merge_cost
-from attnmesh.planner.hardware import PRESETS, Device, Link
+from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.plan import candidates
 from attnmesh.planner.traffic import FLOWS, rank_grid, tiles, traffic
 from attnmesh.planner.workload import Workload
