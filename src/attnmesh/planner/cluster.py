@@ -247,7 +247,8 @@ CLUSTERS = (
     ),
     Cluster(
         "local",
-        *(1, 4),
+        1,
+        4,
         Device(2.7e10, 3.0e10, 8e9, 6e9, copy_rate=4e9, call=4e-4),
         Link(5e-4, 5e8, 2e9, short=1e-4, step=5e-4, message=1.5e-4),
         Link(5e-4, 1.18e8, 1.18e8, message=4e-4),

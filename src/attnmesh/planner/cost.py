@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from attnmesh.core.layout import Zigzag
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
-from attnmesh.planner.candidate import Candidate, Cost
+from attnmesh.planner.candidate import Candidate, Cost, rank_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import agree_cost, decode_cost
 from attnmesh.planner.hardware import Link
-from attnmesh.planner.memory import rank_memory
 from attnmesh.planner.traffic import Flow, Load, Pairs, PlannedTraffic, traffic
 from attnmesh.planner.workload import Workload
 

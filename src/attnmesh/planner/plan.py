@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, gcd
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -11,12 +12,11 @@ from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Bytes, Candidate, Cost
+from attnmesh.planner.candidate import Candidate, min_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES
-from attnmesh.planner.memory import min_memory
-from attnmesh.planner.traffic import tiles
+from attnmesh.planner.traffic import divisors, tiles
 from attnmesh.planner.workload import Workload
 
 MAX_RANKS = 2048
@@ -26,9 +26,18 @@ BLOCK = 16
 """Tokens of a cache block, as in `KVCache` by default."""
 
 
+class Bytes(NamedTuple):
+    """Bytes that all ranks send in all layers, inside hosts and between hosts."""
+
+    inside: float = 0.0
+    between: float = 0.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """One way to run a workload on a cluster, with its predicted time, bytes and memory. `plan` makes them.
+
+    `print(plan)` is one line. `explain` gives the reasons, `parts` the seconds of each stage.
 
     Args:
         shape: Ranks along heads, queries and keys.
@@ -42,12 +51,15 @@ class Plan:
         parts: Pairs of a stage and its seconds, which add up to `seconds`.
         workload: The workload that is planned for.
         cluster: The cluster that is planned for.
-        runner_up: The plan that `explain` compares with: the best other plan.
+        runner_up: The plan that `explain` compares with. It is the best plan of another shape if there is one. For
+            all plans but the fastest, it is the fastest.
 
     >>> import attnmesh as am
     >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
     >>> best.shape, best.name, best.known_as
     (Shape(heads=4, queries=1, keys=1), '4x1x1 bulk', 'Ulysses')
+    >>> print(best)  # doctest: +ELLIPSIS
+    Plan(4x1x1 bulk; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
     """
 
     shape: Shape
@@ -61,7 +73,12 @@ class Plan:
     parts: tuple[tuple[str, float], ...]
     workload: Workload
     cluster: Cluster
-    runner_up: "Plan | None" = field(default=None, repr=False, compare=False)
+    runner_up: "Plan | None" = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        memory = f"{in_bytes(self.memory)} per rank"
+        figures = self.name, self.layout, in_seconds(self.seconds), self._sent(), memory, self.cluster.title
+        return f"Plan({'; '.join(map(str, figures))})"
 
     @property
     def name(self) -> str:
@@ -106,27 +123,30 @@ class Plan:
         return init_plan_mesh(device_type, self.shape, self.tile)
 
     def explain(self) -> str:
-        """Return, in plain words, what takes most of the time, and a comparison with the best other plan.
+        """Return, in plain words, what takes most of the time, and a comparison with the best plan of another shape.
 
         >>> import attnmesh as am
         >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
         >>> print(best.explain())  # doctest: +ELLIPSIS
+        On a100x4, 1 host of 4 ranks:
         4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
-        4x1x1 bulk in Contiguous() is ... times as fast as ...
+        4x1x1 bulk is ... times as fast as 2x...
         """
-        lines = [self._summary()]
+        lines = [f"On {self.cluster.title}:", self._summary()]
         if self.runner_up is not None:
             lines += [self._comparison(self.runner_up), self.runner_up._summary()]
         return "\n".join(lines)
 
+    def _sent(self) -> str:
+        return f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
+
     def _summary(self) -> str:
         stage, longest = max(self.parts, key=lambda part: part[1])
         share = longest / self.seconds if self.seconds else 0.0
-        sent = f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
         memory = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)} of memory"
         return (
             f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
-            f"All ranks together send {sent}; each rank needs {memory}, weights not counted."
+            f"All ranks together send {self._sent()}; each rank needs {memory}, weights not counted."
         )
 
     def _comparison(self, other: "Plan") -> str:
@@ -229,31 +249,27 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
         expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
         raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
     found = list(candidates(workload, cluster))
-    priced = []
+    plans = []
     for number, candidate in enumerate(found, 1):
-        priced.append((candidate, cost(candidate, workload, cluster)))
+        shape, tile, layout, exchange = candidate
+        price = cost(candidate, workload, cluster)
+        sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
+        figures = price.seconds, sent, price.messages, price.memory, parts
+        plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
             progress(number, len(found))
-    _check_memory(priced, workload, cluster)
-    fitting = [(candidate, price) for candidate, price in priced if price.memory <= cluster.device.memory]
-    fitting.sort(key=lambda pair: (pair[1].seconds, pair[1].between, pair[1].memory))
-    plans = [_plan(candidate, price, workload, cluster) for candidate, price in fitting]
-    best = replace(plans[0], runner_up=plans[1]) if len(plans) > 1 else plans[0]
-    return [best, *(replace(other, runner_up=plans[0]) for other in plans[1:])]
-
-
-def _plan(candidate: Candidate, price: Cost, workload: Workload, cluster: Cluster) -> Plan:
-    shape, tile, layout, exchange = candidate
-    sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
-    figures = price.seconds, sent, price.messages, price.memory, parts
-    return Plan(shape, exchange, layout, tile, *figures, workload, cluster)
+    _check_memory(min(one.memory for one in plans), workload, cluster)
+    plans = [one for one in plans if one.memory <= cluster.device.memory]
+    best, *others = sorted(plans, key=lambda one: (one.seconds, one.bytes.between, one.memory))
+    runner_up = next((one for one in others if one.shape != best.shape), others[0] if others else None)
+    return [replace(best, runner_up=runner_up), *(replace(other, runner_up=best) for other in others)]
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
     """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
     world = cluster.world
-    for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.kv_heads % n == 0):
-        for queries in (n for n in range(1, world // heads + 1) if world // heads % n == 0):
+    for heads in divisors(gcd(world, workload.kv_heads)):
+        for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
@@ -282,9 +298,9 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     return found + ["ring"] * (shape.queries > 1)
 
 
-def _check_memory(priced: list[tuple[Candidate, Cost]], workload: Workload, cluster: Cluster) -> None:
-    """Raise if no candidate fits, with the number of hosts that would."""
-    least, most = min(price.memory for _, price in priced), cluster.device.memory
+def _check_memory(least: float, workload: Workload, cluster: Cluster) -> None:
+    """Raise if the least memory of all candidates does not fit, with the number of hosts that would."""
+    most = cluster.device.memory
     if least > most:
         over = f"{(least - most) / 1e9:,.1f} GB too many"
         given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"

@@ -77,14 +77,15 @@ def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
     >>> [tuple(tile) for tile in tiles(Shape(1, 4, 4), 4)]
     [(1, 1, 4), (1, 2, 2), (1, 4, 1)]
     """
-    for h in _divisors(math.gcd(ranks, shape.heads)):
-        for r in _divisors(math.gcd(ranks // h, shape.queries)):
+    for h in divisors(math.gcd(ranks, shape.heads)):
+        for r in divisors(math.gcd(ranks // h, shape.queries)):
             c, rest = divmod(ranks, h * r)
             if rest == 0 and shape.keys % c == 0:
                 yield Shape(h, r, c)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
