@@ -1,6 +1,6 @@
 """Predicted cost of a decode step: attention of each rank, one merge, and an all-gather of split heads."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
 from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 
 from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.core.layout import Striped
-from attnmesh.mesh.reduction_tree import Round, tree
+from attnmesh.mesh.reduction_tree import tree
 from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.workload import Workload
@@ -159,17 +159,15 @@ class TreeRound(NamedTuple):
 def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
     """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
     whole = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
-    return tuple(_count_rounds(whole, near))
-
-
-def _count_rounds(whole: Mapping[int, list[Round]], near: int) -> Iterator[TreeRound]:
+    found = []
     for index in range(max(map(len, whole.values()))):
         sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
-        hosts: dict[int, int] = {}
+        hosts = Counter({rank // near: 0 for rank in sent})
         for rank, peers in sent.items():
-            hosts[rank // near] = hosts.get(rank // near, 0) + sum(peer // near != rank // near for peer in peers)
+            hosts[rank // near] += sum(peer // near != rank // near for peer in peers)
         most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
-        yield TreeRound(most, messages, max(hosts.values()), any(hosts.values()))
+        found.append(TreeRound(most, messages, max(hosts.values()), any(hosts.values())))
+    return tuple(found)
 
 
 def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
