@@ -131,22 +131,22 @@ class _Job:
             messages = flow.between.messages * self.candidate.shape.heads * self.groups * times
             total.add_traffic(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in transfers)
-        evenly = moved = latency = inside_time = between_time = 0.0
-        for link, inside in ((self.cluster.inside, True), (self.cluster.between, False)):
-            loads = [(flow.inside if inside else flow.between, flow.peers, size) for flow, size, _ in transfers]
-            busiest = sum([load.rank * size for load, _, size in loads])
-            if not busiest:
-                continue
-            seconds = self._transfer_time(link, loads)
-            inside_time, between_time = (seconds, between_time) if inside else (inside_time, seconds)
-            latency = max(latency, link.latency + (peers - 1) * link.message)
-            average = [(self._average(load), peers, size) for load, peers, size in loads]
-            evenly = max(evenly, self._transfer_time(link, average))
-            moved += busiest / self.candidate.shape.heads
+        moved = latency = 0.0
+        busiest, evenly = [], []
+        for number, link in enumerate((self.cluster.inside, self.cluster.between)):
+            loads = [(flow[number], flow.peers, size) for flow, size, _ in transfers]
+            busiest.append(self._transfer_time(link, loads))
+            evenly.append(
+                self._transfer_time(link, [(self._average(load), peers, size) for load, peers, size in loads])
+            )
+            if busiest[number]:
+                latency = max(latency, link.latency + (peers - 1) * link.message)
+                moved += sum([load.rank * size for load, _, size in loads]) / self.candidate.shape.heads
         if moved:
             latency += self.cluster.device.call  # packing and unpacking
-        longest, core_work = max(inside_time, between_time), latency + COPIES * moved / self.copy_rate
-        return ExchangeTime(core_work + longest, core_work + inside_time, latency, longest - evenly)
+        core_work = latency + COPIES * moved / self.copy_rate
+        head_start = max(busiest) - max(evenly)
+        return ExchangeTime(core_work + max(busiest), core_work + busiest[0], latency, head_start)
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
@@ -237,9 +237,6 @@ def _add_ring(job: _Job, one: Pass, rows: Transfer, total: Cost) -> None:
 def _add_head_swaps(job: _Job, widths: tuple[float, float], total: Cost) -> None:
     """Add the all-to-alls of the heads axis that swap tokens for heads: elements per token, before and after."""
     shape, tile, workload = job.candidate.shape, job.candidate.tile, job.workload
-    if shape.heads == 1:
-        total.add_stage("heads", 0.0)
-        return
     tokens = workload.length / shape.ranks  # every other rank of the heads axis receives its heads of these
     lines = shape.ranks / shape.heads, tile.ranks / tile.heads
 

@@ -152,7 +152,6 @@ class TreeRound(NamedTuple):
     most: int  # of the busiest rank
     messages: int  # of all ranks
     host: int  # out of the busiest host
-    between: bool  # some go between hosts
 
 
 @lru_cache(maxsize=256)
@@ -162,18 +161,17 @@ def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
     found = []
     for index in range(max(map(len, whole.values()))):
         sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
-        hosts = Counter({rank // near: 0 for rank in sent})
-        for rank, peers in sent.items():
-            hosts[rank // near] += sum(peer // near != rank // near for peer in peers)
+        leaving = Counter(a // near for a, peers in sent.items() for b in peers if a // near != b // near)
         most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
-        found.append(TreeRound(most, messages, max(hosts.values()), any(hosts.values())))
+        found.append(TreeRound(most, messages, max(leaving.values(), default=0)))
     return tuple(found)
 
 
 def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if one.between else cluster.inside
+    link = cluster.between if one.host else cluster.inside
     messages = group.groups * one.messages
-    total.add_traffic(messages * size * (not one.between), messages * size * one.between, messages * one.between)
+    inside, between = (0, messages) if one.host else (messages, 0)
+    total.add_traffic(inside * size, between * size, between)
     transfer = max(one.most * size / link.rate, one.host * group.groups_per_host * size / link.host_rate)
     return link.merge_latency + (one.most - 1) * link.message + transfer

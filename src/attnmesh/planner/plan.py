@@ -99,7 +99,21 @@ class Plan:
         >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4"))[0].known_as
         'Helix, DCP'
         """
-        return known_as(self.shape, self.exchange)
+        heads, queries, keys = self.shape
+        if self.exchange in MERGES:
+            names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}
+            return names.get(self.exchange, "gathered partials") + (" with split heads" if heads > 1 else "")
+        if self.shape.ranks == 1:
+            return "one device"
+        if heads == self.shape.ranks:
+            return "Ulysses"
+        if heads > 1:
+            return "USP" if keys == 1 else "heads x queries x keys"
+        if keys == 1:
+            return "Ring Attention" if self.exchange == "ring" else "KV all-gather"
+        if queries == 1:
+            return "query all-gather"
+        return "ATTENTION2D" if queries == keys else "rectangular 2D"
 
     def init_mesh(self, device_type: str) -> DeviceMesh:
         """Return the `DeviceMesh` of this plan, with ranks of one host in one tile. All ranks call it at once.
@@ -166,7 +180,7 @@ class Plan:
         sent = [plan.bytes.between for plan in (ahead, behind)]
         if max(sent) > 1.05 * min(sent):
             lines.append(f"It sends {_times(*sent)} as many bytes between hosts.")
-        if ahead.tile != behind.tile and ahead.shape == behind.shape:
+        if (ahead.shape, ahead.exchange, ahead.layout) == (behind.shape, behind.exchange, behind.layout):
             lines.append("They differ only in which ranks share a host.")
         return " ".join(lines)
 
@@ -258,9 +272,10 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
         plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
             progress(number, len(found))
-    _check_memory(min(one.memory for one in plans), workload, cluster)
-    plans = [one for one in plans if one.memory <= cluster.device.memory]
-    best, *others = sorted(plans, key=lambda one: (one.seconds, one.bytes.between, one.memory))
+    fitting = [one for one in plans if one.memory <= cluster.device.memory]
+    if not fitting:
+        raise _memory_error(min(one.memory for one in plans), workload, cluster)
+    best, *others = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
     runner_up = next((one for one in others if one.shape != best.shape), others[0] if others else None)
     return [replace(best, runner_up=runner_up), *(replace(other, runner_up=best) for other in others)]
 
@@ -298,32 +313,12 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     return found + ["ring"] * (shape.queries > 1)
 
 
-def _check_memory(least: float, workload: Workload, cluster: Cluster) -> None:
-    """Raise if the least memory of all candidates does not fit, with the number of hosts that would."""
+def _memory_error(least: float, workload: Workload, cluster: Cluster) -> ClusterError:
+    """Return an error with the number of hosts whose memory would do, where `least` bytes per rank are too many."""
     most = cluster.device.memory
-    if least > most:
-        over = f"{(least - most) / 1e9:,.1f} GB too many"
-        given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
-        hosts = ceil(min_memory(workload) / most / cluster.ranks)
-        many = hosts * cluster.ranks > MAX_RANKS
-        fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
-        raise ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
-
-
-def known_as(shape: Shape, exchange: str) -> str:
-    """Return the published scheme of a shape and an exchange."""
-    heads, queries, keys = shape
-    if exchange in MERGES:
-        names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}
-        return names.get(exchange, "gathered partials") + (" with split heads" if heads > 1 else "")
-    if shape.ranks == 1:
-        return "one device"
-    if heads == shape.ranks:
-        return "Ulysses"
-    if heads > 1:
-        return "USP" if keys == 1 else "heads x queries x keys"
-    if keys == 1:
-        return "Ring Attention" if exchange == "ring" else "KV all-gather"
-    if queries == 1:
-        return "query all-gather"
-    return "ATTENTION2D" if queries == keys else "rectangular 2D"
+    over = f"{(least - most) / 1e9:,.1f} GB too many"
+    given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
+    hosts = ceil(min_memory(workload) / most / cluster.ranks)
+    many = hosts * cluster.ranks > MAX_RANKS
+    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+    return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
