@@ -78,16 +78,14 @@ class Pass(NamedTuple):
 class _Job:
     """A candidate on a cluster, where ranks may share processor cores.
 
-    A rank computes `alone` times as fast while the other ranks rest. In all presets `alone` is 1, and the model is
-    max(compute, communication); `Cluster.measure` measures it. Sharing changes two terms:
+    With `alone` 1, as in all presets, computing and communicating overlap fully. Shared cores change two terms:
 
     - Kernel: cores that one rank leaves idle speed up the others. So the average rank's work counts, not the busiest's.
       Ranks that receive their tokens sooner also compute sooner.
     - Waiting: the core work of an exchange slows the kernel beside it.
 
-    The plain model is clearly worse where ranks share cores, on 156 measured plans of prefill and training
-    (`benchmarks/results/plan-*.json`). It predicts 77% of the times within 25%; this model predicts 99%. Its pick takes
-    more than 1.10 times as long as the best plan in 6 of 18 workloads; this model's pick never does.
+    On 156 plans measured on shared cores (`benchmarks/results/plan-*.json`), 99% of the predicted times are within 25%.
+    Without these terms 77% are.
     """
 
     candidate: Candidate
@@ -133,13 +131,14 @@ class _Job:
         peers = sum(flow.peers for flow, _, _ in transfers)
         moved = latency = 0.0
         busiest, evenly = [], []
-        for number, link in enumerate((self.cluster.inside, self.cluster.between)):
-            loads = [(flow[number], flow.peers, size) for flow, size, _ in transfers]
+        for name in ("inside", "between"):
+            link = getattr(self.cluster, name)
+            loads = [(getattr(flow, name), flow.peers, size) for flow, size, _ in transfers]
             busiest.append(self._transfer_time(link, loads))
             evenly.append(
                 self._transfer_time(link, [(self._average(load), peers, size) for load, peers, size in loads])
             )
-            if busiest[number]:
+            if busiest[-1]:
                 latency = max(latency, link.latency + (peers - 1) * link.message)
                 moved += sum([load.rank * size for load, _, size in loads]) / self.candidate.shape.heads
         if moved:
@@ -238,10 +237,10 @@ def _add_head_swaps(job: _Job, widths: tuple[float, float], total: Cost) -> None
     """Add the all-to-alls of the heads axis that swap tokens for heads: elements per token, before and after."""
     shape, tile, workload = job.candidate.shape, job.candidate.tile, job.workload
     tokens = workload.length / shape.ranks  # every other rank of the heads axis receives its heads of these
-    lines = shape.ranks / shape.heads, tile.ranks / tile.heads
-
-    def load(peers: int) -> Load:
-        return Load(peers * tokens * lines[0], peers * tokens, peers * tokens * lines[1], peers * lines[0])
-
-    flow = Flow(load(tile.heads - 1), load(shape.heads - tile.heads), shape.heads - 1)
+    lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
+    inside, between = (
+        Load(peers * tokens * lines, peers * tokens, peers * tokens * host_lines, peers * lines)
+        for peers in (tile.heads - 1, shape.heads - tile.heads)
+    )
+    flow = Flow(inside, between, shape.heads - 1)
     total.add_stage("heads", sum(job.exchanged([Transfer(flow, x * workload.item)], total).seconds for x in widths))

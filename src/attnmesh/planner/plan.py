@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -222,11 +223,7 @@ def in_bytes(count: float) -> str:
 
 
 def by(shape: Shape) -> str:
-    """Return a shape as text.
-
-    >>> by(Shape(1, 4, 2))
-    '1x4x2'
-    """
+    """Return a shape as text, such as "1x4x2"."""
     return "x".join(map(str, shape))
 
 
@@ -288,10 +285,8 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
-            for tile in tiles(shape, cluster.ranks):
-                for layout in _layouts(workload):
-                    for exchange in _exchanges(workload, shape):
-                        yield Candidate(shape, tile, layout, exchange)
+            choices = product(tiles(shape, cluster.ranks), _layouts(workload), _exchanges(workload, shape))
+            yield from (Candidate(shape, *choice) for choice in choices)
 
 
 def _layouts(workload: Workload) -> list[Layout]:

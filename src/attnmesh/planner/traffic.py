@@ -113,8 +113,9 @@ FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
 
 def _scaled(flow: Flow, scale: float) -> Flow:
     """Return the flow of a longer problem, which has as many messages."""
-    total = [Load(x.total * scale, x.rank * scale, x.host * scale, x.messages) for x in flow[:2]]
-    return Flow(*total, flow.peers)
+    loads = flow.inside, flow.between
+    inside, between = (Load(x.total * scale, x.rank * scale, x.host * scale, x.messages) for x in loads)
+    return Flow(inside, between, flow.peers)
 
 
 @lru_cache(maxsize=4096)
