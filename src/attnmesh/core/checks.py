@@ -3,7 +3,8 @@
 import operator
 import warnings
 from collections.abc import Collection, Mapping
-from numbers import Real
+from numbers import Number, Real
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ UNSUPPORTED_OPTIONS = {
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
+
+
+def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
+    """Raise the error unless the condition holds."""
+    if not fits:
+        raise error(subject, expected, str(given), fix)
+
+
+def short(value: object) -> str:
+    """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
+
+
+def type_and_shape(value: object) -> str:
+    """Return dtype and shape of a tensor as text for an error, and the type of another value."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -142,10 +161,10 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
-def check_choice(subject: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless value is one of the choices, of which "auto" is one."""
+def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
+    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
     if not isinstance(value, str) or value not in choices:
-        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), 'leave it at "auto"')
+        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
 
 
 def check_checked(subject: str, checked: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import check_count
+from attnmesh.core.checks import check_count, require
 from attnmesh.errors import ClusterError
 from attnmesh.planner.hardware import NO_LINK, Device, Link
 
@@ -48,24 +48,24 @@ class Cluster:
     def __post_init__(self) -> None:
         pairs = isinstance(self.sources, tuple) and all(isinstance(x, tuple) and len(x) == 2 for x in self.sources)
         words = (self.name, *(word for pair in self.sources for word in pair)) if pairs else ()
-        if not pairs or not all(isinstance(word, str) and word.isprintable() for word in words):
-            expected = "a name, and pairs of a constant and its source, each on one line"
-            raise ClusterError("Cluster", expected, f"{words or self.sources!r:.60}", "pass printable strings")
+        fits = pairs and all(isinstance(word, str) and word.isprintable() for word in words)
+        expected = "a name, and pairs of a constant and its source, each on one line"
+        require(fits, ClusterError, "Cluster", expected, f"{words or self.sources!r:.60}", "pass printable strings")
         for name in ("hosts", "ranks"):
             fix = "pass a positive integer: a single machine is 1 host"
             count = check_count(f"Cluster {name}", getattr(self, name), fix, error=ClusterError)
             object.__setattr__(self, name, count)
         for name, kind in (("device", Device), ("inside", Link), ("between", Link)):
-            if not isinstance(getattr(self, name), kind):
-                given, fix = type(getattr(self, name)).__name__, f"pass a {kind.__name__}, as Cluster.preset does"
-                raise ClusterError(f"Cluster {name}", f"a {kind.__name__}", given, fix)
+            given, expected = getattr(self, name), f"a {kind.__name__}"
+            fix = f"pass {expected}, as Cluster.preset does"
+            require(isinstance(given, kind), ClusterError, f"Cluster {name}", expected, type(given).__name__, fix)
         for count, link, where in ((self.hosts, self.between, "between hosts"), (self.ranks, self.inside, "in a host")):
-            if count > 1 and link == NO_LINK:
-                fix = "pass a Link with their rates, or keep the counts that were measured"
-                raise ClusterError(f"Cluster {self.name}", f"links {where} for {count} of them", "none", fix)
-        if self.short_collectives not in ("tree", "ring"):
-            given, fix = repr(self.short_collectives), 'pass "ring" for gloo, "tree" for NCCL'
-            raise ClusterError("Cluster short_collectives", "tree or ring", given, fix)
+            fits, expected = count == 1 or link != NO_LINK, f"links {where} for {count} of them"
+            fix = "pass a Link with their rates, or keep the counts that were measured"
+            require(fits, ClusterError, f"Cluster {self.name}", expected, "none", fix)
+        given, fix = repr(self.short_collectives), 'pass "ring" for gloo, "tree" for NCCL'
+        fits = self.short_collectives in ("tree", "ring")
+        require(fits, ClusterError, "Cluster short_collectives", "tree or ring", given, fix)
 
     @property
     def world(self) -> int:
@@ -121,13 +121,13 @@ class Cluster:
         >>> Cluster.preset("a100x4", hosts=2).world
         8
         """
-        if not isinstance(name, str) or name not in PRESETS:
-            fix = "pass one of these, describe yours as a Cluster, or measure it with attnmesh probe"
-            raise ClusterError("Cluster.preset", f"one of {', '.join(PRESETS)}", repr(name), fix)
+        known, expected = isinstance(name, str) and name in PRESETS, f"one of {', '.join(PRESETS)}"
+        fix = "pass one of these, describe yours as a Cluster, or measure it with attnmesh probe"
+        require(known, ClusterError, "Cluster.preset", expected, repr(name), fix)
         found = PRESETS[name]
-        if name != "local" and isinstance(ranks, int) and ranks > found.ranks:
-            expected, given = f"at most {found.ranks} ranks a host", f"{ranks} ranks a host"
-            raise ClusterError(f"Cluster.preset {name}", expected, given, "take more hosts")
+        fits = name == "local" or not isinstance(ranks, int) or ranks <= found.ranks
+        expected, given = f"at most {found.ranks} ranks a host", f"{ranks} ranks a host"
+        require(fits, ClusterError, f"Cluster.preset {name}", expected, given, "take more hosts")
         return found.sized(found.hosts if hosts is None else hosts, found.ranks if ranks is None else ranks)
 
     @staticmethod

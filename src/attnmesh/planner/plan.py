@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError
@@ -253,12 +254,14 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     >>> best.shape, best.exchange
     (Shape(heads=8, queries=1, keys=16), 'direct')
     """
-    if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
-        given = f"{type(workload).__name__} and {type(cluster).__name__}"
-        raise ClusterError("plan", "a Workload and a Cluster", given, "call plan(Workload(...), Cluster.preset(...))")
-    if cluster.world > MAX_RANKS:
-        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
-        raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
+    fits = isinstance(workload, Workload) and isinstance(cluster, Cluster)
+    given, fix = (
+        f"{type(workload).__name__} and {type(cluster).__name__}",
+        "call plan(Workload(...), Cluster.preset(...))",
+    )
+    require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
+    expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+    require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
     found = list(candidates(workload, cluster))
     plans = []
     for number, candidate in enumerate(found, 1):

@@ -1,6 +1,6 @@
 """The best plan of each published scheme, also on other cluster sizes and at other lengths."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -47,9 +47,7 @@ MIN_DEVICES = 128
 """Curves go to this number of devices, or to the cluster's if it has more."""
 
 
-def best_by_scheme(
-    workload: Workload, cluster: Cluster, *, progress: Callable[[int, int], None] | None = None
-) -> Schemes:
+def best_by_scheme(workload: Workload, cluster: Cluster) -> Schemes:
     """Return the best plan of each scheme, fastest first. The result is empty where nothing fits the memory.
 
     >>> import attnmesh as am
@@ -61,10 +59,9 @@ def best_by_scheme(
     {}
     """
     try:
-        plans = plan(workload, cluster, progress=progress)
+        return best_of(plan(workload, cluster))
     except ClusterError:  # workload and cluster were checked before, so the workload does not fit
         return {}
-    return best_of(plans)
 
 
 def best_of(plans: Iterable[Plan]) -> dict[str, Plan]:

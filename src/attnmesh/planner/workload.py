@@ -4,9 +4,9 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from attnmesh.core.checks import DTYPES, check_count
+from attnmesh.core.checks import DTYPES, check_choice, check_count, require
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.errors import ClusterError, DtypeError, KernelError, ShapeError
+from attnmesh.errors import ClusterError, DtypeError, ShapeError
 
 MAX_COUNT = 10**15
 """Largest count that a workload takes, of tokens, heads, layers or anything else."""
@@ -62,21 +62,16 @@ class Workload:
             if given is None and name in ("value_dim", "q_len"):
                 continue
             count = check_count(f"Workload {name}", given, "pass a positive integer", error=ClusterError)
-            if count > MAX_COUNT:
-                expected = f"no more than {MAX_COUNT:.0e}"
-                raise ClusterError(f"Workload {name}", expected, "a larger number", "check the unit")
+            expected = f"no more than {MAX_COUNT:.0e}"
+            require(count <= MAX_COUNT, ClusterError, f"Workload {name}", expected, "a larger number", "check the unit")
             object.__setattr__(self, name, count)
-        if self.q_heads % self.kv_heads:
-            given = f"{self.q_heads} query heads on {self.kv_heads} key heads"
-            raise ShapeError("Workload", "whole groups of query heads", given, "pass the model's head counts")
-        if self.dtype not in DTYPES:
-            expected = f"one of {', '.join(DTYPES)}"
-            raise DtypeError("Workload dtype", expected, repr(self.dtype), "name the dtype of q, k and v")
-        if self.phase not in PHASES:
-            raise KernelError("Workload phase", f"one of {', '.join(PHASES)}", repr(self.phase), 'pass "training"')
-        if self.q_len is not None and self.phase != "decode":
-            given = f"q_len={self.q_len} in {self.phase}"
-            raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
+        given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
+        require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
+        expected, fix = f"one of {', '.join(DTYPES)}", "name the dtype of q, k and v"
+        require(self.dtype in DTYPES, DtypeError, "Workload dtype", expected, repr(self.dtype), fix)
+        check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
+        fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
+        require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
         check_mask("Workload mask", self.mask, self.length)
 
     @property
