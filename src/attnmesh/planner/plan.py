@@ -255,10 +255,8 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     (Shape(heads=8, queries=1, keys=16), 'direct')
     """
     fits = isinstance(workload, Workload) and isinstance(cluster, Cluster)
-    given, fix = (
-        f"{type(workload).__name__} and {type(cluster).__name__}",
-        "call plan(Workload(...), Cluster.preset(...))",
-    )
+    given = f"{type(workload).__name__} and {type(cluster).__name__}"
+    fix = "call plan(Workload(...), Cluster.preset(...))"
     require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
     expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
     require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
