@@ -24,11 +24,10 @@ from attnmesh.comm.counters import counted
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.planner.candidate import Candidate
+from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
-from attnmesh.planner.memory import peak_activations
 from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
 

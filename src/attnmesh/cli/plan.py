@@ -32,7 +32,6 @@ from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
-from attnmesh.planner.schemes import cluster_title, workload_title
 from attnmesh.planner.workload import PHASES, Workload
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
@@ -240,7 +239,7 @@ def _print(shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
 
 def _table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
-    table = titled(f"{workload_title(work)}; {cluster_title(machines)}", "")
+    table = titled(f"{work.title}; {machines.title}", "")
     table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns fit 80 characters
     table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
     table.add_column("known as")
