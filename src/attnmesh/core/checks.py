@@ -3,7 +3,8 @@
 import operator
 import warnings
 from collections.abc import Collection, Mapping
-from numbers import Real
+from numbers import Number, Real
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ UNSUPPORTED_OPTIONS = {
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
+
+
+def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
+    """Raise the error unless the condition holds."""
+    if not fits:
+        raise error(subject, expected, str(given), fix)
+
+
+def short(value: object) -> str:
+    """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
+
+
+def type_and_shape(value: object) -> str:
+    """Return dtype and shape of a tensor as text for an error, and the type of another value."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -157,12 +176,12 @@ def check_checked(subject: str, checked: object) -> None:
 
 def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
     """Raise for any option; the error has a fix for options of other attention functions."""
-    for name in options:
-        plain = name.replace("soft_cap", "softcap")
+    for name, value in options.items():
+        plain, given = name.replace("soft_cap", "softcap"), f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
-            raise ArgumentError(subject, "the arguments of its signature", f"{name}=", f"see help({subject})")
-        raise KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
+            raise ArgumentError(subject, "the arguments of its signature", given, f"see help({subject})")
+        raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
 
 
 def heads_and_length(x: object) -> tuple[int, int]:

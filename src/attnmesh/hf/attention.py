@@ -15,7 +15,7 @@ from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
-from attnmesh.hf.checks import check_cached_padding, check_local_mask, checked_mask
+from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
@@ -46,6 +46,8 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
+    if spec.shards is not None and not spec.shards.cached:
+        check_same_weights(module, spec.shards, query.device)
     layer = LayerCall(spec.mask, scaling, s_aux)
     query, key, value = _autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):

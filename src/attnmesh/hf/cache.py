@@ -12,6 +12,7 @@ from transformers import Cache, PreTrainedConfig
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import Saving, save_layers
@@ -69,7 +70,7 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, place.shape.ranks
-        self.capacity, self.block = capacity, block
+        self.capacity, self.block = None if capacity is None else int(capacity), int(block)
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
         self.checked, self.copies = checked, copies
         self.tokens: Tensor | None = None
@@ -166,11 +167,10 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
 
         def check() -> None:
             check_more({} if more is None else more)
-            if not all(kv is not None and kv.length for kv in kvs):
-                fix = "prefill a prompt first"
-                raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
-            if more is not None and "held" in more:
-                raise StoreError("save more", "names other than held", "held", "rename it")
+            filled = all(kv is not None and kv.length for kv in kvs)
+            expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
+            require(filled, ShapeError, "ShardedCache save", expected, repr(self.layers[0]), fix)
+            require("held" not in (more or {}), StoreError, "save more", "names other than held", "held", "rename it")
 
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
@@ -255,14 +255,14 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         return copied
 
 
-def _check_recoverable(cache: object, layers: int) -> None:
+def _check_recoverable(cache: Any, layers: int) -> None:
     """Raise unless it is a cache with this number of layers, or None."""
-    if cache is not None and not isinstance(cache, ShardedCache):
-        fix = "pass the ShardedCache of this rank, or None on a new rank"
-        raise KernelError("ShardedCache.recover cache", "a ShardedCache", type(cache).__name__, fix)
-    if cache is not None and len(cache.layers) != layers:
-        given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
-        raise KernelError("ShardedCache.recover cache", f"a cache of {layers} layers", given, fix)
+    if cache is None:
+        return
+    subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
+    require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
+    given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
+    require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
 
 
 def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:
