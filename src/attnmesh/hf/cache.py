@@ -13,17 +13,19 @@ from transformers import Cache, PreTrainedConfig
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
+from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import Saving, save_layers
+from attnmesh.decode.decode import decode
 from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
-from attnmesh.hf.cache_layer import CacheSettings, ShardedLayer, check_settings
+from attnmesh.hf.cache_layer import ShardedLayer, check_settings
 from attnmesh.mesh.axes import Mesh
 
 
-class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
+class ShardedCache(Cache):  # type: ignore[misc]
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
     Every rank holds a share of the tokens and makes the same calls.
@@ -81,6 +83,11 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+
+    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
+        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
+        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
 
     @property
     def held(self) -> int:

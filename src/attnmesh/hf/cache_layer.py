@@ -5,16 +5,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.comm.consensus import agree
 from attnmesh.comm.merge_ranks import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
-from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
 from attnmesh.decode.replicas import check_copies
 from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError
@@ -37,36 +34,16 @@ class PendingKV(Opaque):
     layer: "ShardedLayer"
 
 
-class CacheSettings:
-    """Settings of a `ShardedCache`, and the attention that they select."""
-
-    config: PreTrainedConfig
-    mesh: DeviceMesh | None
-    capacity: int | None
-    block: int
-    merge: str
-    reproducible: bool
-    kernel: str
-    exchange: str
-    checked: bool | None
-    copies: int
-
-    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
-        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
-        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
-        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
-
-
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: a `KVCache`, made when the first tokens are stored."""
+    """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: CacheSettings) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__()
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
-        self.cache = cache
+        self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
 
     def __repr__(self) -> str:
@@ -133,7 +110,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the capacity; -1 if the cache grows."""
-        return self.cache.capacity or -1
+        return int(self.cache.capacity or -1)
 
     def reset(self) -> None:
         """Drop all tokens."""

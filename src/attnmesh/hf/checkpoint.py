@@ -189,22 +189,15 @@ class TokenCallback(StoppingCriteria):  # type: ignore[misc]
 
 def _identify_call(model: PreTrainedModel, ids: Tensor, settings: Settings) -> str:
     """Return hashes of the model, prompt, options and seed as JSON. The model's is of its config and some weights."""
-    weights = {name: [str(x.dtype), list(x.shape), int(digest(_head(x)))] for name, x in model.named_parameters()}
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
+    weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     names = {name for name in (*vars(GenerationConfig()), *settings.options) if not name.startswith("_")} - MAY_DIFFER
     options = {name: describe_value(settings[name]) for name in names}
     seed = int(digest(random_state(ids.device))) if settings["do_sample"] else None
     call = {"model": [weights, config], "prompt": ids.tolist(), "options": options, "seed": seed}
-    return json.dumps({name: _hash(value) for name, value in call.items()})
-
-
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=describe_value)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _head(x: Tensor) -> Tensor:
-    return x.detach().flatten()[:DIGEST_VALUES].contiguous()
+    texts = {name: json.dumps(value, sort_keys=True, default=describe_value) for name, value in call.items()}
+    return json.dumps({name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()})
 
 
 def _restore_state(ids: Tensor, more: Mapping[str, Tensor], saved: int) -> Tensor:

@@ -53,20 +53,12 @@ class Opaque:
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
-def _raising(name: str) -> Callable[..., NoReturn]:
-    """Return a special method that raises."""
-
-    def special_method(self: Opaque, *_: Any) -> NoReturn:
-        self._raise_read(name)
-
-    return special_method
-
-
 for _name in (
     *("getitem", "setitem", "len", "iter", "contains", "bool", "neg", "invert", "lt", "le", "gt", "ge", "matmul"),
     *(f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")),
 ):
-    setattr(Opaque, f"__{_name}__", _raising(_name))  # Python looks special methods up on the class, past __getattr__
+    # Python looks special methods up on the class, past __getattr__.
+    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
 
 
 def check_model(model: PreTrainedModel) -> None:
