@@ -183,12 +183,12 @@ def check_checked(subject: str, checked: object) -> None:
 
 def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
     """Raise for any option; the error has a fix for options of other attention functions."""
-    for name in options:
-        plain = name.replace("soft_cap", "softcap")
+    for name, value in options.items():
+        plain, given = name.replace("soft_cap", "softcap"), f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
-            raise ArgumentError(subject, "the arguments of its signature", f"{name}=", f"see help({subject})")
-        raise KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
+            raise ArgumentError(subject, "the arguments of its signature", given, f"see help({subject})")
+        raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
 
 
 def heads_and_length(x: object) -> tuple[int, int]:
