@@ -30,6 +30,7 @@ from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.hardware import PRESETS
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload
@@ -47,7 +48,10 @@ ReportFile = Annotated[
 def plan(
     cluster: Annotated[
         str,
-        typer.Option(help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe."),
+        typer.Option(
+            help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe. "
+            f"Hosts x ranks of a name alone: {', '.join(f'{n} {p.hosts}x{p.ranks}' for n, p in PRESETS.items())}."
+        ),
     ],
     heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8; or one number for both.")],
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
