@@ -5,6 +5,7 @@ Partials are merged along one tree over block numbers: even against odd at the t
 The blocks of a rank are one subtree.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Never, cast
 from zlib import crc32
@@ -13,17 +14,31 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, send_poison
-from attnmesh.core.checks import check_checked, warn_if_swapped
+from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, check_merge, send_poison
+from attnmesh.core.checks import (
+    check_checked,
+    check_same_kind,
+    check_scale,
+    check_sinks,
+    check_unknown_options,
+    swap_hint,
+    warn_if_swapped,
+)
 from attnmesh.core.digest import fingerprints
-from attnmesh.core.mask import Causal, Mask
+from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import wide
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.local import on_device
-from attnmesh.decode.operator import decode_op, highest_checksum, nan_unless_equal, run_step, tensors_of
-from attnmesh.decode.step import DecodeStep, check_step
-from attnmesh.errors import DtypeError, InputError, MeshError
-from attnmesh.kernels.select import NAMES
+from attnmesh.decode.step import (
+    DecodeStep,
+    decode_op,
+    highest_checksum,
+    nan_unless_equal,
+    reads_length_on_device,
+    run_step,
+    tensors_of,
+)
+from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
+from attnmesh.kernels.select import NAMES, check_kernel
 
 
 def decode(
@@ -144,7 +159,7 @@ def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep)
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step."""
     kernel = step.kernel if step.kernel in NAMES else "auto"
-    return on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
+    return reads_length_on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
@@ -155,3 +170,71 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)
+
+
+def check_step(
+    q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, unsupported: Mapping[str, Never]
+) -> DecodeStep:
+    """Return the step with its scale, or raise unless each argument can be served."""
+    sizes = cache.sizes
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
+        fix = "decode under torch.no_grad(), or train with attention"
+        raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
+    check_unknown_options("decode", unsupported)
+    check_same_kind("decode", {"q": q})
+    shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
+        fix = "pass the queries of the cache's last tokens"
+        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
+        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
+    if q.dtype != sizes.dtype or q.device.type != cache.device.type:
+        given = f"{q.dtype} on {q.device}"
+        raise DtypeError("decode q", f"{sizes.dtype} on {cache.device}", given, "call .to(cache.sizes.dtype)")
+    check_mask("decode mask", step.mask)
+    check_merge("decode", step.merge, step.output)
+    check_kernel(step.kernel)
+    scale = check_scale("decode", step.scale, q)
+    check_sinks("decode sinks", sinks, q)
+    if cache.padding is not None and step.mask.ends:
+        fix = "keep documents in sequences of their own"
+        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    if step.reproducible:
+        _check_block_cyclic(cache)
+    if may_compare(q.device):  # a graph does not read the length
+        _check_length(q, cache, step.mask)
+    return step._replace(scale=scale)
+
+
+def _check_length(q: Tensor, cache: KVCache, mask: Mask) -> None:
+    if not cache.holds(q.shape[2]):
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
+        fix = "append before decode" + swap_hint(fits)
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+    if mask.ends:
+        mask.check_length("decode mask", cache.length)
+
+
+def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
+    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
+    if not isinstance(reproducible, bool):
+        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
+    if not reproducible:
+        return
+    expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+    if ranks & (ranks - 1):
+        fix = "use a power of two of ranks, or leave it out"
+        raise KernelError(subject, expected, f"{ranks} ranks", fix)
+    if merge not in ("auto", "tree"):
+        raise KernelError(subject, expected, f"merge {merge!r}", 'leave merge at "auto"')
+
+
+def _check_block_cyclic(cache: KVCache) -> None:
+    if not cache.is_block_cyclic or cache.padding is not None:
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
+        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
+        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)

@@ -14,9 +14,8 @@ from attnmesh.comm.merge_ranks import check_merge
 from attnmesh.core.checks import check_checked
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
+from attnmesh.decode.decode import check_reproducible, decode
 from attnmesh.decode.replicas import check_copies
-from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.models import NAME, Opaque, check_keys, check_layers
 from attnmesh.kernels.select import check_kernel
