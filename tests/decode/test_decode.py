@@ -414,7 +414,7 @@ def test_gradients_raise() -> None:
     with torch.no_grad():
         cache.append(learned, learned)
         am.decode(learned, cache)
-    with pytest.raises(errors.KernelError, match="a query and sinks without gradients"):
+    with pytest.raises(errors.KernelError, match="decode q: expected a tensor without gradients"):
         am.decode(learned, cache)
 
 

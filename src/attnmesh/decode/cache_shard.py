@@ -101,17 +101,17 @@ def position_sum(positions: Tensor) -> int:
     return int(mixed(positions + 1).sum())
 
 
-def tokens_to_heads(
+def swap_tokens_for_heads(
     k: Tensor, v: Tensor, positions: Tensor, counts: Sequence[int], mesh: Mesh
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
     axis, shape = mesh.heads, mesh.shape
     if axis.size == 1:
         return k, v, positions
-    parts = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
+    sends = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
-    received = zip(*swap(parts, wanted, axis), strict=True)
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, wanted, axis), strict=True)
     k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return k, v, positions
 
@@ -169,8 +169,8 @@ class CacheShard:
         tokens = length + torch.arange(more, device=self.device)
         mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        own_k, own_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
-        self._write(own_k, own_v, tokens, slots)
+        rank_k, rank_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
+        self._write(rank_k, rank_v, tokens, slots)
         self._pad(tokens, slots, more, token_mask)
         self.state += torch.stack((torch.full_like(length, more), mine.sum()))
 

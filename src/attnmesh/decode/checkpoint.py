@@ -110,19 +110,16 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        manifest = Manifest(tuple(map(Sizes.decode, codes)), padded, more, length, heads, ranks, saving, note, name)
-    except (ValueError, IndexError, TypeError) as error:
-        raise StoreError("load", "the sizes of a cache", f"{fields['sizes']!r} in {path}", FIX) from error
-    if not manifest.sizes or not heads or not ranks or not all(_fits(manifest, sizes) for sizes in manifest.sizes):
-        raise StoreError("load", "the sizes of a cache", f"{manifest} in {path}", FIX)
-    return manifest
-
-
-def _fits(manifest: Manifest, sizes: Sizes) -> bool:
-    """Return True if a layer's sizes are valid and consistent with the rest of the manifest."""
-    alike = sizes.block == manifest.sizes[0].block and sizes.batch == manifest.sizes[0].batch
-    fits = manifest.length <= sizes.capacity
-    return alike and fits and sizes.fault(1) is None and not sizes.kv_heads % manifest.heads
+        sizes = tuple(map(Sizes.decode, codes))
+        for each in sizes:
+            each.check(heads)
+        alike = len({(each.block, each.batch) for each in sizes}) == 1
+        if not alike or not heads or not ranks or length > min(each.capacity for each in sizes):
+            raise ValueError("sizes that contradict each other")
+    except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
+        raise StoreError("load", "the sizes of a cache", given, FIX) from error
+    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name)
 
 
 def save_folders(path: Path) -> list[Path]:
@@ -221,8 +218,7 @@ def inspect(
         raise StoreError("load", f"a cache of {layers} layer{'s' * (layers != 1)}", given, fix)
     sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in manifest.sizes)
     for each in sizes:
-        if fault := each.fault(mesh.heads.size):
-            raise fault
+        each.check(mesh.heads.size)
         if manifest.length > each.capacity:
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)

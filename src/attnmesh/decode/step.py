@@ -45,13 +45,13 @@ class DecodeStep(NamedTuple):
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
         names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel, repr(self.scale)]
-        places = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        return ",".join(names), [*places, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
+        return ",".join(names), [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
 
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
         """Return the step that `encode` wrote."""
-        return decode_cached(_decoded, names, numbers)
+        return decode_cached(_decode_step, names, numbers)
 
     def output_shape(self, q: Tensor, values: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
@@ -63,7 +63,7 @@ class DecodeStep(NamedTuple):
 
 
 @cached_per_world(1024)
-def _decoded(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, reproducible, *mask = numbers[4:]
@@ -73,27 +73,28 @@ def _decoded(names: str, numbers: tuple[int, ...]) -> DecodeStep:
 
 
 def run_step(
-    q: Tensor, cache: CacheView, sinks: Tensor | None, step: DecodeStep, call: int
+    q: Tensor, view: CacheView, sinks: Tensor | None, step: DecodeStep, call_number: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks."""
     heads = step.heads.share_of(q.shape[1])
-    own, alone = q[:, heads], step.tokens.size == 1
-    kernel = choose_for_cache(step.kernel, q, cache.keys, cache.values)
-    form = PartialMessage((*own.shape[:-1], cache.values.shape[-1]), wide(q.dtype), wide(q.dtype))
-    message, checksum, place = None, None, None
+    rank_q, alone = q[:, heads], step.tokens.size == 1
+    kernel = choose_for_cache(step.kernel, q, view.keys, view.values)
+    shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), wide(q.dtype)
+    message, checksum, into = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
-        message = form.blank(q.device)
-        checksum, place = form.places(message)
+        layout = PartialMessage(shape, dtype, dtype)
+        message = layout.blank(q.device)
+        checksum, into = layout.places(message)
     elif isinstance(kernel, CacheKernel) and not step.reproducible:
-        place = Partial(q.new_empty(form.shape), q.new_empty(form.shape[:-1], dtype=form.lse))
+        into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
-    own_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
+    rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
-    partial = attend_cache(
-        DecodeQuery(own, step.mask, step.scale, step.capacity, own_sinks, block, place), cache, kernel
-    )
+    query = DecodeQuery(rank_q, step.mask, step.scale, step.capacity, rank_sinks, block, into)
+    partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
-        checksum = call_checksum([x for x in (q, sinks) if x is not None], call, cache.state, partial.lse, checksum)
+        tensors = [q] if sinks is None else [q, sinks]
+        checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
         partial, checksum = merge_ranks(
             partial, checksum, step.tokens, merge, step.output, canonical=step.reproducible, message=message
         )
@@ -114,8 +115,8 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep) -> tuple[Tens
     checksum = highest_checksum(checksum, axis)
     if step.output == "heads" or (out.device.type == "cpu" and float(checksum.sum()) != 0):
         return out, checksum
-    parts = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
-    return torch.cat([part for (part,) in parts], 1), checksum
+    shares = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
+    return torch.cat([share for (share,) in shares], 1), checksum
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
@@ -134,9 +135,9 @@ def nan_unless_equal(out: Tensor, checksum: Tensor, shape: tuple[int, ...]) -> T
 @torch.library.custom_op("attnmesh::decode", mutates_args=())
 def decode_op(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    step, view = DecodeStep.decode(names, numbers), _view(cache)
-    call = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, checksum = run_step(q, view, sinks, step, call)
+    step, view = DecodeStep.decode(names, numbers), view_of(cache)
+    call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
+    out, checksum = run_step(q, view, sinks, step, call_number)
     out = out if checksum is None else nan_unless_equal(out, checksum, step.output_shape(q, view.values))
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
@@ -151,12 +152,13 @@ def tensors_of(view: CacheView) -> list[Tensor]:
     return [*view[:4], *(view.padding or ())]
 
 
-def _view(tensors: Sequence[Tensor]) -> CacheView:
+def view_of(tensors: Sequence[Tensor]) -> CacheView:
+    """Return the view that `tensors_of` took apart."""
     keys, values, token_index, state, *padding = tensors
     return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None)
 
 
-Run = Callable[..., Partial]
+BoundKernel = Callable[..., Partial]
 """A kernel at a scale: (q, keys, values, band) -> the partial."""
 
 
@@ -165,8 +167,8 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
     if isinstance(kernel, CacheKernel):
         return kernel.attend_cache(query, view)
     run = partial(forward, kernel, scale=query.scale)
-    found = _by_lengths(run, query.q, view, query.mask, query.block)
-    return copied(with_sinks(found, query.sinks), query.into)
+    result = _attend_tokens(run, query.q, view, query.mask, query.block)
+    return copied(with_sinks(result, query.sinks), query.into)
 
 
 def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
@@ -176,34 +178,36 @@ def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
     return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
 
 
-def _by_lengths(run: Run, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
+def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
     """Return the partial of a kernel that takes the number of tokens from the host."""
     length, used = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
-        return _padded(run, q, keys, values, view.padding, length, mask)
+        return _attend_padded(run, q, keys, values, view.padding, length, mask)
     if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
-        return _widened(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
+        return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:
-        return _by_blocks(run, q, keys, values, band, block)
-    return _widened(run(q, keys, values, band))
+        return _attend_blocks(run, q, keys, values, band, block)
+    return _widen(run(q, keys, values, band))
 
 
-def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask) -> Partial:
+def _attend_padded(
+    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask
+) -> Partial:
     """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
-    token_mask, places = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
-    places = places.cpu()
-    parts = []
+    token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
+    q_positions = q_positions.cpu()
+    partials = []
     for row in range(q.shape[0]):
-        only, own = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
+        only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
         total = identity(q[only], values[only], wide(q.dtype))
-        for start, stop in _runs(own >= 0):
-            band = Band.of(mask, places[row], own[start:stop])
-            total = join([total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
-        parts.append(total)
-    out, lse = (torch.cat(x) for x in zip(*parts, strict=True))
+        for start, stop in _runs(k_positions >= 0):
+            band = Band.of(mask, q_positions[row], k_positions[start:stop])
+            total = join([total, _widen(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
+        partials.append(total)
+    out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     blind = ~token_mask[:, None]
     return Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
 
@@ -214,7 +218,7 @@ def _runs(flags: Tensor) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
     """Return the merge, along the tree, of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
@@ -228,8 +232,8 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
         blocks = (
             x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
         )
-        own = q[row].expand(len(whole), *q.shape[1:])
-        out[first:last, row], lse[first:last, row] = run(own, *blocks, full)
+        row_q = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(row_q, *blocks, full)
     for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
@@ -237,5 +241,5 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
     return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
 
 
-def _widened(partial: Partial) -> Partial:
+def _widen(partial: Partial) -> Partial:
     return Partial(partial.out.to(partial.lse.dtype), partial.lse)
