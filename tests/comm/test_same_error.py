@@ -511,7 +511,7 @@ ALIKE: Table = {
         (
             {"q": T(1, 12, 1, 4, requires_grad=True)},
             KernelError,
-            r"decode: expected a query and sinks without gradients, given some that ask for them\. Fix: decode under",
+            r"decode q: expected a tensor without gradients, given one with requires_grad=True\. Fix: decode under",
         ),
         ({"mask": am.Full}, MaskError, r"decode mask: expected Full.*, given Full itself\. Fix: call it: Full"),
         ({"mask": am.Documents((4, 7))}, MaskError, r"decode mask: expected documents that add up to 10 tokens, "),

@@ -47,11 +47,6 @@ class BlockCyclic:
         rounds, rest = divmod(length, self.block * self.ranks)
         return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
 
-    def only_owner(self, start: int, stop: int) -> int | None:
-        """Return the rank of tokens `start` to `stop - 1` if they lie in one block, else None."""
-        first, last = start // self.block, (stop - 1) // self.block
-        return first % self.ranks if first == last else None
-
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -251,7 +246,8 @@ class CacheShard:
         if self.padding is not None or token_mask is not None:  # every rank records padding
             return False
         length = self.length
-        return self.block_cyclic.only_owner(length, length + more) not in (None, self.index)
+        first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
+        return first == last and first % self.block_cyclic.ranks != self.index
 
     def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
         """Write tokens with this rank's heads into slots."""

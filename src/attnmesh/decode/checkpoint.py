@@ -78,12 +78,11 @@ class Manifest(NamedTuple):
 
 def check_folder(subject: str, folder: object) -> Path:
     """Return the absolute path of a folder. Raise unless `folder` is a path."""
-    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
-        fix = "pass its path as a str or a pathlib.Path"
+    path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
+    if not isinstance(path, str) or "\0" in path:
+        fix = "pass its path as a str or a pathlib.Path, without null bytes"
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
-    if "\0" in os.fspath(folder):
-        raise StoreError(subject, "the path of a folder", repr(os.fspath(folder)), "pass a path without null bytes")
-    return Path(folder).absolute()
+    return Path(path).absolute()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -265,7 +264,8 @@ def fill(shards: Sequence[CacheShard], path: Path, manifest: Manifest) -> None:
             _copy(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
     for shard in shards:
-        needed = [_shared_heads(shard, Axis(manifest.heads, h)) is not None for h in range(manifest.heads)]
+        shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
+        needed = [to.start < to.stop for to in shared]
         if not bool(found[needed].all()):
             given = f"{int(found[needed].all(0).sum())} of this rank's {used} tokens in {path}"
             raise StoreError("load", "every token once", given, FIX)
@@ -276,17 +276,15 @@ def _copy(
     shard: CacheShard, file: TensorFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
-    shared = _shared_heads(shard, saved)
-    if shared is None:
+    to, source = _shared_heads(shard, saved)
+    if to.start >= to.stop:
         return
-    to, source = shared
     sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
     for name, x, width in (("keys", shard.keys, sizes.head_dim), ("values", shard.values, sizes.value_dim)):
         read = file.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
 
 
-def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice] | None:
-    """Return slices of the heads of a shard and of a saved file that are the same heads, or None."""
-    to, source = overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
-    return (to, source) if to.start < to.stop else None
+def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
+    """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
+    return overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
