@@ -452,7 +452,11 @@ ALIKE: Table = {
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
         ({"positions": [10, 11]}, DtypeError, r"append_shard positions: expected .*int64, given list\. Fix"),
         ({"positions": T(2)}, DtypeError, r"append_shard positions: expected .*int64, given torch.float32"),
-        ({"positions": torch.arange(3)}, ShapeError, r"append_shard positions: expected shape \(2,\), given"),
+        (
+            {"positions": torch.arange(3)},
+            ShapeError,
+            r"append_shard positions: expected shape \(2,\), one position a token, given",
+        ),
         (
             {"positions": torch.tensor([20, 21])},
             LayoutError,
