@@ -452,7 +452,11 @@ ALIKE: Table = {
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
         ({"positions": [10, 11]}, DtypeError, r"append_shard positions: expected .*int64, given list\. Fix"),
         ({"positions": T(2)}, DtypeError, r"append_shard positions: expected .*int64, given torch.float32"),
-        ({"positions": torch.arange(3)}, ShapeError, r"append_shard positions: expected shape \(2,\), given"),
+        (
+            {"positions": torch.arange(3)},
+            ShapeError,
+            r"append_shard positions: expected shape \(2,\), one position a token, given",
+        ),
         (
             {"positions": torch.tensor([20, 21])},
             LayoutError,
@@ -511,7 +515,7 @@ ALIKE: Table = {
         (
             {"q": T(1, 12, 1, 4, requires_grad=True)},
             KernelError,
-            r"decode: expected a query and sinks without gradients, given some that ask for them\. Fix: decode under",
+            r"decode q: expected a tensor without gradients, given one with requires_grad=True\. Fix: decode under",
         ),
         ({"mask": am.Full}, MaskError, r"decode mask: expected Full.*, given Full itself\. Fix: call it: Full"),
         ({"mask": am.Documents((4, 7))}, MaskError, r"decode mask: expected documents that add up to 10 tokens, "),

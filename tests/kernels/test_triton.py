@@ -18,8 +18,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
-from attnmesh.decode.operator import run_step
-from attnmesh.decode.step import DecodeStep
+from attnmesh.decode.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
 from attnmesh.kernels import triton as kernel

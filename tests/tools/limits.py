@@ -33,8 +33,6 @@ PATH = [  # what a reader opens to follow `attention` and `decode` from the call
     "attention.ulysses",
     "decode.decode",
     "decode.step",
-    "decode.operator",
-    "decode.local",
     "decode.cache",
     "decode.cache_shard",
 ]

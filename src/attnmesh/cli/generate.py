@@ -18,7 +18,7 @@ from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.merge import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
-from attnmesh.decode.step import check_reproducible
+from attnmesh.decode.decode import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]

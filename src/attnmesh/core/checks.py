@@ -138,10 +138,8 @@ def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     check_one_device(subject, {"sinks": sinks, "q": q})
 
 
-def check_positions(subject: str, positions: Tensor | None, length: int) -> None:
-    """Raise unless positions is None or an int64 tensor with one position per token."""
-    if positions is None:
-        return
+def check_positions(subject: str, positions: Tensor, length: int) -> None:
+    """Raise unless positions is an int64 tensor with one position per token."""
     fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__

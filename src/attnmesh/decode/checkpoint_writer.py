@@ -200,7 +200,7 @@ def _write(
 def _publish(path: Path, manifest: Manifest) -> None:
     """Make this save the current one and remove older ones, while no other job publishes to the folder."""
     new = path / f"{MANIFEST}.{manifest.name}"
-    with _store_errors(path), _locked(path):
+    with _store_errors(path), _lock_folder(path):
         os.stat(path / manifest.folder)
         _check_complete(path, manifest)
         with new.open("w") as file:
@@ -219,12 +219,15 @@ def _publish(path: Path, manifest: Manifest) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle, end = os.open(path, os.O_RDONLY), time.monotonic() + TIMEOUT
     try:
         with suppress(OSError):
-            while not _lock(handle):
+            while True:
+                with suppress(BlockingIOError):
+                    flock(handle, LOCK_EX | LOCK_NB)
+                    break
                 if time.monotonic() > end:
                     given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
                     raise StoreError("save", "one save at a time in a folder", given, fix)
@@ -232,14 +235,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    try:
-        flock(handle, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _check_complete(path: Path, manifest: Manifest) -> None:

@@ -12,8 +12,8 @@ from attnmesh.comm.consensus import agree
 from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
 from attnmesh.decode.cache import KVCache
+from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
-from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
 from attnmesh.kernels.select import check_kernel
