@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.attention.call import Call
 from attnmesh.comm.consensus import agree, compares_always
-from attnmesh.core.checks import swap_hint
+from attnmesh.core.checks import swap_first
 from attnmesh.core.layout import Contiguous, Layout
 from attnmesh.errors import InputError, LayoutError, MeshError
 from attnmesh.mesh.axes import Mesh
@@ -100,7 +100,7 @@ def _check_placements(q: DTensor) -> None:
         allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            fix = "redistribute q, k and v" + swap_hint(placement == Shard(1) and q.shape[1] > q.shape[2])
+            fix = swap_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
             raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 

@@ -15,7 +15,7 @@ from attnmesh.comm.consensus import describe_call, may_compare
 from attnmesh.comm.merge_ranks import MergedCall, check_merge, merge_ranks, send_poison
 from attnmesh.comm.message import checksum_of
 from attnmesh.core.checks import DTYPES, check_checked, check_one_device, check_tensor
-from attnmesh.core.partial import Partial, wide
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
@@ -157,7 +157,7 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
     check_one_device("merge_across", {"out": out, "lse": lse})
-    if not out.is_floating_point() or lse.dtype != wide(out.dtype):
+    if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
     if out.ndim != 4 or lse.shape != out.shape[:-1]:

@@ -21,7 +21,7 @@ from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
-from attnmesh.core.partial import Partial, wide
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError, KernelError
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of
 
@@ -44,7 +44,7 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
-    dtype = wide(partial.out.dtype)
+    dtype = sum_dtype(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
     best = best_merge(axis, checksum.device)  # the first call is an all-gather: every rank makes it, whatever its `how`
     if how == "auto":

@@ -17,13 +17,13 @@ from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, send_poison
 from attnmesh.core.checks import check_checked, warn_if_swapped
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.core.partial import wide
+from attnmesh.core.partial import sum_dtype
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.local import on_device
 from attnmesh.decode.operator import decode_op, highest_checksum, nan_unless_equal, run_step, tensors_of
 from attnmesh.decode.step import DecodeStep, check_step
 from attnmesh.errors import DtypeError, InputError, MeshError
-from attnmesh.kernels.select import NAMES
+from attnmesh.kernels.driver import NAMES
 
 
 def decode(
@@ -52,7 +52,7 @@ def decode(
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
         reproducible: True gives the same bits on any power of two of ranks. It needs a cache that was filled by
             `append`, and blocks of 128 tokens or more to be fast.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
@@ -151,7 +151,7 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
     merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
-    like = torch.empty(0, dtype=wide(cache.sizes.dtype), device=cache.device)
+    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
     checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, join, wide, with_sinks
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
-from attnmesh.kernels.merge import copied, merged_along_tree
-from attnmesh.kernels.select import choose_for_cache
+from attnmesh.core.partial import Partial, join, sum_dtype, with_sinks
+from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import choose_for_cache, forward, identity
+from attnmesh.kernels.merge import copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 
 Run = Callable[..., Partial]
@@ -24,7 +24,7 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
         return kernel.attend_cache(query, view)
     run = partial(forward, kernel, scale=query.scale)
     found = _by_lengths(run, query.q, view, query.mask, query.block)
-    return copied(with_sinks(found, query.sinks), query.into)
+    return copy_into(with_sinks(found, query.sinks), query.into)
 
 
 def on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
@@ -56,7 +56,7 @@ def _padded(run: Run, q: Tensor, keys: Tensor, values: Tensor, padding: Padding,
     parts = []
     for row in range(q.shape[0]):
         only, own = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
-        total = identity(q[only], values[only], wide(q.dtype))
+        total = identity(q[only], values[only], sum_dtype(q.dtype))
         for start, stop in _runs(own >= 0):
             band = Band.of(mask, places[row], own[start:stop])
             total = join([total, _widened(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
@@ -76,8 +76,8 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
     """Return the merge, along the tree, of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
-    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=sum_dtype(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
     whole = range(first, max(first, last))
     full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
@@ -92,7 +92,7 @@ def _by_blocks(run: Run, q: Tensor, keys: Tensor, values: Tensor, band: Band, bl
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+    return merge_along_tree(Partial(out, lse)) if count else identity(q, values, sum_dtype(q.dtype))
 
 
 def _widened(partial: Partial) -> Partial:

@@ -10,12 +10,11 @@ from attnmesh.comm.merge_ranks import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of
-from attnmesh.core.partial import Partial, wide, with_sinks
+from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.decode.local import attend_cache
 from attnmesh.decode.step import DecodeStep
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import CacheKernel
-from attnmesh.kernels.select import choose_for_cache
+from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.mesh.axes import Axis
 
 
@@ -26,7 +25,7 @@ def run_step(
     heads = step.heads.share_of(q.shape[1])
     own, alone = q[:, heads], step.tokens.size == 1
     kernel = choose_for_cache(step.kernel, q, cache.keys, cache.values)
-    form = PartialMessage((*own.shape[:-1], cache.values.shape[-1]), wide(q.dtype), wide(q.dtype))
+    form = PartialMessage((*own.shape[:-1], cache.values.shape[-1]), sum_dtype(q.dtype), sum_dtype(q.dtype))
     message, checksum, place = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
         message = form.blank(q.device)

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.merge_ranks import check_merge
-from attnmesh.core.checks import check_same_kind, check_scale, check_sinks, check_unknown_options, swap_hint
+from attnmesh.core.checks import check_same_kind, check_scale, check_sinks, check_unknown_options, swap_first
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.kernels.select import check_kernel
+from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.mesh.world import cached_per_world, decode_cached
 
@@ -82,7 +82,7 @@ def check_step(
         raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
     if q.dtype != sizes.dtype or q.device.type != cache.device.type:
         given = f"{q.dtype} on {q.device}"
@@ -107,7 +107,7 @@ def _check_length(q: Tensor, cache: KVCache, mask: Mask) -> None:
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
-        fix = "append before decode" + swap_hint(fits)
+        fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if mask.ends:
         mask.check_length("decode mask", cache.length)
