@@ -133,7 +133,10 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
     if checked is None and may_compare(device):
         return _agree_once(mesh, call.describe(), options, call.heads, call.tokens)
     problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
-    _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+    try:
+        _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+    except ShapeError as error:
+        raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     return problem
 
 
@@ -232,11 +235,8 @@ def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
     """Raise unless this rank holds as many tokens as its layout gives it."""
     expected = _shard_sizes(problem, shard)
     if tokens != expected:
-        given, fix = (
-            f"{tokens[0]} queries and {tokens[1]} keys",
-            "shard with am.shard and this layout, or correct length",
-        )
-        fix += " and key_length"
+        given = f"{tokens[0]} queries and {tokens[1]} keys"
+        fix = "shard with am.shard and this layout, or correct length and key_length"
         shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
         raise ShapeError("attention", shape, given, fix)
 
