@@ -8,7 +8,6 @@ from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
 from attnmesh.comm.init_mesh import init_mesh as init_mesh
 from attnmesh.comm.merge import merge_across as merge_across
-from attnmesh.core.energy import energy as energy
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag
@@ -18,6 +17,7 @@ from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
+from attnmesh.core.partial import energy as energy
 from attnmesh.core.partial import merge as merge
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode

@@ -420,7 +420,7 @@ ALIKE: Table = {
     append: [
         ({"k": T(6, 1, 4)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(6, 1, 4\)\. Fix"),
         ({"v": T(1, 5, 1, 4)}, ShapeError, r"append v: expected shape \(1, 6, tokens, 4\), given \(1, 5, 1, 4\)"),
-        ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*; if these are \(batch, length, heads, dim\), pass x"),
+        ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*Fix: if these are \(batch, length, heads, dim\), pass x"),
         ({"v": T(1, 6, 2, 4)}, ShapeError, r"append: expected k and v of the same tokens, given 1 and 2 tokens"),
         ({"k": [1.0]}, DtypeError, r"append k: expected a tensor of floats, given list\. Fix: use torch"),
         ({"k": T(1, 6, 1, 4).half()}, DtypeError, r"append: expected one dtype of .*, given k float16, v float32"),
@@ -507,7 +507,11 @@ ALIKE: Table = {
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
         ({"q": T(12, 1, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given \(12, 1, 4\)"),
         ({"q": T(1, 12, 0, 4)}, ShapeError, r"decode q: expected shape .*, given \(1, 12, 0, 4\)\. Fix: pass"),
-        ({"q": T(1, 1, 12, 4)}, ShapeError, r"given 1 query heads on 6 .*; if these are \(batch, length, heads, dim\)"),
+        (
+            {"q": T(1, 1, 12, 4)},
+            ShapeError,
+            r"given 1 query heads on 6 .*Fix: if these are \(batch, length, heads, dim\)",
+        ),
         ({"q": T(1, 7, 1, 4)}, ShapeError, r"query heads a multiple of key heads, given 7 query heads on 6"),
         ({"q": T(1, 12, 1, 4).double()}, DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
         ({"q": T(1, 12, 11, 4)}, ShapeError, r"as many queries as tokens in .*, given 11 queries and 10 of 32"),

@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.cli.timing import peak_memory
 from attnmesh.core.mask import Band
 from attnmesh.kernels.blocks import cut
-from attnmesh.kernels.select import KERNELS, choose
+from attnmesh.kernels.driver import KERNELS, choose
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 

@@ -29,8 +29,7 @@ from attnmesh.cli.plan_page import write_report
 from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import PRESETS
+from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload

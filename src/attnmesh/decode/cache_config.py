@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import DTYPES, check_same_kind, swap_hint
+from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
 from attnmesh.errors import DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -55,7 +55,7 @@ class Sizes:
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
-                fix = "pass what the cache was made for" + swap_hint(fits)
+                fix = swap_first("pass what the cache was made for", fits)
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             self.check_dtype(f"{subject} {name}", x, device)
         check_no_gradients(subject, {"k": k, "v": v})

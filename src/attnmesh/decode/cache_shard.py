@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.digest import mixed
+from attnmesh.core.digest import hash_each
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.errors import LayoutError, ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
@@ -93,7 +93,7 @@ def check_cover(total: int, start: int, more: int) -> None:
 
 def position_sum(positions: Tensor) -> int:
     """Return a sum of hashes, modulo 2^64, that distinguishes sets of positions."""
-    return int(mixed(positions + 1).sum())
+    return int(hash_each(positions + 1).sum())
 
 
 def swap_tokens_for_heads(

@@ -16,7 +16,7 @@ from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
-from attnmesh.kernels.select import check_kernel
+from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
