@@ -13,6 +13,7 @@ from attnmesh.attention.attention import attention
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, checked_mask
@@ -49,16 +50,24 @@ def attention_function(
     layer = LayerCall(spec.mask, scaling, s_aux)
     query, key, value = _autocast(query, key, value)
     with torch.autocast(query.device.type, enabled=False):
-        out = _run(query, key, value, layer, spec)
+        if isinstance(key, PendingKV):
+            is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
+            out = _attend_cached(query, key, layer, spec, is_new)
+        elif spec.shards is None:
+            out = _attend_local(query, key, value, layer, spec)
+        else:
+            out = _attend_shards(query, key, value, layer, spec.shards)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _run(q: Tensor, k: Any, v: Any, layer: LayerCall, spec: MaskSpec) -> Tensor:
-    """Return the output: with a `ShardedCache`, keys and values are a `PendingKV`."""
-    cached = isinstance(k, PendingKV)
-    if spec.shards is None:
-        return _decode(q, k, layer, spec) if cached else _attend_local(q, k, v, layer, spec)
-    return _prefill(q, k, layer, spec.shards) if cached else _attend_shards(q, k, v, layer, spec.shards)
+def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
+    """Return attention with a `ShardedCache`, which stores new keys and values."""
+    if spec.discarded:
+        return q.new_zeros(*q.shape[:3], pending.v.shape[3])
+    if spec.shards is not None:
+        return _prefill(q, pending, layer, spec.shards, is_new)
+    kv = _store(pending, spec, q.shape[2]) if is_new else pending.layer.cached
+    return pending.layer.cache.attend(q, kv, *layer)
 
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
@@ -69,31 +78,31 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
 
 
-def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     cache, place = pending.layer.cache, Mesh.of(shards.mesh)
-    positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
-    kv = pending.layer.reserve(pending, shards.length)
+    kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
         options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
         out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
-        kv.append_shard(pending.k, pending.v, positions)
+    if is_new:
+        positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
+        kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
+    if not shards.has_prefix:
         return out
-    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
 
 
-def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
-    """Return attention of tokens that all ranks compute. Each rank stores the keys of its blocks."""
-    new = q.shape[2]
+def _store(pending: PendingKV, spec: MaskSpec, new: int) -> KVCache:
+    """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
     kv = pending.layer.reserve(pending, new)
     try:
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
     kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    return pending.layer.cache.attend(q, kv, *layer)
+    return kv
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:

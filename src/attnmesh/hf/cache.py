@@ -19,6 +19,7 @@ from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache_layer import CacheSettings, ShardedLayer, check_settings
+from attnmesh.hf.models import cached_layers
 from attnmesh.mesh.axes import Mesh
 
 
@@ -79,7 +80,7 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         """
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+        super().__init__(layers=[ShardedLayer(self) for _ in range(cached_layers(self.config))])
 
     @property
     def held(self) -> int:

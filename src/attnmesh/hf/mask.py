@@ -35,6 +35,8 @@ class MaskSpec(Opaque):
     """Tokens of this rank; None if every rank has all tokens."""
     covered: int | None = None
     """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
+    discarded: bool = False
+    """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
@@ -48,9 +50,11 @@ class MaskSpec(Opaque):
         whole = slice(None)
         rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
         first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
-        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None):
+        in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
+        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
             self._raise_read("getitem")
-        return replace(self, q_offset=self.q_offset + first, q_length=self.q_length - first)
+        offset, length = self.q_offset + first, self.q_length - first
+        return replace(self, q_offset=offset, q_length=length, discarded=bool(first) and in_prefill)
 
 
 IndexFunction = Callable[..., Tensor]

@@ -98,15 +98,27 @@ def check_layers(config: PreTrainedConfig) -> None:
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """Raise unless every layer computes keys that a cache can keep."""
+    """Raise unless the layers compute keys that a cache can keep, and the last ones at most share those of others."""
     config = config.get_text_config(decoder=True)
     if not hasattr(config, "num_hidden_layers"):
         expected, given = "a model of one stack of layers", f"{config.model_type} without num_hidden_layers"
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in modes:
-        expected, given = "a model whose layers each compute their keys", f"{config.model_type} with shared keys"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+    modes = _sharing_modes(config)
+    if "reuse" in modes[: cached_layers(config)] or (getattr(config, "num_kv_shared_layers", None) and not modes):
+        expected = "a model in which only the last layers share keys"
+        raise KernelError(SUBJECT, expected, f"{config.model_type} with shared keys", USE_SUPPORTED)
+
+
+def cached_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers that compute keys. The layers after them read the keys of an earlier layer."""
+    config = config.get_text_config(decoder=True)
+    count: int = config.num_hidden_layers
+    return count - _sharing_modes(config).count("reuse")
+
+
+def _sharing_modes(config: PreTrainedConfig) -> list[str | None]:
+    """Return per layer "reuse" if it reads another layer's keys, as transformers says; empty if no layer does."""
+    return getattr(config, "kv_sharing_modes", None) or []
 
 
 def unwrap(model: Any) -> Any:
