@@ -3,6 +3,7 @@
 A call is one of four: training on shards, sharded prefill, decoding, or ordinary attention on one device.
 """
 
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.attend import attend_op
-from attnmesh.mesh.axes import Mesh
 
 
 class LayerCall(NamedTuple):
@@ -48,15 +48,16 @@ def attention_function(
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     layer = LayerCall(spec.mask, scaling, s_aux)
-    query, key, value = _autocast(query, key, value)
-    with torch.autocast(query.device.type, enabled=False):
-        if isinstance(key, PendingKV):
+    q, k, v = _autocast(query, key, value)
+    q = q if spec.shards is None else _scaled_by_position(module, q, spec.shards)
+    with torch.autocast(q.device.type, enabled=False):
+        if isinstance(k, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
-            out = _attend_cached(query, key, layer, spec, is_new)
+            out = _attend_cached(q, k, layer, spec, is_new)
         elif spec.shards is None:
-            out = _attend_local(query, key, value, layer, spec)
+            out = _attend_local(q, k, v, layer, spec)
         else:
-            out = _attend_shards(query, key, value, layer, spec.shards)
+            out = _attend_shards(q, k, v, layer, spec.shards)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -70,6 +71,21 @@ def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSp
     return pending.layer.cache.attend(q, kv, *layer)
 
 
+def _scaled_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
+    """Return queries with the temperature of their positions. Llama 4 counts a shard's tokens as if they were a run."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+    layer: Any = module
+
+    def temperature(positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+
+    counted = shards.start + torch.arange(q.shape[2])
+    ratio = temperature(shards.positions()) / temperature(counted)
+    scaled: Tensor = q * ratio.to(q.device, q.dtype)[:, None]
+    return scaled
+
+
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
@@ -80,14 +96,13 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
-    cache, place = pending.layer.cache, Mesh.of(shards.mesh)
+    cache = pending.layer.cache
     kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
         options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
         out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
     if is_new:
-        positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
-        kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
+        kv.append_shard(pending.k, pending.v, shards.positions(), token_mask=shards.token_mask)
     if not shards.has_prefix:
         return out
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
@@ -110,14 +125,18 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     check_local_mask(spec, k.shape[2])
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
-    if spec.token_mask is None:
+    first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
+    if spec.token_mask is None and (first is None or not bool(first.any())):
         return _attend(q, k, v, layer, queries, keys)
-    token_mask = pad(spec.token_mask, (0, k.shape[2] - spec.token_mask.shape[1]))
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
+    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
-        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, queries, keys[kept.cpu()]))
+        shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
+        positions = queries + shift, keys[kept.cpu()] + shift
+        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, *positions))
     return torch.cat(rows)
 
 

@@ -78,7 +78,7 @@ def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> Non
         raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, fix)
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
-            expected = "exact softmax attention under a causal mask or a sliding window"
+            expected = "exact softmax attention under a mask of positions"
             fix = "use a model without it" if name == "softcap" else "leave it out"
             raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={_short(value)}", fix)
 
@@ -95,7 +95,9 @@ def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec
         raise MaskError(f"{SUBJECT} attention_mask", "one made by transformers for attnmesh", found, fix)
     if given.mask == Full():
         fix = "use a causal language model"
-        raise MaskError(f"{SUBJECT} attention_mask", "a causal mask or a sliding window", "a bidirectional mask", fix)
+        raise MaskError(
+            f"{SUBJECT} attention_mask", "a causal mask, a sliding window or chunks", "a bidirectional mask", fix
+        )
     if window is not None and given.mask != Window(window - 1):
         found = f"{given.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")

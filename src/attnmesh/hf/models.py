@@ -22,8 +22,8 @@ SUBJECT = "attnmesh.hf"
 USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 """Fix in errors about models that are not supported."""
 
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by chunk or index."""
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
 RECURRENT_MODELS = ("rwkv", "xlstm")
 """Model types with recurrent layers and without `config.layer_types`."""
@@ -86,11 +86,11 @@ def check_model(model: PreTrainedModel) -> None:
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise unless every layer attends to all earlier tokens or to a sliding window of them."""
     config = config.get_text_config(decoder=True)
-    expected = f"a model of layers of {' and '.join(SUPPORTED_LAYERS)}"
+    expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
     layer_types = getattr(config, "layer_types", None) or []
     unsupported = ", ".join(sorted({layer for layer in layer_types if layer not in SUPPORTED_LAYERS}))
-    if not unsupported and getattr(config, "attention_chunk_size", None):
-        unsupported = "chunks"
+    if not layer_types and getattr(config, "attention_chunk_size", None):
+        unsupported = "chunks in unknown places"
     if not unsupported and config.model_type in RECURRENT_MODELS:
         unsupported = "recurrent states"
     if unsupported:
