@@ -12,6 +12,7 @@ from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag
 from attnmesh.core.mask import Causal as Causal
+from attnmesh.core.mask import Chunks as Chunks
 from attnmesh.core.mask import Documents as Documents
 from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask

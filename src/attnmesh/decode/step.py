@@ -185,7 +185,7 @@ def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, blo
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
         return _attend_padded(run, q, keys, values, view.padding, length, mask)
-    if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
+    if q.shape[2] == 1 and mask.left >= length - 1 and mask.longest >= length and block is None:
         return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:

@@ -3,6 +3,7 @@
 A call is one of four: training on shards, sharded prefill, decoding, or ordinary attention on one device.
 """
 
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from attnmesh.attention.attention import attention
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
@@ -20,7 +22,6 @@ from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.attend import attend_op
-from attnmesh.mesh.axes import Mesh
 
 
 class LayerCall(NamedTuple):
@@ -51,15 +52,40 @@ def attention_function(
     layer = LayerCall(spec.mask, scaling, s_aux)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
+    q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
     with torch.autocast(q.device.type, enabled=False):
         if isinstance(key, PendingKV):
-            pending = PendingKV(k, v, key.layer)
-            out = _decode(q, pending, layer, spec) if spec.shards is None else _prefill(q, pending, layer, spec.shards)
+            is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
+            out = _attend_cached(q, PendingKV(k, v, key.layer), layer, spec, is_new)
         elif spec.shards is None:
             out = _attend_local(q, k, v, layer, spec)
         else:
             out = _attend_shards(q, k, v, layer, spec.shards)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
+    """Return attention with a `ShardedCache`, which stores new keys and values."""
+    if spec.discarded:
+        return q.new_zeros(*q.shape[:3], pending.v.shape[3])
+    if spec.shards is not None:
+        return _prefill(q, pending, layer, spec.shards, is_new)
+    kv = _store(pending, spec, q.shape[2]) if is_new else pending.layer.cached
+    out: Tensor = pending.layer.cache.attend(q, kv, *layer)
+    return out
+
+
+def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
+    """Return queries with the temperature of their positions. Llama 4 counts a shard's tokens as if they were a run."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+    layer: Any = module
+
+    def temperature(positions: Tensor) -> Any:
+        return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+
+    ratio: Tensor = temperature(shards.positions()) / temperature(shards.start + torch.arange(q.shape[2]))
+    return q * ratio.to(q.device, q.dtype)[:, None]
 
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
@@ -70,32 +96,30 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
 
 
-def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
-    cache, place = pending.layer.cache, Mesh.of(shards.mesh)
-    positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
-    kv = pending.layer.reserve(pending, shards.length)
+    cache = pending.layer.cache
+    kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
         options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
         out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
-        kv.append_shard(pending.k, pending.v, positions)
+    if is_new:
+        kv.append_shard(pending.k, pending.v, shards.positions(), token_mask=shards.token_mask)
+    if not shards.has_prefix:
         return out
-    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
 
 
-def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
-    """Return attention of tokens that all ranks compute. Each rank stores the keys of its blocks."""
-    new = q.shape[2]
+def _store(pending: PendingKV, spec: MaskSpec, new: int) -> KVCache:
+    """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
     kv = pending.layer.reserve(pending, new)
     try:
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
     kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    out: Tensor = pending.layer.cache.attend(q, kv, *layer)
-    return out
+    return kv
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -103,14 +127,18 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     check_local_mask(spec, k.shape[2])
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
-    if spec.token_mask is None:
+    first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
+    if spec.token_mask is None and (first is None or not bool(first.any())):
         return _attend(q, k, v, layer, queries, keys)
-    token_mask = pad(spec.token_mask, (0, k.shape[2] - spec.token_mask.shape[1]))
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
+    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
-        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, queries, keys[kept.cpu()]))
+        shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
+        positions = queries + shift, keys[kept.cpu()] + shift
+        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, *positions))
     return torch.cat(rows)
 
 

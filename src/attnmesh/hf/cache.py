@@ -22,6 +22,7 @@ from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache_layer import ShardedLayer, check_settings
+from attnmesh.hf.models import cached_layers
 from attnmesh.mesh.axes import Mesh
 
 
@@ -82,7 +83,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+        super().__init__(layers=[ShardedLayer(self) for _ in range(cached_layers(self.config))])
 
     def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""

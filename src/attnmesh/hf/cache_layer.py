@@ -74,6 +74,12 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.reserve(_growth_capacity(kv.length + tokens))
         return kv
 
+    @property
+    def cached(self) -> KVCache:
+        """The layer's cache, which has tokens."""
+        assert self.kv is not None
+        return self.kv
+
     def _extended_by(self, pending: PendingKV) -> KVCache | None:
         """Return the cache that the tokens extend; None if a new one is made: an empty cache of another batch."""
         replaced = self.kv is not None and self.kv.sizes.batch != len(pending.k) and not self.kv.length

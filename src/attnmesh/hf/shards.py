@@ -104,6 +104,11 @@ class Shards:
         """Ranks that share the sequence."""
         return Mesh.of(self.mesh).shape.ranks
 
+    def positions(self) -> Tensor:
+        """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
+        place = Mesh.of(self.mesh)
+        return self.start + self.layout.positions(self.length, place.shape.ranks, place.shard)
+
     @property
     def has_prefix(self) -> bool:
         """True if attention reads the cache, for earlier tokens or for padding."""
@@ -196,10 +201,34 @@ class ShardMask(ShardTensor):
             return self.wrap(result)
         if name in METADATA_FUNCTIONS and not isinstance(result, Tensor):
             return result
+        if name == "zeros_like":
+            return call()
+        if name == "cumsum":
+            return LeadingZeros.of(self.plain(), self.shards)
+        raise self.read_error(name)
+
+    @staticmethod
+    def read_error(name: str) -> KernelError:
+        """Return the error for a model that reads the mask with the function of this name."""
         expected = "a model whose layers leave attention_mask to attnmesh"
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
         fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
-        raise KernelError(SUBJECT, expected, given, fix)
+        return KernelError(SUBJECT, expected, given, fix)
+
+
+class LeadingZeros(ShardTensor):
+    """Running sum of a `ShardMask`. transformers compares it with 0 to find the token at which chunks begin.
+
+    Shards count chunks from the first token that is not padding, so the whole sequence counts as unpadded.
+    """
+
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return False for every token, if the sum is compared with 0. Raise on all other functions."""
+        if name in METADATA_FUNCTIONS - {"__get__"}:
+            return call()
+        if name not in ("__eq__", "eq") or bool(torch.as_tensor(args[1]).any()):
+            raise ShardMask.read_error("cumsum")
+        return torch.zeros(self.shape, dtype=torch.bool, device=self.device)
 
 
 class ShardPositions(ShardTensor):

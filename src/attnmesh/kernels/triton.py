@@ -106,7 +106,7 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
     partials = _empty_partials(q, count, view.values.shape[-1])
-    places, bounded = view.places(), view.padding is not None or bool(mask.ends)
+    places, bounded = view.places(), view.padding is not None or mask.longest < FAR
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
     launch(
         "decode",
@@ -129,7 +129,7 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
         right=min(mask.right, MAX_REACH),
         scale=query.scale,
         BOUNDED=bounded,
-        NEAR=mask.left < FAR or bool(mask.ends),
+        NEAR=min(mask.left, mask.longest) < FAR,
     )
     return partials
 

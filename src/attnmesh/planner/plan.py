@@ -295,7 +295,7 @@ def _layouts(workload: Workload) -> list[Layout]:
     if workload.phase == "decode":
         return [Striped(BLOCK)]
     uneven = workload.mask.left != workload.mask.right
-    local = bool(workload.mask.ends) or workload.mask.left < FAR or workload.mask.right < FAR
+    local = workload.mask.longest < FAR or workload.mask.left < FAR or workload.mask.right < FAR
     return [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
