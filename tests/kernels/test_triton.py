@@ -103,7 +103,9 @@ class NoHostReads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60])])
+@pytest.mark.parametrize(
+    "mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60]), am.Causal() & am.Chunks(30)]
+)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproducible: bool) -> None:

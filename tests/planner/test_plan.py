@@ -27,7 +27,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick
 
-MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41])]
+MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41]), am.Causal() & am.Chunks(30)]
 SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
 
 
