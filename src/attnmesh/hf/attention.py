@@ -84,7 +84,9 @@ def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
     def temperature(positions: Tensor) -> Any:
         return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
 
-    ratio: Tensor = temperature(shards.positions()) / temperature(shards.start + torch.arange(q.shape[2]))
+    positions = shards.positions()
+    first, _ = shards.documents.bounds(positions)  # of each token's document
+    ratio: Tensor = temperature(positions - first) / temperature(shards.start + torch.arange(q.shape[2]))
     return q * ratio.to(q.device, q.dtype)[:, None]
 
 
@@ -92,7 +94,7 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     """Return attention of this rank's tokens to the tokens of all ranks."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
-    mask = layer.mask & shards.documents
+    mask = shards.mask_of(layer.mask)
     return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
 
 
