@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.attention.attention import attention
+from attnmesh.attention.attention import attend_shards, attention
+from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, checked_mask
+from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
@@ -45,6 +48,8 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
+    if isinstance(key, LatentStates) and isinstance(value, LatentStates):
+        key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     layer = LayerCall(spec.mask, scaling, s_aux)
     query, key, value = _autocast(query, key, value)
@@ -61,12 +66,12 @@ def _run(q: Tensor, k: Any, v: Any, layer: LayerCall, spec: MaskSpec) -> Tensor:
     return _prefill(q, k, layer, spec.shards) if cached else _attend_shards(q, k, v, layer, spec.shards)
 
 
-def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
-    """Return attention of this rank's tokens to the tokens of all ranks."""
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
     mask = layer.mask & shards.documents
-    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
+    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence)
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
@@ -75,13 +80,15 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) ->
     positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
     kv = pending.layer.reserve(pending, shards.length)
     if not shards.has_prefix:
-        options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
-        out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
-        kv.append_shard(pending.k, pending.v, positions)
+        how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
+        options = Options(layer.mask, shards.layout, shards.layout, *how)
+        call = Call(q, pending.k, pending.v, layer.sinks, options)
+        out = attend_shards(call, place, cache.checked, pending.travelling)
+        kv.append_shard(*pending.stored, positions)
         return out
-    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
+    kv.append_shard(*pending.stored, positions, token_mask=shards.token_mask)
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
+    return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
 
 
 def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -92,8 +99,18 @@ def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> 
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    return pending.layer.cache.attend(q, kv, *layer)
+    kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    return _attend_cache(q, pending, kv, layer)
+
+
+def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) -> Tensor:
+    """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
+    attend, latents = pending.layer.cache.attend, pending.travelling
+    if latents is None:
+        return attend(q, kv, *layer)
+    scale = check_scale(SUBJECT, layer.scale, q)
+    sums = attend(latents.projection.absorb(q), kv, *layer._replace(scale=scale))
+    return latents.projection.project(sums)
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -123,6 +140,6 @@ def _autocast(q: Tensor, k: Tensor | PendingKV, v: Tensor | PendingKV) -> tuple[
     """Return q, k and v in one dtype. Under autocast, ropes leave q and k in float32 and v is bfloat16."""
     if isinstance(k, PendingKV):
         q, keys, values = autocast(q, k.k, k.v)
-        pending = PendingKV(keys, values, k.layer)
+        pending = PendingKV(keys, values, k.layer, None if k.latents is None else k.latents.to(keys.dtype))
         return q, pending, pending
     return autocast(q, k, v)  # type: ignore[arg-type,return-value]

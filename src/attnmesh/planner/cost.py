@@ -100,7 +100,7 @@ class _Job:
     @property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.exchange.head_groups(self.candidate.shape, self.workload.kv_heads)
+        return self.exchange.head_groups(self.candidate.shape, self.workload.travelling[0])
 
     @property
     def cores(self) -> SharedCores:
@@ -122,6 +122,12 @@ class _Job:
         most, mean = (2 * products * number * heads / rate for number in pairs)
         launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self._sum(columns)
         return self.cores.kernel(most, mean, head_start) + launches
+
+    def expansion(self, latent: tuple[int, int], rate: float) -> float:
+        """Return the seconds of projecting the latents of a column to keys and values."""
+        work, (rank, rotated) = self.workload, latent
+        tokens = work.batch * work.length / self.candidate.shape.keys
+        return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.values) / rate
 
     def ring_kernels(self, rate: float, products: int, columns: int) -> list[float]:
         """Return the seconds of each ring step. All steps but the first add to a running sum."""
@@ -178,13 +184,15 @@ class _Job:
 def _forward(job: _Job, total: Cost) -> None:
     """Add the forward pass: queries along rows, keys along columns, the kernel, partials back along rows."""
     work, moves, groups = job.workload, job.traffic, job.groups
-    q, k = work.batch * work.q_heads, work.batch * work.kv_heads
+    q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
     width = work.head_dim + work.values
     rows = Transfer(moves.rows, q * work.head_dim * work.item)
-    keys = Transfer(moves.columns, k * width * work.item)
+    keys = Transfer(moves.columns, k * work.item)
     back = Transfer(moves.rows, q * (work.values + 1) * work.wide)
     rate = job.cluster.device.forward_rate
-    _add_head_swaps(job, (q * work.head_dim + k * width, q * work.values), total)
+    _add_head_swaps(job, (q * work.head_dim + k, q * work.values), total)
+    if work.latent is not None and work.phase == "prefill":
+        total.add_stage("kernel", job.expansion(work.latent, rate))
     if job.exchange.ring:
         hop = job.exchanged([Transfer(moves.hop, keys.size, job.candidate.shape.queries - 1)], total)
         total.add_stage("gather", job.exchanged([rows], total).seconds)

@@ -252,7 +252,7 @@ def _plan(candidate: Candidate, price: Cost, workload: Workload, cluster: Cluste
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
     """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
     world = cluster.world
-    for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.kv_heads % n == 0):
+    for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.travelling[0] % n == 0):
         for queries in (n for n in range(1, world // heads + 1) if world // heads % n == 0):
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
@@ -277,7 +277,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
     found = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.kv_heads) > 1 and shape.queries * shape.keys > 1:
+    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.queries * shape.keys > 1:
         found.append("pipelined")
     return found + ["ring"] * (shape.queries > 1)
 

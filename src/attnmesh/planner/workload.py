@@ -30,16 +30,21 @@ class Workload:
         dtype: The dtype of q, k and v, as a name or a `torch.dtype`.
         phase: "training" (forward and backward), "prefill" (forward) or "decode" (one step).
         mask: The attention mask.
+        latent: In multi-head latent attention, the columns of a latent that are projected to all heads and its rotated
+            columns, as (512, 64). Latents are cached, travel in prefill and are attended in decoding. In training
+            keys and values travel.
 
     Raises:
         ClusterError: A count is not a positive integer, or is above 1e15.
-        ShapeError: `kv_heads` does not divide `q_heads`, or `q_len` is given outside decoding.
+        ShapeError: `kv_heads` does not divide `q_heads`, `q_len` is given outside decoding, or `latent` is no pair.
         DtypeError: The dtype is not supported.
         KernelError: The phase is unknown.
         MaskError: The mask does not fit `length`.
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
+    >>> Workload(128, 128, 192, 131072, value_dim=128, latent=(512, 64), phase="decode").kept_bytes
+    150994944
     """
 
     q_heads: int
@@ -54,6 +59,7 @@ class Workload:
     dtype: str | torch.dtype = "bfloat16"
     phase: str = "training"
     mask: Mask = Causal()
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -71,6 +77,8 @@ class Workload:
             given = f"q_len={self.q_len} in {self.phase}"
             raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
         check_mask("Workload mask", self.mask, self.length)
+        if self.latent is not None:
+            self._check_latent(self.latent)
 
     def _check_count(self, name: str, value: int | None) -> None:
         if value is None and name in ("value_dim", "q_len"):
@@ -79,6 +87,14 @@ class Workload:
             raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "pass a positive integer")
         if value > MAX_COUNT:
             raise ClusterError(f"Workload {name}", f"no more than {MAX_COUNT:.0e}", "a larger number", "check the unit")
+
+    def _check_latent(self, latent: object) -> None:
+        if not isinstance(latent, (tuple, list)) or len(latent) != 2:
+            fix = "pass (kv_lora_rank, qk_rope_head_dim)"
+            raise ShapeError("Workload latent", "two numbers of columns", repr(latent), fix)
+        for count in latent:
+            self._check_count("latent", count)
+        object.__setattr__(self, "latent", tuple(latent))
 
     @property
     def values(self) -> int:
@@ -96,6 +112,19 @@ class Workload:
         return max(4, self.item)
 
     @property
+    def travelling(self) -> tuple[int, int]:
+        """Key heads that travel and are cached, and their columns, those of values included."""
+        if self.latent is None or self.phase == "training":
+            return self.kv_heads, self.head_dim + self.values
+        return 1, sum(self.latent)
+
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Columns of a cached key and of a cached value that a decode step reads."""
+        return (self.head_dim, self.values) if self.latent is None else (sum(self.latent), self.latent[0])
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens in all layers."""
-        return self.layers * self.batch * self.length * self.kv_heads * (self.head_dim + self.values) * self.item
+        """Bytes of the keys and values, or latents, of all tokens in all layers."""
+        heads, columns = self.travelling
+        return self.layers * self.batch * self.length * heads * columns * self.item
