@@ -45,8 +45,8 @@ class Sizes:
             fix = 'leave it out, or pass "prefix" for latents'
             return ArgumentError("KVCache values", f"one of {', '.join(VALUES)}", repr(self.values), fix)
         if self.values == "prefix" and self.value_dim > self.head_dim:
-            expected, given = "value_dim up to head_dim, for a prefix of the keys", f"{self.value_dim}, {self.head_dim}"
-            return ShapeError("KVCache value_dim", expected, given, 'leave out values="prefix"')
+            expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
+            return ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
         if self.kv_heads % heads_axis:
             given, fix = (
                 f"{self.kv_heads} key heads and a heads axis of {heads_axis}",
@@ -71,7 +71,7 @@ class Sizes:
         """Raise unless k and v are new tokens with all heads."""
         if v is not None and self.values == "prefix":
             given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
-            expected = "None: values are the first columns of k"
+            expected = "None, for values are columns of k"
             raise ArgumentError(f"{subject} v", expected, given, "pass the keys alone")
         named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
         check_same_kind(subject, named)

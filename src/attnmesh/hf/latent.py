@@ -1,8 +1,8 @@
 """Latents of a model between its cache's `update` and its attention call.
 
-A model with multi-head latent attention expands what `update` returns, which in stock transformers is all cached latents,
-for each new token. A `ShardedCache` returns the new latents alone, as `LatentStates`. The keys and values that the model
-expands from them have this class too, so attention receives the latents with them.
+A model with multi-head latent attention expands what `update` returns. Stock transformers returns all cached latents,
+for each new token again. A `ShardedCache` returns the new latents alone, as `LatentStates`. The keys and values that a
+model expands from them have this class too, so attention receives the latents with them.
 """
 
 from collections.abc import Callable

@@ -150,4 +150,5 @@ def workload_title(work: Workload) -> str:
     counts = {"batch of {}": work.batch, "{} layers": work.layers, "{} new tokens": work.q_len or 1}
     more = [words.format(count) for words, count in counts.items() if count > 1]
     heads = f"{work.q_heads}/{work.kv_heads} heads of {width}"
+    heads += "" if work.latent is None else f", latents of {work.latent[0]} and {work.latent[1]}"
     return ", ".join((work.phase, f"{work.length:,} tokens", heads, str(work.dtype), mask, *more))

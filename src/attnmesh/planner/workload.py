@@ -94,6 +94,10 @@ class Workload:
             raise ShapeError("Workload latent", "two numbers of columns", repr(latent), fix)
         for count in latent:
             self._check_count("latent", count)
+        if latent[1] >= self.head_dim:
+            given = f"{latent[1]} of {self.head_dim}"
+            fix = "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
+            raise ShapeError("Workload latent", "fewer rotated columns than head_dim", given, fix)
         object.__setattr__(self, "latent", tuple(latent))
 
     @property
