@@ -35,10 +35,11 @@ Generate = Callable[..., Tensor]
 
 
 MISTRAL4: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "kv_lora_rank": RANK, "q_lora_rank": 16, "qk_rope_head_dim": ROTATED, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "n_routed_experts": 4,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "kv_lora_rank": RANK, "q_lora_rank": 16, "qk_rope_head_dim": ROTATED,
+    "qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
     "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64,
         "llama_4_scaling_beta": 0.5,
