@@ -189,7 +189,7 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
         cache = am.KVCache.load(load_from, mesh)
     outs = []
     for event in phase.events:
-        if history.grows and event.kind in ("append", "shard"):
+        if (history.grows and event.kind == "append") or event.kind == "shard":
             cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
         match event.kind:
             case "append":

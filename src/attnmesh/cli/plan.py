@@ -232,6 +232,8 @@ def code_of(plan: Plan) -> str:
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
     if plan.workload.phase == "decode":
         return f'{mesh}\n  out = am.decode(q, cache, merge="{plan.exchange}")'
+    if plan.workload.latent is not None and plan.workload.phase == "prefill":
+        return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
     return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
 
 
