@@ -7,7 +7,7 @@ import attnmesh as am
 from attnmesh.attention import latent
 from attnmesh.attention.latent import Projection
 from attnmesh.core.mask import Band
-from attnmesh.kernels.select import choose
+from attnmesh.kernels.driver import choose
 from tests.support.dense import dense
 
 HEADS, COLUMNS, VALUES, RANK, ROTATED, TOKENS = 6, 5, 3, 7, 2, 11

@@ -188,9 +188,9 @@ BAD = [
     (
         lambda: am.Mask(left=-1),
         errors.MaskError,
-        r"Mask: expected reaches of 0 or more .* given left -1.*Fix: make masks with",
+        r"Mask: expected reaches of 0 or more, ascending ends and ascending chunks, given left -1.*Fix: make masks",
     ),
-    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends of documents, given .*ends \(5, 3\)"),
+    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends and ascending chunks, given .*ends \(5, 3\)"),
     (lambda: am.Zigzag().positions("10", 2, 0), errors.LayoutError, r"whole numbers .*, given '10', 2, 0\. Fix: pass"),
     (
         lambda: am.merge([T(1), T(1)]),
@@ -215,9 +215,9 @@ def test_bad_arguments_raise(call: Callable[[], Any], kind: type[Exception], mes
 )
 def test_options_of_other_attention_functions_raise(name: str) -> None:
     for call in (attention, attend):
-        with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=. Fix: "):
+        with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=0.1. Fix: "):
             call(**{name: 0.1})()
-    with pytest.raises(TypeError, match=r"the arguments of its signature, given mesk=\. Fix: see help"):
+    with pytest.raises(TypeError, match=r"the arguments of its signature, given mesk=Mask\. Fix: see help"):
         attention(mesk=am.Causal())()
 
 

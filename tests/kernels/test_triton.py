@@ -18,8 +18,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
-from attnmesh.decode.operator import run_step
-from attnmesh.decode.step import DecodeStep
+from attnmesh.decode.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
 from attnmesh.kernels import triton as kernel
@@ -104,7 +103,9 @@ class NoHostReads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60])])
+@pytest.mark.parametrize(
+    "mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60]), am.Causal() & am.Chunks(30)]
+)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproducible: bool) -> None:
@@ -232,7 +233,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
             row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.places(form.join(rows[:, : form.size]))
+        checksum, whole = form.places(form.merge_messages(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()
@@ -240,7 +241,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         given, sinks, exact = whole, None, collapse(Partial(*(x.double() for x in partials)))
         rounding = 2**-8 if form.out == torch.bfloat16 else 1e-6
     else:
-        given, rounding = merging.merged(partials, sinks=sinks), 1e-6
+        given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()
     assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
     assert torch.allclose(given.lse.double(), exact.lse, rtol=1e-6)

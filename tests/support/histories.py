@@ -152,7 +152,9 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
             return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed, batch)
         case "reorder":
             return Event("reorder", random.choice((batch, batch, random.randint(1, 3))), seed, batch)
-    mask = random.choice((am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2)))
+    mask = random.choice(
+        (am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2), am.Causal() & am.Chunks(12))
+    )
     options = {
         "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
         "output": random.choice(("replicated", "replicated", "heads")),

@@ -2,16 +2,14 @@
 
 from typing import Never
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.call import Call, Options, agree_on_problem
+from attnmesh.attention.call import Call, Options, Run, agree_on_problem
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend_latents, mesh_op
-from attnmesh.attention.run import Run
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, autocast_enabled, warn_if_swapped
+from attnmesh.core.checks import autocast, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.attend import attend_op
@@ -56,7 +54,7 @@ def attention(
         exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under
             way while the last is attended), or "auto".
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
@@ -98,20 +96,19 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
 
     With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
     """
-    q, k, v, sinks, options = call
-    if autocast_enabled(q, k, v):
-        q, k, v = autocast(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
-            return attend_shards(Call(q, k, v, sinks, options), mesh, checked, latents)
+    _, _, _, sinks, options = call
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = Call(q, k, v, sinks, options)
     problem = agree_on_problem(mesh, call, checked)
-    if mesh.shape.ranks == 1:
-        out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.scale, options.kernel)[0]
-        return out
-    run = Run(mesh, problem, options.exchange, options.kernel, call.scale)
-    if latents is not None:
-        return attend_latents(q, k, v, latents, sinks, run)
-    q, k, v = tokens_to_heads(q, k, v, run)
-    if sinks is not None:
-        sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-    out, _ = mesh_op(q, k, v, sinks, *run.encode())
-    return heads_to_tokens(out, run)
+    with without_autocast(q):
+        if mesh.shape.ranks == 1:
+            out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.scale, options.kernel)[0]
+            return out
+        run = Run(mesh, problem, options.exchange, options.kernel, call.scale)
+        if latents is not None:
+            return attend_latents(q, k, v, latents, sinks, run)
+        q, k, v = tokens_to_heads(q, k, v, run)
+        if sinks is not None:
+            sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
+        out, _ = mesh_op(q, k, v, sinks, *run.encode())
+        return heads_to_tokens(out, run)

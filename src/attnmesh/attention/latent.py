@@ -17,8 +17,9 @@ from torch import Tensor
 
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.driver import Kernel, forward
-from attnmesh.planner.memory import EXPANDED_BYTES
+from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.driver import forward
+from attnmesh.planner.candidate import EXPANDED_BYTES
 
 
 @dataclass(frozen=True)

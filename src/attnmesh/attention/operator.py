@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.run import Run
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import wide, with_sinks
-from attnmesh.kernels.attend import empty_placed, placed, sink_gradient
-from attnmesh.kernels.driver import SavedForward
-from attnmesh.kernels.select import choose
+from attnmesh.core.partial import sum_dtype, with_sinks
+from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
+from attnmesh.kernels.blocks import BackwardInputs
+from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.mesh.world import cached_per_world
@@ -31,12 +31,12 @@ def mesh_op(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
     partial = with_sinks(forward(q, (k, v), _task(q, k, v, Run.decode(names, numbers))), sinks)
-    return placed(partial.out, q.dtype), partial.lse
+    return length_major(partial.out, q.dtype), partial.lse
 
 
 @mesh_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_placed(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
@@ -46,13 +46,13 @@ def mesh_backward_op(
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
     task = _task(q, k, v, Run.decode(names, numbers))
-    dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, SavedForward(out, lse, dout), task))
+    dq, dk, dv = (length_major(x, q.dtype) for x in backward(q, k, v, BackwardInputs(out, lse, dout), task))
     return dq, dk, dv
 
 
 @mesh_backward_op.register_fake
 def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_placed(x, x.shape[-1]) for x in inputs)
+    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in inputs)
     return dq, dk, dv
 
 
@@ -78,9 +78,8 @@ def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Ten
 
     `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
     """
-    task = _task(q, k, v, run, latents)
-    partial = with_sinks(forward(q, (latents.tokens,), task), sinks)
-    return placed(partial.out, q.dtype)
+    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, run, latents)), sinks)
+    return length_major(partial.out, q.dtype)
 
 
 def _task(q: Tensor, k: Tensor, v: Tensor, run: Run, latents: Latents | None = None) -> Task:

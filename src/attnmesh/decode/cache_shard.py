@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.digest import mixed
+from attnmesh.core.digest import hash_each
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.errors import LayoutError, ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
@@ -47,11 +47,6 @@ class BlockCyclic:
         """
         rounds, rest = divmod(length, self.block * self.ranks)
         return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
-
-    def only_owner(self, start: int, stop: int) -> int | None:
-        """Return the rank of tokens `start` to `stop - 1` if they lie in one block, else None."""
-        first, last = start // self.block, (stop - 1) // self.block
-        return first % self.ranks if first == last else None
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def check_cover(total: int, start: int, more: int) -> None:
 
 def position_sum(positions: Tensor) -> int:
     """Return a sum of hashes, modulo 2^64, that distinguishes sets of positions."""
-    return int(mixed(positions + 1).sum())
+    return int(hash_each(positions + 1).sum())
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:
@@ -107,15 +102,15 @@ def stored(k: Tensor, v: Tensor | None) -> Tensors:
     return (k,) if v is None else (k, v)
 
 
-def tokens_to_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
+def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
     """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
     axis, shape = mesh.heads, mesh.shape
     if axis.size == 1:
         return new, positions
-    parts = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
+    sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
-    received = zip(*swap(parts, wanted, axis), strict=True)
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, wanted, axis), strict=True)
     *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return tuple(heads), positions
 
@@ -264,7 +259,8 @@ class CacheShard:
         if self.padding is not None or token_mask is not None:  # every rank records padding
             return False
         length = self.length
-        return self.block_cyclic.only_owner(length, length + more) not in (None, self.index)
+        first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
+        return first == last and first % self.block_cyclic.ranks != self.index
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write tokens with this rank's heads into slots."""
