@@ -161,7 +161,7 @@ class ShardTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
-            shard_tensor = next(x for x in _flatten((*args, *kwargs.values())) if isinstance(x, cls))
+            shard_tensor = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
             return shard_tensor.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,7 +344,7 @@ class ItemCount(ShardTensor):
         return self.wrap(result)
 
 
-def _flatten(values: Iterable[Any]) -> Iterable[Any]:
+def flatten(values: Iterable[Any]) -> Iterable[Any]:
     """Yield the values, and those inside of lists and tuples."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)
