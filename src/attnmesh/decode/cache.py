@@ -8,7 +8,6 @@ and lengths live on the device: a step neither copies the cache nor waits for th
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from attnmesh.core.checks import check_checked, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, stored, swap_tokens_for_heads
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
+from attnmesh.decode.checkpoint_writer import SavedPieces
 from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
+from attnmesh.decode.saved_cache import SavedCache
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
-class KVCache(CacheProperties):
+class KVCache(CacheProperties, SavedCache):
     """One layer's keys and values, one shard per rank of a mesh. Every rank makes the same calls.
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.
@@ -120,6 +119,33 @@ class KVCache(CacheProperties):
         """Return the same tokens in tensors of their own, on the same mesh."""
         other = copy(self)
         other.shards, other.saved = self.shards.clone(), SavedPieces()
+        return other
+
+    @torch.no_grad()
+    def fork(self) -> "KVCache":
+        """Return a second cache of the same tokens on the same mesh. Both continue apart, as two turns of one prompt.
+
+        The caches share the memory of whole blocks of each rank's slots. Copied are the last tokens, fewer than a block
+        per rank, and blocks that one of the caches changes later: `truncate` copies the block that it cuts, `reorder`
+        those of a batch, but not of a prompt of one sequence that is repeated. `save`, `copy.deepcopy` and `recover`
+        copy all of them. Graphs captured before a fork are invalid.
+
+        Returns:
+            The other cache, with memory for the rest of the capacity.
+
+        Raises:
+            StoreError: A save of the cache is still writing.
+
+        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+        >>> cache.append(*torch.randn(2, 1, 2, 20, 4))
+        >>> other = cache.fork()
+        >>> other.append(*torch.randn(2, 1, 2, 3, 4))
+        >>> cache.length, other.length
+        (20, 23)
+        """
+        self.checker.check("fork", self.saved.check_written, lambda: {"tokens": self.length})
+        other = copy(self)
+        other.shards, other.saved = self.shards.fork(), SavedPieces()
         return other
 
     def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
@@ -278,67 +304,6 @@ class KVCache(CacheProperties):
             shard.reorder(index)
         self.saved.forget()
         self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
-
-    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
-        """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
-
-        Args:
-            path: Folder that all ranks can write to; it is made if it is missing.
-            wait: False to decode while the files are written. Every rank then calls `wait()` on the result.
-
-        Returns:
-            The save, concluded if `wait`.
-
-        Raises:
-            StoreError: The folder cannot be written to, or holds something else.
-
-        >>> import tempfile
-        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     cache.save(folder).written
-        True
-        """
-        return save_layers([self], path, wait=wait)
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        mesh: DeviceMesh | None,
-        *,
-        capacity: int | None = None,
-        device: torch.device | str | None = None,
-        checked: bool | None = None,
-        copies: int = 1,
-    ) -> "KVCache":
-        """Return a saved cache on any number of ranks, its tokens block-cyclic. Every rank calls it.
-
-        Args:
-            path: Folder that `save` wrote.
-            mesh: Mesh of all ranks, or None for one device.
-            capacity: Tokens to reserve memory for; the saved capacity by default.
-            device: As in `KVCache`.
-            checked: As in `KVCache`.
-            copies: As in `KVCache`.
-
-        Returns:
-            The cache.
-
-        Raises:
-            StoreError: The folder holds no cache, is damaged, or exceeds the device's memory.
-            ShapeError: `capacity` is less than the saved tokens, or the heads axis does not divide the key heads.
-
-        >>> import tempfile
-        >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
-        >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     saved = cache.save(folder)
-        ...     KVCache.load(folder, None).length
-        5
-        """
-        options = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
-        (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **options)  # type: ignore[arg-type]
-        return cache
 
     def _record_padding(self, more: int, token_mask: Tensor | None) -> None:
         """Add `more` tokens to the history checksum, once the batch has padding."""

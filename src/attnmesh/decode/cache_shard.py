@@ -14,6 +14,7 @@ from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.digest import hash_each
 from attnmesh.decode.cache_config import Sizes
+from attnmesh.decode.shared_blocks import SharedBlocks, prepended
 from attnmesh.errors import LayoutError, ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis, Mesh
@@ -122,10 +123,12 @@ SLACK = 2
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values unless they are the first columns of the keys.
+    `stored` has the keys, and the values unless they are the first columns of the keys. In a forked cache, `shared` has
+    the first tokens and `stored` those after them.
     """
 
     stored: list[Tensor]
+    shared: tuple[SharedBlocks, ...] = ()
 
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
@@ -156,13 +159,76 @@ class CacheShard:
 
     @property
     def used(self) -> int:
-        """Cached tokens on this rank."""
+        """Cached tokens on this rank, without shared ones."""
         return int(self.state.tolist()[1])
+
+    @property
+    def shared_tokens(self) -> int:
+        """Cached tokens on this rank in memory that other caches read too."""
+        return sum(blocks.used for blocks in self.shared)
 
     @property
     def held(self) -> CacheView:
         """View of this shard for kernels."""
-        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding)
+        prefix = tuple(map(self._view, self.shared))
+        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding, prefix)
+
+    def _view(self, blocks: SharedBlocks) -> CacheView:
+        """Return the view of shared blocks. Their queries are the last ones of this cache."""
+        keys, padding = blocks.stored[0], None
+        values = blocks.stored[1] if len(blocks.stored) > 1 else keys[..., : self.sizes.value_dim]
+        if self.padding is not None:
+            places = blocks.token_index.expand(self.sizes.batch, -1) if blocks.places is None else blocks.places
+            padding = self.padding._replace(places=places)
+        state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
+        return CacheView(keys, values, blocks.token_index, state, padding)
+
+    def fork(self) -> "CacheShard":
+        """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
+        self._share()
+        other = copy(self)
+        with torch.inference_mode(False):
+            other.stored = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in self.stored]
+            for new, old in zip(other.stored, self.stored, strict=True):
+                new[:, :, : self.used] = old[:, :, : self.used]
+            other.token_index, other.state = self.token_index.clone(), self.state.clone()
+            other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
+        return other
+
+    def _share(self) -> None:
+        """Move this shard's whole blocks of slots to `shared`: from now on it writes to the slots after them alone."""
+        whole = self.used // self.sizes.block * self.sizes.block
+        if not whole:
+            return
+        places = None if self.padding is None else self.padding.places
+        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, places).first(whole))
+        self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
+        self.padding = self.padding and self.padding._replace(places=self.padding.places[:, whole:])
+        self.slots -= whole
+        self.state = self.state - torch.tensor([0, whole], device=self.device)
+
+    def unshare(self, tokens: int = 0) -> None:
+        """Copy shared tokens to memory of this shard alone, except whole blocks of the first `tokens` ones."""
+        kept, loose, shared = [], [], 0
+        for blocks in self.shared:
+            rest = min(max(tokens - shared, 0), blocks.used) // self.sizes.block * self.sizes.block
+            shared += rest
+            kept += [blocks.first(rest)] * bool(rest)
+            loose += [] if rest == blocks.used else [(blocks, rest)]
+        if not loose:
+            return
+        moved, used = self.shared_tokens - shared, self.used
+        with torch.inference_mode(False):
+            sources = [[blocks.stored[n][:, :, first:-1] for blocks, first in loose] for n in range(len(self.stored))]
+            indices = [blocks.token_index[first:-1] for blocks, first in loose]
+            self.stored = [prepended(x, parts, 2) for x, parts in zip(self.stored, sources, strict=True)]
+            if self.padding is not None:
+                given = [self._view(blocks).padding for blocks, _ in loose]
+                parts = [x.places[:, first:-1] for x, (_, first) in zip(given, loose, strict=True) if x is not None]
+                self.padding = self.padding._replace(places=prepended(self.padding.places, parts, 1))
+            self.token_index = prepended(self.token_index, indices, 0)
+        self.shared, self.slots = tuple(kept), self.slots + moved
+        self.state = torch.stack((self.state[0], torch.full_like(self.state[0], used + moved)))
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -193,17 +259,21 @@ class CacheShard:
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
-        return int(torch.searchsorted(self.token_index[: self.used], length))
+        earlier = sum(int(torch.searchsorted(blocks.token_index[:-1], length)) for blocks in self.shared)
+        return earlier + int(torch.searchsorted(self.token_index[: self.used], length))
 
     def truncate(self, length: int) -> None:
         """Remove the tokens from `length` on."""
         if self.padding is not None:
             self.padding.cut(length, self.length)
-        self.state.copy_(torch.tensor([length, self.count_before(length)]))
+        count = self.count_before(length)
+        if count < self.shared_tokens:
+            self.unshare(count)
+        self.state.copy_(torch.tensor([length, count - self.shared_tokens]))
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        used, slots = self.used, self._slots(sizes.capacity)
+        used, slots = self.used, self._slots(sizes.capacity) - self.shared_tokens
         with torch.inference_mode(False):
             token_index = torch.nn.functional.pad(self.token_index, (0, slots + 1 - len(self.token_index)))
             padding = None if self.padding is None else self.padding.grown(sizes.capacity, slots + 1)
@@ -227,6 +297,7 @@ class CacheShard:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
+        self.shared = tuple(blocks.reordered(index) for blocks in self.shared)
 
     def mark_present(self, length: int, token_mask: Tensor | None) -> int:
         """Mark the first `length` tokens as present. Return how many of them this rank holds."""
@@ -241,11 +312,12 @@ class CacheShard:
     def clone(self) -> "CacheShard":
         """Return a copy with tensors of its own."""
         other = copy(self)
+        other.unshare()
         with torch.inference_mode(False):
-            other.stored = [x.clone() for x in self.stored]
-            other.token_index, other.state = self.token_index.clone(), self.state.clone()
-            if self.padding is not None:
-                other.padding = Padding(*(x.clone() for x in self.padding))
+            other.stored = [x.clone() for x in other.stored]
+            other.token_index, other.state = other.token_index.clone(), other.state.clone()
+            if other.padding is not None:
+                other.padding = Padding(*(x.clone() for x in other.padding))
         return other
 
     def _slots(self, capacity: int) -> int:

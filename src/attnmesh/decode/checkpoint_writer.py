@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.core.checks import require
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
     MANIFEST,
@@ -60,6 +61,11 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
         for start, stop in [piece for piece in self if piece[1] > used]:
             del self[start, stop]
 
+    def check_written(self) -> None:
+        """Raise if the last save is still writing."""
+        given, fix = "a cache whose save is writing", "call wait() on the result of save first"
+        require(self.last is None or self.last.concluded, StoreError, "fork", "a cache at rest", given, fix)
+
     def finish_writing(self) -> None:
         """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
         if self.last is not None:
@@ -89,6 +95,7 @@ def save_layers(
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
             cache.saved.last.wait()  # two saves at once would write the same files
+        cache.shards.unshare()
     mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards.own for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)

@@ -21,6 +21,7 @@ from attnmesh.core.checks import (
     check_scale,
     check_sinks,
     check_unknown_options,
+    require,
     swap_first,
     warn_if_swapped,
 )
@@ -101,6 +102,8 @@ def decode(
         compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
         MergeChecker(cache.mesh, merge, compares, str).failed(error, lambda: _send_poison(cache, step))
         raise
+    if cache.is_forked and (step.reproducible or torch.compiler.is_compiling()):
+        _check_forked(cache, step)
     if torch.compiler.is_compiling():
         return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, *step.encode()))
     with torch.no_grad():
@@ -121,7 +124,7 @@ def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeS
     if checksum is None:
         return out
     if not compares:
-        shape = step.output_shape(q, cache.values)
+        shape = step.output_shape(q, cache.shard.values)
         has_nan = stays and step.heads.size == 1 and out.shape == shape  # by the kernel
         return out if has_nan else nan_unless_equal(out, checksum, shape)
     if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
@@ -146,10 +149,18 @@ def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep)
     return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
 
 
+def _check_forked(cache: KVCache, step: DecodeStep) -> None:
+    """Raise in a graph, which knows no shared tokens. Copy them where the kernel merges the blocks of one tensor."""
+    given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
+    require(not torch.compiler.is_compiling(), KernelError, "decode", "a cache of one piece in a graph", given, fix)
+    if _stays_on_device(cache, step):
+        cache.shards.unshare()
+
+
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step."""
     kernel = step.kernel if step.kernel in NAMES else "auto"
-    return reads_length_on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
+    return reads_length_on_device(cache.shard.keys, cache.held, kernel) and step.merge not in COLLECTIVE
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:

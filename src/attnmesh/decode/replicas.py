@@ -42,6 +42,17 @@ class Shards:
         other.own, other.copies = self.own.clone(), {index: shard.clone() for index, shard in self.copies.items()}
         return other
 
+    def fork(self) -> "Shards":
+        """Return shards that share the memory of whole blocks with these."""
+        other = copy(self)
+        other.own, other.copies = self.own.fork(), {index: shard.fork() for index, shard in self.copies.items()}
+        return other
+
+    def unshare(self) -> None:
+        """Copy tokens that other caches share to memory of these shards alone."""
+        for shard in self.all:
+            shard.unshare()
+
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
         length = self.known_length if self.own.device.type == "cuda" else self.own.length
@@ -58,7 +69,7 @@ class Shards:
             given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + more}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        counts.check(subject, self.known_length + more, self.own.slots)
+        counts.check(subject, self.known_length + more, self.own.slots + self.own.shared_tokens)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
@@ -131,13 +142,23 @@ class CacheProperties:
 
     @property
     def keys(self) -> Tensor:
-        """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens."""
+        """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
+
+        A forked cache first copies the tokens that it shares.
+        """
+        self.shard.unshare()
         return self.shard.keys
 
     @property
     def values(self) -> Tensor:
         """This rank's values, in the slots of its keys."""
+        self.shard.unshare()
         return self.shard.values
+
+    @property
+    def is_forked(self) -> bool:
+        """True if other caches share memory with this one."""
+        return bool(self.shard.shared)
 
     @property
     def padding(self) -> Padding | None:
@@ -157,7 +178,7 @@ class CacheProperties:
     @property
     def used(self) -> int:
         """Cached tokens per sequence on this rank."""
-        return self.shard.used
+        return self.shard.used + self.shard.shared_tokens
 
     @property
     def lengths(self) -> Tensor:

@@ -164,11 +164,24 @@ BoundKernel = Callable[..., Partial]
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
-    if isinstance(kernel, CacheKernel):
+    if not isinstance(kernel, CacheKernel):
+        run = partial(forward, kernel, scale=query.scale)
+        stacks = [_attend_tokens(run, query.q, part, query.mask, query.block) for part in (*view.prefix, view)]
+        result = _merge_blocks(stacks, query)
+    elif view.prefix:
+        plain = query._replace(sinks=None, into=None)
+        result = join([kernel.attend_cache(plain, part) for part in (*view.prefix, view)])
+    else:
         return kernel.attend_cache(query, view)
-    run = partial(forward, kernel, scale=query.scale)
-    result = _attend_tokens(run, query.q, view, query.mask, query.block)
     return copy_into(with_sinks(result, query.sinks), query.into)
+
+
+def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
+    """Return the merge of the parts of a cache: along the tree over blocks, if each part is a stack of blocks."""
+    if query.block is None:
+        return stacks[0] if len(stacks) == 1 else join(stacks)
+    out, lse = (torch.cat(x) for x in zip(*stacks, strict=True))
+    return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out, lse.dtype)
 
 
 def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
@@ -179,7 +192,7 @@ def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
 
 
 def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
-    """Return the partial of a kernel that takes the number of tokens from the host."""
+    """Return the partial of a kernel that takes the number of tokens from the host; with `block` a stack of them."""
     length, used = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
     positions = torch.arange(length - q.shape[2], length)
@@ -219,7 +232,7 @@ def _runs(flags: Tensor) -> list[tuple[int, int]]:
 
 
 def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
-    """Return the merge, along the tree, of one partial per block. Blocks that every row sees whole take one call."""
+    """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
     out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=sum_dtype(q.dtype))
@@ -238,7 +251,7 @@ def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, ba
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return merge_along_tree(Partial(out, lse)) if count else identity(q, values, sum_dtype(q.dtype))
+    return Partial(out, lse)
 
 
 def _widen(partial: Partial) -> Partial:

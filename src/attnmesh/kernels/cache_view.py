@@ -76,8 +76,9 @@ class CacheView(NamedTuple):
     keys: Tensor  # (batch, kv_heads, slots, dim)
     values: Tensor  # (batch, kv_heads, slots, value_dim)
     token_index: Tensor  # (slots,), the token in each slot
-    state: Tensor  # (2,), tokens of all ranks, tokens of this rank
+    state: Tensor  # (2,), tokens of all ranks, tokens in these slots
     padding: Padding | None
+    prefix: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
 
     def places(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""
