@@ -420,7 +420,8 @@ def _continuations(shape: Shape) -> list[list[list[int]]]:
     outputs = []
     for seed in (1, 2):
         ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
-        outputs.append(hf.generate(model, ids, cache=deepcopy(cache), max_new_tokens=8, do_sample=False).tolist())
+        for other in (deepcopy(cache), cache.fork()):
+            outputs.append(hf.generate(model, ids, cache=other, max_new_tokens=8, do_sample=False).tolist())
     assert cache.get_seq_length() == 99
     return outputs
 
@@ -430,5 +431,5 @@ def test_a_copied_cache_is_independent(shape: Shape, pool: Pool) -> None:
     stock, expected = families.model("gemma3", "sdpa"), []
     for seed in (1, 2):
         ids = torch.cat((prompt(100), prompt(40, seed=seed)), 1)
-        expected.append(stock.generate(ids, max_new_tokens=8, do_sample=False).tolist())
+        expected += [stock.generate(ids, max_new_tokens=8, do_sample=False).tolist()] * 2
     assert pool.run(shape.ranks, _continuations, shape) == [expected] * shape.ranks

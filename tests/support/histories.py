@@ -24,8 +24,8 @@ LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4))
 class Event:
     """One call on the cache."""
 
-    kind: str  # append, shard, truncate, reorder or decode
-    number: int  # tokens, the length to truncate to, or the sequences after a reorder
+    kind: str  # append, shard, truncate, reorder, fork or decode
+    number: int  # tokens, the length to truncate to, the sequences after a reorder, or 1 to continue with the fork
     seed: int
     batch: int  # sequences so far
     padded: bool = False
@@ -139,7 +139,11 @@ def draw(
 
 def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, most: int) -> Event:
     room, seed = History.CAPACITY - length, random.getrandbits(40)
-    kinds = ["append"] * (room > 0) + ["shard"] * (room > 0) + (["truncate", "reorder"] + ["decode"] * 4) * (length > 0)
+    kinds = (
+        ["append"] * (room > 0)
+        + ["shard"] * (room > 0)
+        + (["truncate", "reorder", "fork"] + ["decode"] * 4) * (length > 0)
+    )
     match random.choice(kinds):
         case "append":
             number = min(room, random.choice((1, 1, 1, 3, 20, 47)))
@@ -152,6 +156,8 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
             return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed, batch)
         case "reorder":
             return Event("reorder", random.choice((batch, batch, random.randint(1, 3))), seed, batch)
+        case "fork":
+            return Event("fork", random.randint(0, 1), seed, batch)
     mask = random.choice(
         (am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2), am.Causal() & am.Chunks(12))
     )
@@ -203,6 +209,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                 cache.truncate(event.number)
             case "reorder":
                 cache.reorder(history.order(event))
+            case "fork":
+                cache = _fork(history, cache, event)
             case "decode":
                 options = dict(event.options)
                 with interpreting(options["kernel"]):
@@ -216,6 +224,17 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
     if save_to is not None:
         cache.save(save_to)
     return outs
+
+
+def _fork(history: History, cache: am.KVCache, event: Event) -> am.KVCache:
+    """Fork a cache, change one of the two in every way, and return the other."""
+    kept, other = (cache, cache.fork())[:: -1 if event.number else 1]
+    other.truncate(other.length // 2)
+    sizes = other.sizes.batch, history.heads[1], 1
+    k, v = (torch.full((*sizes, width), 100.0, dtype=history.dtype) for width in history.widths)
+    other.append(*on_device(history, k, v))
+    other.reorder(torch.arange(other.sizes.batch).flip(0))
+    return kept
 
 
 def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:

@@ -32,6 +32,7 @@ PATH = [  # what a reader opens to follow `attention` and `decode` from the call
     "decode.decode",
     "decode.step",
     "decode.cache",
+    "decode.block_cyclic",
     "decode.cache_shard",
 ]
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

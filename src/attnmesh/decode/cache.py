@@ -19,16 +19,18 @@ from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.checks import check_checked, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, stored, swap_tokens_for_heads
+from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
 from attnmesh.decode.checkpoint_writer import SavedPieces
-from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
+from attnmesh.decode.pages import PagedCache
+from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache
 from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
-class KVCache(CacheProperties, SavedCache):
+class KVCache(PagedCache, SavedCache):
     """One layer's keys and values, one shard per rank of a mesh. Every rank makes the same calls.
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.

@@ -1,101 +1,22 @@
-"""Per-rank shard of one layer's cache, and the block-cyclic assignment of tokens to ranks.
+"""Per-rank shard of one layer's cache.
 
 Memory for all tokens is reserved at once; the number of tokens present is a tensor on the device.
 """
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.digest import hash_each
+from attnmesh.decode.block_cyclic import BlockCyclic
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.shared_blocks import SharedBlocks, prepended
-from attnmesh.errors import LayoutError, ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis, Mesh
-
-
-@dataclass(frozen=True)
-class BlockCyclic:
-    """Assignment of blocks of `block` tokens to `ranks` ranks, round robin."""
-
-    block: int
-    ranks: int
-
-    def owner(self, tokens: Tensor) -> Tensor:
-        """Return the rank of each token.
-
-        >>> import torch
-        >>> BlockCyclic(block=2, ranks=2).owner(torch.arange(7))
-        tensor([0, 0, 1, 1, 0, 0, 1])
-        """
-        return tokens // self.block % self.ranks
-
-    def slot(self, tokens: Tensor) -> Tensor:
-        """Return each token's slot in the shard of its rank."""
-        return tokens // (self.block * self.ranks) * self.block + tokens % self.block
-
-    def count(self, rank: int, length: int) -> int:
-        """Return how many of the first `length` tokens a rank holds.
-
-        >>> [BlockCyclic(block=2, ranks=2).count(rank, 7) for rank in range(2)]
-        [4, 3]
-        """
-        rounds, rest = divmod(length, self.block * self.ranks)
-        return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
-
-
-@dataclass(frozen=True)
-class TokenCounts:
-    """Tokens per rank: `initial` for the first `start` tokens, block-cyclic from there on."""
-
-    block_cyclic: BlockCyclic
-    start: int
-    initial: tuple[int, ...]
-
-    def counts(self, length: int) -> list[int]:
-        """Return how many of the first `length` tokens each rank holds.
-
-        >>> TokenCounts(BlockCyclic(block=2, ranks=2), start=3, initial=(3, 0)).counts(7)
-        [5, 2]
-        """
-        count = self.block_cyclic.count
-        return [n + count(rank, length) - count(rank, self.start) for rank, n in enumerate(self.initial)]
-
-    def with_shards(self, length: int, table: Sequence[Sequence[int]]) -> "TokenCounts":
-        """Return the counts after `append_shard` to `length` tokens; rows are (tokens, rank, _, block-cyclic)."""
-        if not self.start and all(block_cyclic for *_, block_cyclic in table):
-            return self
-        counts = self.counts(length)
-        for count, rank, *_ in table:
-            counts[rank] += count
-        return TokenCounts(self.block_cyclic, length + sum(row[0] for row in table), tuple(counts))
-
-    def check(self, subject: str, length: int, slots: int) -> None:
-        """Raise unless the fullest rank holds `length` tokens in `slots`; block-cyclic tokens always fit."""
-        fullest = max(self.counts(length)) if self.start else 0
-        if fullest > slots:
-            given = f"{fullest} tokens on a rank of {slots} slots"
-            fix = f"call cache.reserve({fullest * len(self.initial)}) on every rank, or prefill in even shards"
-            raise ShapeError(subject, "tokens spread evenly over the ranks", given, fix)
-
-
-def check_cover(total: int, start: int, more: int) -> None:
-    """Raise unless `total` is the position sum of `start` to `start + more - 1`, each on exactly one rank."""
-    if (total - position_sum(torch.arange(start, start + more))) % 2**64:
-        expected = f"positions from {start} to {start + more - 1}, each on one rank"
-        fix = "pass layout.positions(length, shards, index), counted from the cache's length"
-        raise LayoutError("append_shard", expected, f"{more} positions with gaps or repeats", fix)
-
-
-def position_sum(positions: Tensor) -> int:
-    """Return a sum of hashes, modulo 2^64, that distinguishes sets of positions."""
-    return int(hash_each(positions + 1).sum())
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:
@@ -135,10 +56,11 @@ class CacheShard:
         self.block_cyclic = BlockCyclic(sizes.block, ranks)
         self.slots = self._slots(sizes.capacity)
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
-        shape = sizes.batch, sizes.kv_heads // heads.size, self.slots + 1
+        rows = self._rows(self.slots)
+        shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.stored = [torch.empty(*shape, width, dtype=sizes.dtype, device=device) for width in sizes.widths]
-            self.token_index = torch.zeros(self.slots + 1, dtype=torch.int64, device=device)  # the token in each slot
+            self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
             self.state = torch.zeros(2, dtype=torch.int64, device=device)  # tokens on all ranks, tokens on this rank
         self.padding: Padding | None = None
 
@@ -274,11 +196,12 @@ class CacheShard:
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
         used, slots = self.used, self._slots(sizes.capacity) - self.shared_tokens
+        rows = self._rows(slots)
         with torch.inference_mode(False):
-            token_index = torch.nn.functional.pad(self.token_index, (0, slots + 1 - len(self.token_index)))
-            padding = None if self.padding is None else self.padding.grown(sizes.capacity, slots + 1)
+            token_index = torch.nn.functional.pad(self.token_index, (0, rows - len(self.token_index)))
+            padding = None if self.padding is None else self.padding.grown(sizes.capacity, rows)
             for number, old in enumerate(self.stored):
-                new = old.new_empty(*old.shape[:2], slots + 1, old.shape[3])
+                new = old.new_empty(*old.shape[:2], rows, old.shape[3])
                 new[:, :, :used] = old[:, :, :used]
                 self.stored[number] = new
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
@@ -323,6 +246,10 @@ class CacheShard:
     def _slots(self, capacity: int) -> int:
         """Return the slots per rank for a capacity."""
         return min(capacity, -(-capacity // self.block_cyclic.ranks) + self.sizes.block + SLACK)
+
+    def _rows(self, slots: int) -> int:
+        """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
+        return -(-(slots + 1) // self.sizes.block) * self.sizes.block
 
     def _owns_none(self, more: int, token_mask: Tensor | None) -> bool:
         """Return True if another rank owns all new tokens. Return False where only a GPU holds the answer."""

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed, texts
 from attnmesh.comm.p2p import all_gather_ints, meta_like, swap
 from attnmesh.core.checks import check_unknown_options
+from attnmesh.decode.block_cyclic import position_sum
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, position_sum
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.errors import DtypeError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
@@ -71,6 +72,8 @@ def recover(
 
     def check() -> str:
         _check(caches, more)
+        for cache in caches or ():
+            cache.shards.unshare()
         return json.dumps(_describe(caches))
 
     text = run_agreed(axes, check, describe_call("recover", capacity=capacity, checked=checked, copies=copies))

@@ -9,8 +9,9 @@ from torch import Tensor
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
+from attnmesh.decode.block_cyclic import TokenCounts
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, TokenCounts
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.errors import ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis

@@ -1,7 +1,7 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
-from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def held_bytes(self) -> int:
         """Bytes of keys and values that this rank holds, over all layers."""
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
-        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in kv.shard.stored)
+        return sum(x[:, :, : kv.shard.used].nbytes for kv in kvs for x in kv.shard.stored) + sum(
+            x[:, :, :-1].nbytes // (len(x) if x.stride(0) == 0 else 1)
+            for kv in kvs
+            for blocks in kv.shard.shared
+            for x in blocks.stored
+        )
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths."""
@@ -138,12 +143,14 @@ class ShardedCache(Cache):  # type: ignore[misc]
             self.tokens = self.tokens[beam_idx.long().to(self.tokens.device)]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence.
+        """Repeat each sequence. The beams of one prompt share its keys.
 
         Args:
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
+            for layer in self.layers if self.layers[0].kv.sizes.batch == 1 else ():
+                layer.kv = layer.kv.fork()
             self.reorder_cache(torch.arange(self.layers[0].kv.sizes.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -253,13 +260,31 @@ class ShardedCache(Cache):  # type: ignore[misc]
         recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.layers[0].kv)
         return recovered
 
+    def fork(self) -> "ShardedCache":
+        """Return a cache of the same tokens for another turn, which shares memory as `KVCache.fork` does.
+
+        Returns:
+            The other cache.
+
+        >>> from transformers import LlamaConfig
+        >>> cache = ShardedCache(LlamaConfig(num_hidden_layers=2, attn_implementation="attnmesh"), None)
+        >>> len(cache.fork())
+        2
+        """
+        return self._copied(KVCache.fork)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedCache":
         """Return an independent cache on the same mesh, for two continuations of one prefix."""
+        return self._copied(lambda kv: deepcopy(kv, memo))
+
+    def _copied(self, copy_layer: Callable[[KVCache], KVCache]) -> "ShardedCache":
+        """Return a cache whose layers are copies."""
         copied = object.__new__(type(self))
         copied.__dict__ = {**self.__dict__, "layers": []}
         for layer in self.layers:
-            copied.layers.append(ShardedLayer(copied))
-            copied.layers[-1].kv, copied.layers[-1].is_initialized = deepcopy(layer.kv, memo), layer.is_initialized
+            other = copy(layer)
+            other.cache, other.kv = copied, None if layer.kv is None else copy_layer(layer.kv)
+            copied.layers.append(other)
         return copied
 
 
