@@ -90,6 +90,12 @@ class CacheShard:
         return sum(blocks.used for blocks in self.shared)
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of the cached tokens on this rank, shared ones included."""
+        own = sum(x[:, :, : self.used].nbytes for x in self.stored)
+        return own + sum(blocks.nbytes for blocks in self.shared)
+
+    @property
     def held(self) -> CacheView:
         """View of this shard for kernels."""
         prefix = tuple(map(self._view, self.shared))

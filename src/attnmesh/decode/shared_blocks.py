@@ -20,6 +20,11 @@ class SharedBlocks(NamedTuple):
         """Number of tokens."""
         return len(self.token_index) - 1
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens in memory: those of one sequence if all sequences read the same."""
+        return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.stored)
+
     def first(self, count: int) -> "SharedBlocks":
         """Return the first tokens."""
         places = None if self.places is None else self.places[:, : count + 1]

@@ -99,13 +99,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def held_bytes(self) -> int:
         """Bytes of keys and values that this rank holds, over all layers."""
-        kvs = [layer.kv for layer in self.layers if layer.kv is not None]
-        return sum(x[:, :, : kv.shard.used].nbytes for kv in kvs for x in kv.shard.stored) + sum(
-            x[:, :, :-1].nbytes // (len(x) if x.stride(0) == 0 else 1)
-            for kv in kvs
-            for blocks in kv.shard.shared
-            for x in blocks.stored
-        )
+        return sum(layer.kv.shard.token_bytes for layer in self.layers if layer.kv is not None)
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths."""
