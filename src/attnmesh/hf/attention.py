@@ -100,7 +100,9 @@ def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
     def temperature(positions: Tensor) -> Any:
         return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
 
-    ratio: Tensor = temperature(shards.positions()) / temperature(shards.start + torch.arange(q.shape[2]))
+    positions = shards.positions()
+    first, _ = shards.documents.bounds(positions)  # of each token's document
+    ratio: Tensor = temperature(positions - first) / temperature(shards.start + torch.arange(q.shape[2]))
     return q * ratio.to(q.device, q.dtype)[:, None]
 
 
@@ -108,7 +110,7 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
-    mask = layer.mask & shards.documents
+    mask = shards.mask_of(layer.mask)
     return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence)
 
 
@@ -118,7 +120,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
         how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
-        call = Call(q, pending.k, pending.v, layer.sinks, Options(layer.mask, shards.layout, shards.layout, *how))
+        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
+        call = Call(q, pending.k, pending.v, layer.sinks, options)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
         kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask)

@@ -13,7 +13,8 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import torch
@@ -106,8 +107,15 @@ class Shards:
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
-        place = Mesh.of(self.mesh)
-        return self.start + self.layout.positions(self.length, place.shape.ranks, place.shard)
+        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard)
+
+    def mask_of(self, mask: Mask) -> Mask:
+        """Return a layer's mask inside each document. Chunks begin anew with a document."""
+        ends = self.documents.ends
+        if not (mask.chunks and ends):
+            return mask & self.documents
+        pieces = (range(start + size, stop, size) for start, stop in pairwise((0, *ends)) for size in mask.chunks)
+        return replace(mask, chunks=()) & Mask(ends=tuple(sorted({*ends, *chain(*pieces)})))
 
     @property
     def has_prefix(self) -> bool:
