@@ -16,10 +16,10 @@ from unittest import mock
 import benchmarks.__main__
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, T5Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5Config
 
 from attnmesh import __main__
-from attnmesh.cli.generate_prompt import choose
+from attnmesh.cli.generate_prompt import Prompt, choose, prepare
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
@@ -305,6 +305,15 @@ def test_the_shape_that_sends_least_is_chosen() -> None:
     assert choose("1x1x4", 4, 9, 3) == ((1, 1, 4), "it was asked for")
     with pytest.raises(MeshError, match="the numbers have to multiply to 4"):
         choose("1x2x3", 4, 9, 3)
+
+
+def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
+    open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
+    DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    prepared = prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
+    assert (prepared.heads, prepared.shape.heads) == ((128, 1), 1)
+    with pytest.raises(MeshError, match="the heads axis has to divide 1 key heads"):
+        prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "2x2x1", mock.Mock())
 
 
 @pytest.mark.gpu

@@ -237,6 +237,28 @@ def test_an_adapter_is_projected_once() -> None:
     assert rows == [39, RANK + 1, *[1] * 6]
 
 
+def offloaded(base: nn.Linear) -> nn.Linear:
+    """Return a linear layer whose weight is on the device only while it runs, as accelerate offloads it."""
+    empty, weight = nn.Linear(RANK, base.out_features, bias=False, device="meta"), base.weight
+    empty.forward = lambda x: nn.functional.linear(x, weight)
+    return empty
+
+
+def test_an_offloaded_weight_is_found_by_running_its_layer() -> None:
+    given = hf.generate(changed("attnmesh", offloaded), prompt(40), max_new_tokens=6, do_sample=False)
+    assert given.equal(model("deepseek_v3", "sdpa").generate(prompt(40), max_new_tokens=6, do_sample=False))
+
+
+def test_a_weight_is_read_in_each_step() -> None:
+    """FSDP frees the weights of a layer after each step and gathers them into other tensors."""
+    small, ids = deepcopy(model("deepseek_v3", "attnmesh")), prompt(40)
+    cache, first = hf.ShardedCache(small.config), small.model.layers[0].self_attn.kv_b_proj
+    hf.prefill(small, ids, cache)
+    first.weight = nn.Parameter(torch.full_like(first.weight, 7.0))
+    hf.generate(small, ids, cache=cache, max_new_tokens=1, do_sample=False)
+    assert float(cache.layers[0].projection.keys.amin()) == 7.0
+
+
 def with_bias(base: nn.Linear) -> nn.Module:
     biased = nn.Linear(RANK, base.out_features, dtype=torch.float64)
     nn.init.ones_(biased.bias)

@@ -42,7 +42,7 @@ class MeshProblem:
     scale: float | None
     say_length: bool
     axes: tuple[str, ...]
-    latent: bool  # keys and values are expanded from latents, which travel; forward alone
+    latent: bool = False  # keys and values are expanded from latents, which travel; forward alone
 
     RANK = 6
 

@@ -49,7 +49,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Case:
-    """Decoding of one layer: heads, tokens of all ranks and dtype."""
+    """Decoding of one layer: heads, tokens of all ranks and dtype. Values may be the first `prefix` columns of keys."""
 
     name: str
     heads: tuple[int, int]
@@ -58,6 +58,7 @@ class Case:
     repeat: int = 10
     rounds: int = 9
     width: int = WIDTH
+    prefix: int | None = None
 
 
 def parts(world: World) -> dict[str, Callable[[Send], Any]]:
@@ -135,6 +136,7 @@ def _steps() -> Iterator[Row]:
     cases = (
         Case("step, 128 keys a rank, 32/32 heads", (32, 32), 128),
         Case("step, 8,192 keys a rank, 32/8 heads", (32, 8), 8192, repeat=3),
+        Case("step, 8,192 latents of 512 and 64 a rank, 128 heads", (128, 1), 8192, repeat=1, width=576, prefix=512),
     )
     for case in cases:
         yield from _step(replace(case, tokens=case.tokens * dist.get_world_size()))
@@ -164,12 +166,12 @@ def _step(case: Case) -> list[Row]:
     """Time decoding by tree, three all-reduces, a ring, and the published package."""
     cache, q = _cache(case), _query(case)
     keys, values = (x[:, :, : cache.used] for x in (cache.keys, cache.values))
-    out, counts = torch.empty(1, case.heads[0], 1, case.width + 1), [cache.used] * dist.get_world_size()
+    out, counts = torch.empty(1, case.heads[0], 1, values.shape[3] + 1), [cache.used] * dist.get_world_size()
     held = keys.contiguous(), values.contiguous()
     new = torch.randn(1, case.heads[1], 1, case.width).to(case.dtype)
 
     def whole() -> None:
-        cache.append(new, new)
+        cache.append(new, None if case.prefix else new)
         am.decode(q, cache)
         cache.truncate(case.tokens)
 
@@ -183,7 +185,7 @@ def _step(case: Case) -> list[Row]:
         "local attention": lambda: am.attend(q, keys, values),
         "bare exchanges": lambda: _bare_exchanges(out),
     }
-    if find_spec("ring_attention_pytorch") is not None:
+    if find_spec("ring_attention_pytorch") is not None and not case.prefix:
         from ring_attention_pytorch import tree_attn_decode
 
         groups = case.heads[0] // case.heads[1]
@@ -269,12 +271,14 @@ def _cache(case: Case, block: int = 16) -> am.KVCache:
         "head_dim": case.width,
         "capacity": case.tokens + 16,
         "block": block,
+        **({"value_dim": case.prefix, "values": "prefix"} if case.prefix else {}),
     }
     cache = am.KVCache(_mesh(), dtype=case.dtype, **sizes)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for start in range(0, case.tokens, PIECE):
         more = min(PIECE, case.tokens - start)
-        cache.append(*torch.randn(2, 1, case.heads[1], more, case.width, generator=generator).to(case.dtype).unbind())
+        k, v = torch.randn(2, 1, case.heads[1], more, case.width, generator=generator).to(case.dtype)
+        cache.append(k, None if case.prefix else v)
     return cache
 
 

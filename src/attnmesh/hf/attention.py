@@ -120,7 +120,8 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
         how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
-        call = Call(q, pending.k, pending.v, layer.sinks, Options(layer.mask, shards.layout, shards.layout, *how))
+        options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
+        call = Call(q, pending.k, pending.v, layer.sinks, options)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
         kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask)

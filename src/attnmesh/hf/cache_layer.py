@@ -16,7 +16,7 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
 from attnmesh.errors import InputError, KernelError, ShapeError
-from attnmesh.hf.latent import latent_states, latent_widths, projection_of
+from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
@@ -79,11 +79,15 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         return pending, pending
 
     def project(self, module: nn.Module, pending: PendingKV) -> None:
-        """Find the projection of the layer's latents, once. Raise unless the model expands them so."""
-        if pending.latents is not None and self.projection is None:
-            widths = latent_widths(self.cache.config)
-            assert widths is not None
-            self.projection = projection_of(module, pending.k, pending.v, pending.latents, widths[0])
+        """Find the projection of the layer's latents. Raise unless the model expands them so, checked once."""
+        if pending.latents is None or (self.projection is not None and not has_weight(module, pending.latents)):
+            return
+        widths = latent_widths(self.cache.config)
+        assert widths is not None
+        projection = projection_of(module, pending.k, pending.v, pending.latents, widths[0])
+        if self.projection is None:
+            check_projection(projection, pending.k, pending.v, pending.latents)
+        self.projection = projection
 
     def reserve(self, pending: PendingKV, tokens: int) -> KVCache:
         """Return the layer's cache with space for more tokens, counted over all ranks."""

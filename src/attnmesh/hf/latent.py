@@ -85,27 +85,36 @@ def latent_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
 
 
 def projection_of(module: nn.Module, k: Tensor, v: Tensor, latents: Tensor, rank: int) -> Projection:
-    """Return the projection of a layer, checked with one token: k and v are what the model expands from latents."""
+    """Return the projection of a layer, whose model expands latents to k and v."""
     key_columns = k.shape[3] - (latents.shape[3] - rank)
     matrix = _matrix(module, rank, latents)
     if tuple(matrix.shape) != (k.shape[1] * (key_columns + v.shape[3]), rank):
         _raise_projection(f"one of shape {tuple(matrix.shape)} for {k.shape[1]} heads")
     keys, values = matrix.unflatten(0, (k.shape[1], -1)).tensor_split([key_columns], dim=1)
-    projection = Projection(keys, values).to(k.dtype)
-    if latents.numel():
-        for given, expected in zip(projection.expand(latents[:1, :, :1].to(k.dtype)), (k, v), strict=True):
-            expected = expected[:1, :, :1]
-            if bool((given - expected).abs().max() > TOLERANCE * expected.abs().max()):
-                _raise_projection("other keys and values than its weight projects")
-    return projection
+    return Projection(keys, values).to(k.dtype)
+
+
+def check_projection(projection: Projection, k: Tensor, v: Tensor, latents: Tensor) -> None:
+    """Raise unless the first token is projected to the keys and values that the model expands from it."""
+    for given, expected in zip(projection.expand(latents[:1, :, :1].to(k.dtype)), (k, v), strict=True):
+        expected = expected[:1, :, :1]
+        if expected.numel() and bool((given - expected).abs().max() > TOLERANCE * expected.abs().max()):
+            _raise_projection("other keys and values than its weight projects")
+
+
+def has_weight(module: nn.Module, latents: Tensor) -> bool:
+    """Return True if a layer's `kv_b_proj` is a plain linear layer, whose weight is on the device of the latents."""
+    project = getattr(module, "kv_b_proj", None)
+    return type(project) is nn.Linear and project.weight.device == latents.device
 
 
 def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
     """Return the matrix of a layer's `kv_b_proj`, from the identity matrix unless it is a plain linear layer."""
-    project = getattr(module, "kv_b_proj", None)
-    if not isinstance(project, nn.Module):
+    project: Any = getattr(module, "kv_b_proj", None)
+    matrix: Tensor
+    if project is None:
         _raise_projection(f"{type(module).__name__} without it")
-    if type(project) is nn.Linear:
+    if has_weight(module, latents):
         matrix, bias = project.weight.detach(), project.bias
     else:
         rows = project(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
