@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.topology import mailboxes_of, rounds
-from attnmesh.core.checks import check_checked, check_positions
+from attnmesh.core.checks import check_checked, check_count, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.core.mask import Mask
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, swap_tokens_for_heads
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
 from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
-from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
@@ -52,9 +52,13 @@ class KVCache(CacheProperties):
         checked: True compares ranks at every call, False never, None as above.
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
+        mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
+            sees are forgotten: memory is that of the window. None keeps every token.
+        keep: Tokens that `truncate` may remove from a cache that forgets.
 
     Raises:
         ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
+        MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
 
@@ -79,9 +83,11 @@ class KVCache(CacheProperties):
         block: int = 16,
         checked: bool | None = None,
         copies: int = 1,
+        mask: Mask | None = None,
+        keep: int = 0,
     ) -> None:
         widths = head_dim, head_dim if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, mask, keep)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
         def check() -> None:
@@ -139,6 +145,7 @@ class KVCache(CacheProperties):
         def check() -> None:
             self.sizes.check_new("append", k, v, self.device)
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
+            self.sizes.check_eager("append", self.device)
             if not torch.compiler.is_compiling():
                 self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
@@ -147,7 +154,9 @@ class KVCache(CacheProperties):
         with torch.no_grad():
             self.shards.append(k, v, token_mask)
 
-    def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, token_mask: Tensor | None = None) -> None:
+    def append_shard(
+        self, k: Tensor, v: Tensor, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
+    ) -> None:
         """Keep the tokens that this rank computed in a sharded prefill.
 
         All ranks' positions together continue the cache, each exactly once.
@@ -157,6 +166,7 @@ class KVCache(CacheProperties):
             v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim).
             positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
             token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
+            queries: Last tokens whose queries `decode` takes next; a cache that forgets keeps what they see.
 
         Raises:
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity or one rank's share of it.
@@ -175,13 +185,16 @@ class KVCache(CacheProperties):
             self.sizes.check_new("append_shard", k, v, self.device)
             check_positions("append_shard positions", positions, k.shape[2])
             self.sizes.check_token_mask("append_shard", token_mask, None)
+            check_count("append_shard queries", queries, "count the last tokens to decode")
+            self.sizes.check_eager("append_shard", self.device)
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
             return len(positions), self.tokens.index, position_sum(positions), block_cyclic
 
         def fields() -> dict[str, object]:
             padding = None if token_mask is None else list(token_mask.shape)
             checksum = history_checksum(0, token_mask)
-            return {"tokens": start, "capacity": self.sizes.capacity, "padding": padding, "checksum": checksum}
+            sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
+            return {**sizes, "padding": padding, "checksum": checksum}
 
         table = self.checker.check("append_shard", check, fields, must=True)
         more = sum(count for count, *_ in table)
@@ -194,7 +207,7 @@ class KVCache(CacheProperties):
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
             k, v, tokens = swap_tokens_for_heads(k, v, positions.to(self.device), per_shard, self.mesh)
-            self.shards.append_at(k, v, tokens, more, token_mask)
+            self.shards.append_at(k, v, tokens, more, token_mask, queries)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -204,7 +217,8 @@ class KVCache(CacheProperties):
             length: Tokens to keep.
 
         Raises:
-            ShapeError: `length` is not an integer from 0 to the cache's length.
+            ShapeError: `length` is not an integer from 0 to the cache's length, or the cache has forgotten what its
+                last token sees.
 
         >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -216,9 +230,7 @@ class KVCache(CacheProperties):
         before = self.length
 
         def check() -> tuple[int, int]:
-            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-                given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
-                raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+            self.shards.check_length(length, before)
             return self.tokens.index, self.shard.count_before(length)
 
         must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep

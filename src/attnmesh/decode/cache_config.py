@@ -1,12 +1,15 @@
 """Sizes of one layer's cache, and the checks of tensors against them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attnmesh.comm.consensus import may_compare
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
+from attnmesh.core.mask import Mask
+from attnmesh.decode.window import check_window, longest_row
 from attnmesh.errors import DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -23,6 +26,17 @@ class Sizes:
     capacity: int
     block: int
     dtype: torch.dtype
+    mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
+    keep: int = 0  # tokens that `truncate` may remove from such a cache
+
+    @property
+    def kept(self) -> int:
+        """Most tokens on all ranks that have to be in memory."""
+        return (
+            self.capacity
+            if self.mask is None
+            else min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
+        )
 
     def check(self, heads_axis: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
@@ -32,6 +46,7 @@ class Sizes:
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPES:
             fix = "pass the model's dtype"
             raise DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
+        check_window(self.mask, self.keep)
         if self.kv_heads % heads_axis:
             given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
             raise ShapeError(
@@ -40,13 +55,16 @@ class Sizes:
 
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
-        return [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
+        window = [] if self.mask is None else [self.keep, *self.mask.encode()]
+        numbers = (getattr(self, name) for name in NUMBERS)
+        return [*numbers, DTYPES.index(str(self.dtype).removeprefix("torch.")), *window]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":
         """Return the sizes that `encode` wrote."""
-        batch, kv_heads, head_dim, value_dim, capacity, block, dtype = code
-        return Sizes(batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype]))
+        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *window = code
+        sizes = Sizes(batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype]))
+        return replace(sizes, keep=window[0], mask=Mask.decode(window[1:])) if window else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""
@@ -79,6 +97,12 @@ class Sizes:
             given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
             raise ShapeError(f"{subject} token_mask", f"torch.bool {wanted}", given, fix)
+
+    def check_eager(self, subject: str, device: torch.device) -> None:
+        """Raise if a cache that forgets is changed inside a graph, which cannot move tokens."""
+        if self.mask is not None and not may_compare(device):
+            fix = "leave torch.compile and CUDA graphs out, or make the cache without mask="
+            raise KernelError(subject, "no graph around a cache that forgets", f"one with mask={self.mask}", fix)
 
     def check_order(self, batch_index: Tensor) -> None:
         """Raise unless `batch_index` holds indices of sequences."""
