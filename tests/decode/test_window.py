@@ -261,9 +261,9 @@ def run_bad_call(kind: str) -> None:
 BAD_CALLS = {
     "deep": (
         errors.ShapeError,
-        "truncate: expected 0, or at least 177: the cache has forgotten what earlier .* Fix: make",
+        "truncate: expected 0, or at least 176: the cache has forgotten what earlier .* Fix: make",
     ),
-    "deep on one rank": (errors.ShapeError, "truncate: expected 0, or at least 177: .*given 150 of 180 tokens"),
+    "deep on one rank": (errors.ShapeError, "truncate: expected 0, or at least 176: .*given 150 of 180 tokens"),
     "wide": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Causal\(\). Fix: pass mask="),
     "wide on one rank": (errors.MaskError, r"decode mask: expected Window\(20\), by which .*given Window\(21\)"),
     "queries": (errors.ShapeError, "decode q: expected at most 4: the cache has forgotten .*given 30 queries"),

@@ -164,16 +164,13 @@ class Forgetting:
                     event = replace(event, options=(*event.options, ("queries", queries)))
                 self.floor = max(self.floor, length + event.number - max(queries, self.keep + 1))
             case "truncate":
-                if not self._serves(event.number - 1, padded):
-                    event = replace(event, number=self.random.choice((0, length, self.floor + 1)))
-                    event = replace(event, number=min(event.number, length))
-                    if event.number <= self.floor:
-                        event = replace(event, number=0)
-                self.floor = min(self.floor, max(event.number - 1, 0))
+                if not self._serves(event.number, padded):
+                    event = replace(event, number=self.random.choice((0, self.floor, length)))
+                self.floor = min(self.floor, event.number)
             case "decode":
                 mask = self.mask & self.random.choice((am.Full(), am.Full(), am.Causal(), am.Window(2)))
                 event = replace(event, mask=mask)
-                if self.floor == length:  # a load after a sharded prefill; no token can be decoded
+                if self.floor == length:  # after a truncation to what the next token sees
                     return replace(event, kind="reorder", number=event.batch)
                 if not self._serves(length - event.number, padded):
                     event = replace(event, number=length - self.floor)

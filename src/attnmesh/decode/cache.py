@@ -217,8 +217,8 @@ class KVCache(CacheProperties):
             length: Tokens to keep.
 
         Raises:
-            ShapeError: `length` is not an integer from 0 to the cache's length, or the cache has forgotten what its
-                last token sees.
+            ShapeError: `length` is not an integer from 0 to the cache's length, or the cache has forgotten what the
+                next token would see.
 
         >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.append(*torch.randn(2, 1, 2, 5, 4))

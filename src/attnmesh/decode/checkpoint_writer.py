@@ -125,7 +125,7 @@ class _Group(NamedTuple):
         """Return the group of these layers."""
         first = shards[layers[0]]
         saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
-        tensors = [tuple(x[:, :, saved] for x in (shards[layer].keys, shards[layer].values)) for layer in layers]
+        tensors = [(shards[layer].keys[:, :, saved], shards[layer].values[:, :, saved]) for layer in layers]
         return _Group(layers, first.sizes.mask is not None, first.token_index[saved], tensors)
 
 

@@ -79,8 +79,8 @@ class Shards:
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
             given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
             raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
-        if length and not self.serves(length - 1):
-            expected = f"0, or at least {self.floor + 1}: the cache has forgotten what earlier tokens see"
+        if length and not self.serves(length):
+            expected = f"0, or at least {self.floor}: the cache has forgotten what earlier tokens see"
             fix = f"make the cache with keep={before - length}, or truncate to 0 and append again"
             raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
 
@@ -135,7 +135,7 @@ class Shards:
             self.counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         for shard in self.all:
             shard.truncate(length)
-        self.known_length, self.floor = length, min(self.floor, max(length - 1, 0))
+        self.known_length, self.floor = length, min(self.floor, length)
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""

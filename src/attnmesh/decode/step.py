@@ -240,8 +240,10 @@ def _attend_blocks(
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    blocks = by_residue(Partial(out, lse), forgotten) if forgotten and count else Partial(out, lse)
-    return merge_along_tree(blocks) if count else identity(q, values, sum_dtype(q.dtype))
+    if not count:
+        return identity(q, values, sum_dtype(q.dtype))
+    partials = Partial(out, lse)
+    return merge_along_tree(by_residue(partials, forgotten) if forgotten else partials)
 
 
 def _widen(partial: Partial) -> Partial:

@@ -5,8 +5,6 @@ once no later query sees them. Slots stay in the order of their tokens. A shard 
 are left to new memory with some slots to spare, about eight moves per token.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -34,10 +32,13 @@ def is_within(mask: Mask, widest: Mask) -> bool:
     """Return whether queries under a mask see no earlier token than under the widest mask.
 
     >>> import attnmesh as am
-    >>> is_within(am.Window(3, 2), am.Window(4)), is_within(am.Causal(), am.Window(4))
-    (True, False)
+    >>> is_within(am.Window(3, 2), am.Window(4)), is_within(am.Chunks(5), am.Window(4))
+    (True, True)
+    >>> is_within(am.Causal(), am.Window(4)), is_within(am.Window(4), am.Chunks(5))
+    (False, False)
     """
-    return mask & replace(widest, right=FAR) == mask
+    chunks = (any(size % smaller == 0 for smaller in mask.chunks) for size in widest.chunks)
+    return longest_row(mask, FAR) <= longest_row(widest, FAR) and all(chunks)
 
 
 def longest_row(mask: Mask, capacity: int) -> int:

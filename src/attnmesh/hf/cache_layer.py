@@ -11,9 +11,11 @@ from transformers.cache_utils import CacheLayerMixin
 from attnmesh.comm.consensus import agree
 from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
+from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
+from attnmesh.decode.window import longest_row
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
 from attnmesh.kernels.driver import check_kernel
@@ -59,8 +61,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
 
-    def reserve(self, pending: PendingKV, tokens: int) -> KVCache:
-        """Return the layer's cache with space for more tokens, counted over all ranks."""
+    def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
+        """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
         k, v = pending.k, pending.v
         kv = self._extended_by(pending)
         if kv is None:
@@ -68,6 +70,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
             options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
             options |= {"checked": self.cache.checked, "copies": self.cache.copies}
+            if self.cache.windows and (row := longest_row(mask, FAR)) < FAR:
+                # Where a chunk ends it equals a window, and transformers' functions cannot be told apart.
+                options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
             self.is_initialized = True
         elif self._must_grow(kv, tokens):
@@ -159,6 +164,9 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
     check_checked("ShardedCache", options["checked"])
+    given, is_bool = repr(options["windows"]), isinstance(options["windows"], bool)
+    require(is_bool, KernelError, "ShardedCache windows", "True or False", given, "leave it at True")
+    check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     check_count("ShardedCache block", options["block"], "leave it at 16")
