@@ -40,6 +40,9 @@ class Workload:
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
+    >>> import attnmesh as am
+    >>> Workload(32, 8, 128, 131072, phase="decode", mask=am.Window(4095)).kept_bytes
+    16777216
     """
 
     q_heads: int
@@ -90,9 +93,16 @@ class Workload:
         return max(4, self.item)
 
     @property
+    def kept(self) -> int:
+        """Tokens whose keys and values are kept: in decoding those that new tokens see, as in `KVCache(mask=)`."""
+        if self.phase != "decode":
+            return self.length
+        return min(self.length, min(self.mask.left + 1, *self.mask.chunks, MAX_COUNT) + (self.q_len or 1) - 1)
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens in all layers."""
-        return self.layers * self.batch * self.length * self.kv_heads * (self.head_dim + self.values) * self.item
+        """Bytes of the keys and values that are kept, in all layers."""
+        return self.layers * self.batch * self.kept * self.kv_heads * (self.head_dim + self.values) * self.item
 
     @property
     def title(self) -> str:
