@@ -17,7 +17,7 @@ from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
 T = torch.zeros
-HINT = r"Fix: if these are \(batch, length, heads, dim\), pass x\.transpose\(1, 2\); if not, "
+HINT = r"Fix: (.*; )?if these are \(batch, length, heads, dim\), pass x\.transpose\(1, 2\)"
 
 
 def heads(length: int = 40, q: int = 8, k: int = 2, keys: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

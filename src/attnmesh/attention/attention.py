@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.call import Call, Options, Run, agree_on_problem
-from attnmesh.attention.operator import mesh_op
+from attnmesh.attention.latent import Latents
+from attnmesh.attention.operator import attend_latents, mesh_op
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
@@ -90,8 +91,11 @@ def attention(
     return out
 
 
-def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
-    """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back."""
+def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None) -> Tensor:
+    """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back.
+
+    With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
+    """
     _, _, _, sinks, options = call
     q, k, v = autocast(call.q, call.k, call.v)
     call = Call(q, k, v, sinks, options)
@@ -101,6 +105,8 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
             out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.scale, options.kernel)[0]
             return out
         run = Run(mesh, problem, options.exchange, options.kernel, call.scale)
+        if latents is not None:
+            return attend_latents(q, k, v, latents, sinks, run)
         q, k, v = tokens_to_heads(q, k, v, run)
         if sinks is not None:
             sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]

@@ -163,7 +163,7 @@ def _make_problem(
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
+        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1]), first=True) from None
     return problem
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
+from attnmesh.attention.latent import Latents
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
@@ -29,7 +30,7 @@ def mesh_op(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, names: str, numbers: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    partial = with_sinks(forward(q, k, v, _task(q, k, v, Run.decode(names, numbers))), sinks)
+    partial = with_sinks(forward(q, (k, v), _task(q, k, v, Run.decode(names, numbers))), sinks)
     return length_major(partial.out, q.dtype), partial.lse
 
 
@@ -71,22 +72,39 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Task:
+@torch.no_grad()
+def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, run: Run) -> Tensor:
+    """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
+
+    `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
+    """
+    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, run, latents)), sinks)
+    return length_major(partial.out, q.dtype)
+
+
+def _task(q: Tensor, k: Tensor, v: Tensor, run: Run, latents: Latents | None = None) -> Task:
     """Return this rank's schedule, and the kernel that serves its tensors."""
     mesh, problem = run.mesh, run.problem
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # without tokens, of which a rank may have none
     if run.exchange == "auto":
-        exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem)
+        latent = None if latents is None else latents.widths
+        exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
     else:
         exchange = EXCHANGES[run.exchange]
     steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-    head_groups = exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
-    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v), run.scale)
+    head_groups = 1 if latents else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+    projection = None if latents is None else latents.projection
+    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v), run.scale, projection)
 
 
 @cached_per_world(1024)
 def _fastest_exchange(
-    mesh: Mesh, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    problem: Problem,
+    latent: tuple[int, int] | None,
 ) -> Exchange:
     """Return the planner's pick. It depends on values that are equal on all ranks."""
     if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
@@ -103,5 +121,7 @@ def _fastest_exchange(
         batch=batch,
         dtype=dtype,
         mask=Mask() if cross else problem.mask,
+        phase="training" if latent is None else "prefill",
+        latent=latent,
     )
     return best_exchange(cluster, tile, problem.shape, problem.layout, workload)

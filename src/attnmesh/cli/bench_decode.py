@@ -244,7 +244,7 @@ def _million() -> Iterator[Row]:
 def _windows() -> Iterator[Row]:
     """Yield steps of layers with a window, whose cache forgets or keeps every token."""
     for name, heads, width, window in (("gpt-oss", (64, 8), 64, 128), ("Gemma 3 12B", (16, 8), 256, 1024)):
-        mask, calls = am.Window(window - 1), {}
+        mask, calls = am.Window(window - 1), dict[str, Call]()
         case = Case(f"{name} layer, window of {window:,}, bfloat16", heads, 100_000, torch.bfloat16, 4, width=width)
         q, new = _query(case), torch.randn(1, heads[1], 1, width).to(case.dtype)
 

@@ -42,7 +42,7 @@ def may_compare(device: torch.device) -> bool:
 
 def compares_always(checked: bool | None, device: torch.device) -> bool:
     """Return whether ranks compare every call: by default on CPUs, where that holds up no device."""
-    return checked is True or (checked is None and device.type == "cpu")
+    return checked is True or (checked is not False and device.type == "cpu")
 
 
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:

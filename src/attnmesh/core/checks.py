@@ -195,8 +195,8 @@ def heads_and_length(x: object) -> tuple[int, int]:
     return (x.shape[1], x.shape[2]) if isinstance(x, Tensor) and x.ndim == 4 else (0, 0)
 
 
-def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int]) -> InputError:
-    """Return the error, with `SWAP_HINT` first in its fix if q and k seem to be in flash-attn's order.
+def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int], *, first: bool = False) -> InputError:
+    """Return the error, with `SWAP_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
 
     `q` and `k` are (heads, length) as passed. They seem swapped if k has more heads than keys, and the number of keys
     would divide q's length as a number of key heads.
@@ -205,7 +205,7 @@ def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int]) ->
     if not 0 < keys < k[0] or q[1] % keys:
         return error
     subject, expected, given, fix = error.args
-    return type(error)(subject, expected, given, swap_first(fix, True))
+    return type(error)(subject, expected, given, swap_first(fix, True) if first else f"{fix}; {SWAP_HINT}")
 
 
 def swap_first(fix: str, fits: bool) -> str:

@@ -22,7 +22,7 @@ from attnmesh.core.checks import check_checked, check_count, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, swap_tokens_for_heads
+from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, stored, swap_tokens_for_heads
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
 from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
@@ -52,11 +52,13 @@ class KVCache(CacheProperties):
         checked: True compares ranks at every call, False never, None as above.
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
+        values: "separate", or "prefix" for values that are the first columns of the keys, which alone are stored.
         mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
             sees are forgotten: memory is that of the window. None keeps every token.
         keep: Tokens that `truncate` may remove from a cache that forgets.
 
     Raises:
+        ArgumentError: `values` is neither.
         ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
         MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
@@ -67,6 +69,9 @@ class KVCache(CacheProperties):
     >>> cache.truncate(3)
     >>> cache.length
     3
+    >>> sizes = {"batch": 1, "kv_heads": 1, "head_dim": 6, "value_dim": 4, "capacity": 100, "dtype": torch.float32}
+    >>> latents = KVCache(None, **sizes, values="prefix")
+    >>> latents.append(torch.randn(1, 1, 5, 6))
     """
 
     def __init__(
@@ -83,11 +88,12 @@ class KVCache(CacheProperties):
         block: int = 16,
         checked: bool | None = None,
         copies: int = 1,
+        values: str = "separate",
         mask: Mask | None = None,
         keep: int = 0,
     ) -> None:
         widths = head_dim, head_dim if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, mask, keep)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
         def check() -> None:
@@ -122,15 +128,16 @@ class KVCache(CacheProperties):
         other.shards, other.saved = self.shards.clone(), SavedPieces()
         return other
 
-    def append(self, k: Tensor, v: Tensor, *, token_mask: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each rank keeps its share.
 
         Args:
             k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
-            v: Values with all heads, (batch, kv_heads, tokens, value_dim).
+            v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys.
             token_mask: False for padding, (batch, tokens); None if all tokens are real.
 
         Raises:
+            ArgumentError: `v` is given to a cache whose values are a prefix of its keys.
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
             DtypeError: A dtype or a device is not the cache's.
             KernelError: A tensor requires gradients.
@@ -145,17 +152,15 @@ class KVCache(CacheProperties):
         def check() -> None:
             self.sizes.check_new("append", k, v, self.device)
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
-            self.sizes.check_eager("append", self.device)
-            if not torch.compiler.is_compiling():
-                self.shards.check_fits("append", k.shape[2], self.shards.counts)
+            self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
         self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
-        self._record_padding(k.shape[2], token_mask)
+        self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
-            self.shards.append(k, v, token_mask)
+            self.shards.append(stored(k, v), token_mask)
 
     def append_shard(
-        self, k: Tensor, v: Tensor, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
+        self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
     ) -> None:
         """Keep the tokens that this rank computed in a sharded prefill.
 
@@ -163,7 +168,7 @@ class KVCache(CacheProperties):
 
         Args:
             k: This rank's keys with all heads, (batch, kv_heads, tokens, head_dim).
-            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim).
+            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim); None as in `append`.
             positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
             token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
             queries: Last tokens whose queries `decode` takes next; a cache that forgets keeps what they see.
@@ -186,7 +191,6 @@ class KVCache(CacheProperties):
             check_positions("append_shard positions", positions, k.shape[2])
             self.sizes.check_token_mask("append_shard", token_mask, None)
             check_count("append_shard queries", queries, "count the last tokens to decode")
-            self.sizes.check_eager("append_shard", self.device)
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
             return len(positions), self.tokens.index, position_sum(positions), block_cyclic
 
@@ -203,11 +207,11 @@ class KVCache(CacheProperties):
         counts = self.shards.counts.with_shards(start, table)
         self.shards.check_fits("append_shard", more, counts)
         self.shards.counts = counts
-        self._record_padding(more, token_mask)
+        self.record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
-            k, v, tokens = swap_tokens_for_heads(k, v, positions.to(self.device), per_shard, self.mesh)
-            self.shards.append_at(k, v, tokens, more, token_mask, queries)
+            new, tokens = swap_tokens_for_heads(stored(k, v), positions.to(self.device), per_shard, self.mesh)
+            self.shards.append_at(new, tokens, more, token_mask, queries)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -344,9 +348,3 @@ class KVCache(CacheProperties):
         options = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
         (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **options)  # type: ignore[arg-type]
         return cache
-
-    def _record_padding(self, more: int, token_mask: Tensor | None) -> None:
-        """Add `more` tokens to the history checksum, once the batch has padding."""
-        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
-            self.history_checksum = history_checksum(self.history_checksum, mask)

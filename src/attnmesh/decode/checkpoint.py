@@ -92,6 +92,26 @@ class Manifest(NamedTuple):
         return text
 
 
+class SavedGroup(NamedTuple):
+    """This rank's tokens of layers that keep the same ones, in tensors that an append leaves as they are."""
+
+    leader: int  # the first of these layers
+    forgets: bool
+    token_index: Tensor
+    tensors: dict[str, Tensor]  # by their names in a file
+
+    @staticmethod
+    def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
+        """Return the group of these layers."""
+        first = shards[layers[0]]
+        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
+        named = {
+            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
+        }
+        tensors = {name: x[:, :, saved] for name, x in named.items()}
+        return SavedGroup(layers[0], first.sizes.mask is not None, first.token_index[saved], tensors)
+
+
 def check_folder(subject: str, folder: object) -> Path:
     """Return the absolute path of a folder. Raise unless `folder` is a path."""
     path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
@@ -261,7 +281,7 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
     needed = 0
     for sizes in layers:
         tokens = -(-sizes.kept // (mesh.queries.size * mesh.keys.size)) + sizes.block
-        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.widths)
         needed += copies * tokens * (elements * sizes.dtype.itemsize + 8)
         needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
     if needed > memory:
@@ -316,8 +336,8 @@ def _copy(
     if to.start >= to.stop:
         return
     sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
-    for name, x, width in (("keys", shard.keys, sizes.head_dim), ("values", shard.values, sizes.value_dim)):
-        read = file.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
+    for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+        read = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
 
 

@@ -14,18 +14,18 @@ from functools import partial
 from pathlib import Path
 from secrets import randbits
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
     MANIFEST,
     MORE,
     NAME,
     Manifest,
+    SavedGroup,
     check_folder,
     piece_files,
     read_manifest,
@@ -101,7 +101,7 @@ def save_layers(
     folder, manifest, tensors = prepared
     manifest = manifest._replace(name=f"{names[0][0]:016x}")
     own = [each.own for each in shards]
-    groups = [_Group.of(own, layers, manifest) for layers in manifest.groups.values()]
+    groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
     write = partial(_write, folder, manifest, (own[0].heads.index, own[0].index), groups, saved, tensors)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
     saved.last = Saving(mesh, write, publish)
@@ -110,23 +110,6 @@ def save_layers(
     if wait:
         saved.last.wait()
     return saved.last
-
-
-class _Group(NamedTuple):
-    """This rank's tokens of layers that keep the same ones. An append leaves these tensors as they are."""
-
-    layers: Sequence[int]
-    forgets: bool
-    token_index: Tensor
-    keys_and_values: Sequence[tuple[Tensor, Tensor]]
-
-    @staticmethod
-    def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "_Group":
-        """Return the group of these layers."""
-        first = shards[layers[0]]
-        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
-        tensors = [(shards[layer].keys[:, :, saved], shards[layer].values[:, :, saved]) for layer in layers]
-        return _Group(layers, first.sizes.mask is not None, first.token_index[saved], tensors)
 
 
 def _prepare(
@@ -193,7 +176,7 @@ def _write(
     path: Path,
     manifest: Manifest,
     place: tuple[int, int],
-    groups: Sequence[_Group],
+    groups: Sequence[SavedGroup],
     saved: SavedPieces,
     more: Mapping[str, Tensor],
 ) -> None:
@@ -205,9 +188,8 @@ def _write(
         others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
         for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
             tensors = {"columns": group.token_index[start:stop]}
-            for layer, (keys, values) in zip(group.layers, group.keys_and_values, strict=True):
-                tensors[f"keys {layer}"], tensors[f"values {layer}"] = keys[:, :, start:stop], values[:, :, start:stop]
-            suffix = f".{group.layers[0]}" if group.layers[0] else ""
+            tensors |= {name: x[:, :, start:stop] for name, x in group.tensors.items()}
+            suffix = f".{group.leader}" if group.leader else ""
             name = "{}.{}.{}-{}{}.safetensors".format(*place, start, stop, suffix)
             if group.forgets:  # these slots hold other tokens by the next save
                 link_or_write(folder / name, tensors)

@@ -6,8 +6,10 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
+from attnmesh.core.digest import history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, TokenCounts
@@ -53,6 +55,8 @@ class Shards:
 
     def check_fits(self, subject: str, more: int, counts: TokenCounts) -> None:
         """Raise, before anything is written, unless `more` tokens fit the capacity and, as `counts`, every rank."""
+        if torch.compiler.is_compiling():
+            return
         capacity = self.own.sizes.capacity
         if self.own.device.type != "cuda" or self.known_length + more > capacity:
             self.known_length = self.own.length
@@ -97,9 +101,9 @@ class Shards:
                 real[:, length:] = token_mask.to(own.device)
         return first_seen(self.forgets, self.floor, own.sizes.block, real)
 
-    def append(self, k: Tensor, v: Tensor, token_mask: Tensor | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        more = k.shape[2]
+        more = new[0].shape[2]
         if self.forgets is not None:
             self._raise_floor(more, more)
             start, count = self.known_length, self.own.block_cyclic.count
@@ -107,11 +111,9 @@ class Shards:
                 shard.make_room(count(shard.index, start + more) - count(shard.index, start), self.first)
         self._advance(more)
         for shard in self.all:
-            shard.append(k, v, token_mask)
+            shard.append(new, token_mask)
 
-    def append_at(
-        self, k: Tensor, v: Tensor, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int
-    ) -> None:
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:
         """Add this rank's tokens with its heads, and send copies; all ranks together add `more`.
 
         The last `queries` of all tokens may be decoded before the next append.
@@ -122,11 +124,11 @@ class Shards:
             first = self.first(token_mask, more)
             if skips := first > self.known_length:
                 kept = tokens >= first
-                k, v, tokens = k[:, :, kept], v[:, :, kept], tokens[kept]
+                new, tokens = tuple(x[:, :, kept] for x in new), tokens[kept]
             self.own.make_room(len(tokens), lambda: first, forget=skips)
         self._advance(more)
-        self.own.append_at(k, v, tokens, more, token_mask)
-        self._exchange(k, v, tokens, more, token_mask, first)
+        self.own.append_at(new, tokens, more, token_mask)
+        self._exchange(new, tokens, more, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
@@ -152,8 +154,8 @@ class Shards:
     def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
         """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
         own, used = self.own, self.own.mark_present(length, token_mask, first)
-        k, v = (x[:, :, :used] for x in (own.keys, own.values))
-        self._exchange(k, v, own.token_index[:used], length, token_mask, first)
+        new = tuple(x[:, :, :used] for x in own.stored)
+        self._exchange(new, own.token_index[:used], length, token_mask, first)
         self.known_length = length
 
     def _raise_floor(self, more: int, queries: int) -> None:
@@ -165,28 +167,29 @@ class Shards:
         if not torch.compiler.is_compiling():
             self.known_length += more
 
-    def _exchange(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
+    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:
             return
         counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
-        sends = dict.fromkeys(self.keepers, (k, v, tokens))
+        sends = dict.fromkeys(self.keepers, (*new, tokens))
         wanted = {
-            index: (meta_like(k, counts[index]), meta_like(v, counts[index]), meta_like(tokens, counts[index], 0))
+            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
             for index in self.copies
         }
-        received = exchange_messages(sends, wanted, self.axis, k.device, "copying")()
+        received = exchange_messages(sends, wanted, self.axis, tokens.device, "copying")()
         for index, shard in self.copies.items():
-            keys, values, token_index = received[index]
+            *copied, token_index = received[index]
             if self.forgets is not None:
                 shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
-            shard.append_at(keys, values, token_index, more, token_mask)
+            shard.append_at(tuple(copied), token_index, more, token_mask)
 
 
 class CacheProperties:
-    """Read-only properties of a cache, from the shards that this rank keeps."""
+    """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
 
     shards: Shards
+    history_checksum: int
 
     @property
     def shard(self) -> CacheShard:
@@ -242,6 +245,12 @@ class CacheProperties:
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity."""
         return self.shards.holds(tokens)
+
+    def record_padding(self, more: int, token_mask: Tensor | None) -> None:
+        """Add `more` tokens to the history checksum, once the batch has padding."""
+        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
+            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
+            self.history_checksum = history_checksum(self.history_checksum, mask)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.attention.attention import attention
+from attnmesh.attention.attention import attend_shards, attention
+from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
@@ -18,10 +19,12 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
+from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.kernels.attend import attend_op
+from attnmesh.mesh.axes import Mesh
 
 
 class LayerCall(NamedTuple):
@@ -46,6 +49,8 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
+    if isinstance(key, LatentStates) and isinstance(value, LatentStates):
+        key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
@@ -56,7 +61,8 @@ def attention_function(
     with torch.autocast(q.device.type, enabled=False):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
-            out = _attend_cached(q, PendingKV(k, v, key.layer), layer, spec, is_new)
+            latents = None if key.latents is None else key.latents.to(k.dtype)
+            out = _attend_cached(q, PendingKV(k, v, key.layer, latents), layer, spec, is_new)
         elif spec.shards is None:
             out = _attend_local(q, k, v, layer, spec)
         else:
@@ -71,8 +77,18 @@ def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSp
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
     kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
-    out: Tensor = pending.layer.cache.attend(q, kv, *layer)
-    return out
+    return _attend_cache(q, pending, kv, layer)
+
+
+def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) -> Tensor:
+    """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
+    attend, latents = pending.layer.cache.attend, pending.travelling
+    if latents is None:
+        out: Tensor = attend(q, kv, *layer)
+        return out
+    scale = check_scale(SUBJECT, layer.scale, q)
+    sums = attend(latents.projection.absorb(q), kv, *layer._replace(scale=scale))
+    return latents.projection.project(sums)
 
 
 def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
@@ -84,16 +100,18 @@ def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
     def temperature(positions: Tensor) -> Any:
         return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
 
-    ratio: Tensor = temperature(shards.positions()) / temperature(shards.start + torch.arange(q.shape[2]))
+    positions = shards.positions()
+    first, _ = shards.documents.bounds(positions)  # of each token's document
+    ratio: Tensor = temperature(positions - first) / temperature(shards.start + torch.arange(q.shape[2]))
     return q * ratio.to(q.device, q.dtype)[:, None]
 
 
-def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
-    """Return attention of this rank's tokens to the tokens of all ranks."""
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
-    mask = layer.mask & shards.documents
-    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
+    mask = shards.mask_of(layer.mask)
+    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence)
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
@@ -101,15 +119,16 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     cache = pending.layer.cache
     kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
-        options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
-        out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
+        how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
+        call = Call(q, pending.k, pending.v, layer.sinks, Options(layer.mask, shards.layout, shards.layout, *how))
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
         queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
-        kv.append_shard(pending.k, pending.v, shards.positions(), token_mask=shards.token_mask, queries=queries)
+        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
     if not shards.has_prefix:
         return out
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
+    return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
@@ -119,7 +138,7 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
     return kv
 
 

@@ -105,7 +105,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def held_bytes(self) -> int:
         """Bytes of keys and values that this rank holds, over all layers."""
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
-        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in (kv.keys, kv.values))
+        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in kv.shard.stored)
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths.

@@ -46,6 +46,7 @@ def checked_mask(
         if pending is not None:
             _check_cache_used(pending, query.shape[2], more)
             _check_window(pending, spec)
+            pending.layer.project(module, pending)
     except InputError as error:
         _raise_agreed(error, query, pending, shards)
     return spec

@@ -13,7 +13,8 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import torch
@@ -106,8 +107,15 @@ class Shards:
 
     def positions(self) -> Tensor:
         """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
-        place = Mesh.of(self.mesh)
-        return self.start + self.layout.positions(self.length, place.shape.ranks, place.shard)
+        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard)
+
+    def mask_of(self, mask: Mask) -> Mask:
+        """Return a layer's mask inside each document. Chunks begin anew with a document."""
+        ends = self.documents.ends
+        if not (mask.chunks and ends):
+            return mask & self.documents
+        pieces = (range(start + size, stop, size) for start, stop in pairwise((0, *ends)) for size in mask.chunks)
+        return replace(mask, chunks=()) & Mask(ends=tuple(sorted({*ends, *chain(*pieces)})))
 
     @property
     def has_prefix(self) -> bool:
@@ -153,7 +161,7 @@ class ShardTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
-            shard_tensor = next(x for x in _flatten((*args, *kwargs.values())) if isinstance(x, cls))
+            shard_tensor = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
             return shard_tensor.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,7 +344,7 @@ class ItemCount(ShardTensor):
         return self.wrap(result)
 
 
-def _flatten(values: Iterable[Any]) -> Iterable[Any]:
+def flatten(values: Iterable[Any]) -> Iterable[Any]:
     """Yield the values, and those inside of lists and tuples."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)
