@@ -292,6 +292,16 @@ def test_all_ranks_raise_alike_and_continue(pool: Pool, kind: str) -> None:
         raise results[0]
 
 
+def test_a_step_decodes_in_one_graph() -> None:
+    cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
+    step = torch.compile(lambda q: am.decode(q, cache, mask=mask), backend="eager", fullgraph=True)
+    for seed in range(40):
+        q, k, v = new(1, seed)
+        cache.append(k, v)
+        with torch.no_grad():
+            assert torch.equal(step(q), am.decode(q, cache, mask=mask))
+
+
 def test_truncation_to_nothing_and_within_a_window() -> None:
     cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
     q, k, v = new(15)

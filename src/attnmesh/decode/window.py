@@ -43,7 +43,8 @@ def is_within(mask: Mask, widest: Mask) -> bool:
 
 def longest_row(mask: Mask, capacity: int) -> int:
     """Return how many of `capacity` tokens a query sees at most, up to its own."""
-    return min(capacity, mask.left + 1, mask.longest)
+    documents = [mask.longest] if mask.ends else []  # else a graph could not trace it
+    return min(capacity, mask.left + 1, *mask.chunks, *documents)
 
 
 def reach(mask: Mask, query: int) -> int:
