@@ -302,6 +302,14 @@ def test_a_step_decodes_in_one_graph() -> None:
             assert torch.equal(step(q), am.decode(q, cache, mask=mask))
 
 
+def test_an_empty_batch_with_padding_is_saved(tmp_path: Path) -> None:
+    cache = cache_of(Shape(1, 1, 1), am.Window(20))
+    cache.append(*new(30)[1:], token_mask=torch.arange(30).ge(9).expand(2, 30))
+    cache.truncate(0)
+    cache.save(tmp_path)
+    assert am.KVCache.load(tmp_path, None).length == 0
+
+
 def test_truncation_to_nothing_and_within_a_window() -> None:
     cache, mask = cache_of(Shape(1, 1, 1), am.Window(20)), am.Window(20)
     q, k, v = new(15)

@@ -57,9 +57,8 @@ def first_seen(mask: Mask, query: int, block: int, token_mask: Tensor | None) ->
 
     Positions count the tokens that are real by `token_mask`, (batch, tokens).
     """
-    if token_mask is None:
+    if token_mask is None or not query:
         return reach(mask, query) // block * block
     positions = token_mask.cumsum(1)  # of the token after each one
-    own = positions[:, query - 1] if query else torch.zeros_like(positions[:, 0])
-    first = (positions <= mask.bounds(own)[0][:, None]).sum(1)
+    first = (positions <= mask.bounds(positions[:, query - 1])[0][:, None]).sum(1)
     return min(int(first.min()), query) // block * block
