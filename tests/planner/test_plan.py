@@ -350,6 +350,19 @@ def test_a_prefill_keeps_keys_and_values_alone() -> None:
     assert work.kept_bytes / 16 < least < 2 * work.kept_bytes / 16
 
 
+def test_a_decode_step_under_a_window_holds_and_reads_the_window() -> None:
+    cluster, mask = am.Cluster.preset("dgx-h100", hosts=1), am.Window(1023)
+    near, far = (Workload(16, 8, 256, n, layers=40, phase="decode", mask=mask) for n in (2048, 10**5))
+    whole = Workload(16, 8, 256, 10**5, layers=40, phase="decode")
+    assert near.kept_bytes == far.kept_bytes == whole.kept_bytes * 1024 / 10**5
+    one, other, more = (min(am.plan(work, cluster), key=lambda plan: plan.seconds) for work in (near, far, whole))
+    assert (one.memory, one.seconds) == (other.memory, other.seconds)
+    assert more.memory > 90 * one.memory
+    chunks = Workload(16, 8, 256, 10**5, phase="decode", q_len=5, mask=am.Causal() & am.Chunks(512))
+    assert chunks.kept == 516
+    assert Workload(16, 8, 256, 10**5, phase="prefill", mask=mask).kept == 10**5
+
+
 def test_surroundings_of_one_rank() -> None:
     one = Mesh(Axis(), Axis(), Axis())
     cluster, tile = surroundings(one, torch.device("cpu"))

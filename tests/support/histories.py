@@ -1,6 +1,6 @@
 """Random histories of a cache, drawn from a seed: appends, truncations, reorders, saves, loads and decodes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -55,6 +55,8 @@ class History:
     grows: bool
     prefix: bool  # values are the first columns of the keys
     phases: tuple[Phase, ...]
+    window: Mask | None = None  # of a cache that forgets
+    keep: int = 0
 
     CAPACITY = 160
 
@@ -94,8 +96,8 @@ def draw(
     kernel: str = "auto",
     most: int = 40,
 ) -> History:
-    """Return the history of a seed."""
-    random = Random(seed)
+    """Return the history of a seed. Two of five are of a cache that forgets."""
+    random, window = Random(seed), Forgetting.draw(Random(~seed))
     kv_heads = random.choice((1, 2, 2, 4, 6))
     width = random.choice((4, 8, 16))
     padded = random.random() < 0.25
@@ -114,7 +116,7 @@ def draw(
         )
         events = []
         for _ in range(random.randint(3, 8)):
-            event = _event(random, length, rows, padded, kernel, most)
+            event = window.allowed(_event(random, length, rows, padded, kernel, most), length, padded)
             length = {"append": length + event.number, "shard": length + event.number, "truncate": event.number}.get(
                 event.kind, length
             )
@@ -134,7 +136,57 @@ def draw(
         grows=random.random() < 0.3,
         prefix=random.random() < 0.3 and value_width <= width,
         phases=tuple(phases),
+        window=window.mask,
+        keep=window.keep,
     )
+
+
+@dataclass
+class Forgetting:
+    """Mask of a cache that forgets, and the first query that it can still serve."""
+
+    random: Random
+    mask: Mask | None
+    keep: int
+    floor: int = 0
+
+    @staticmethod
+    def draw(random: Random) -> "Forgetting":
+        """Return a mask that forgets, or None in three of five."""
+        masks = am.Window(0), am.Window(3), am.Window(20, 1), am.Causal() & am.Chunks(9), am.Window(30) & am.Chunks(40)
+        mask = random.choice(masks) if random.random() < 0.4 else None
+        return Forgetting(random, mask, 0 if mask is None else random.choice((0, 0, 1, 5, 40)))
+
+    def allowed(self, event: Event, length: int, padded: bool) -> Event:
+        """Return an event changed into one that the cache allows."""
+        if self.mask is None:
+            return event
+        match event.kind:
+            case "append" | "shard":
+                queries = event.number
+                if event.kind == "shard":
+                    queries = self.random.choice((1, event.number))
+                    event = replace(event, options=(*event.options, ("queries", queries)))
+                self.floor = max(self.floor, length + event.number - max(queries, self.keep + 1))
+            case "truncate":
+                if not self._serves(event.number, padded):
+                    event = replace(event, number=self.random.choice((0, self.floor, length)))
+                self.floor = min(self.floor, event.number)
+            case "decode":
+                mask = self.mask & self.random.choice((am.Full(), am.Full(), am.Causal(), am.Window(2)))
+                event = replace(event, mask=mask)
+                if self.floor == length:  # after a truncation to what the next token sees
+                    return replace(event, kind="reorder", number=event.batch)
+                if not self._serves(length - event.number, padded):
+                    event = replace(event, number=length - self.floor)
+        return event
+
+    def _serves(self, query: int, padded: bool) -> bool:
+        first = [
+            int(self.mask.visible(torch.tensor([n]), torch.arange(n + 1))[0].long().argmax())
+            for n in (max(query, 0), self.floor)
+        ]
+        return query >= self.floor or first[1] == 0 or (not padded and first[0] == first[1])
 
 
 def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, most: int) -> Event:
@@ -191,6 +243,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
             capacity=8 if history.grows else history.CAPACITY,
             dtype=history.dtype,
             block=history.block,
+            mask=history.window,
+            keep=history.keep,
             values="prefix" if history.prefix else "separate",
         )
     else:
@@ -229,7 +283,7 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
 def _fork(history: History, cache: am.KVCache, event: Event) -> am.KVCache:
     """Fork a cache, change one of the two in every way, and return the other."""
     kept, other = (cache, cache.fork())[:: -1 if event.number else 1]
-    other.truncate(other.length // 2)
+    other.truncate(other.length // 2 if history.window is None else 0)
     sizes = other.sizes.batch, history.heads[1], 1
     k, v = (torch.full((*sizes, width), 100.0, dtype=history.dtype) for width in history.widths)
     other.append(*on_device(history, k, v))
@@ -239,11 +293,12 @@ def _fork(history: History, cache: am.KVCache, event: Event) -> am.KVCache:
 
 def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     k, v, token_mask = history.tokens(event)
-    layout = dict(event.options)["layout"]
+    options = dict(event.options)
+    layout = options.pop("layout")
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
     new = on_device(history, k[:, :, mine], v[:, :, mine])
-    cache.append_shard(*new, mine + cache.length, token_mask=token_mask)
+    cache.append_shard(*new, mine + cache.length, token_mask=token_mask, **options)
 
 
 def on_device(history: History, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -69,6 +69,7 @@ def parts(world: World) -> dict[str, Callable[[Send], Any]]:
         "the papers' cases": _papers,
         "the same bits": _reproducible,
         "a million tokens": _million,
+        "windows": _windows,
     }
     functions = local if isinstance(world, int) else {"merges": _merges, "lengths": _lengths}
     return {name: partial(_run_part, world, function) for name, function in functions.items()}
@@ -242,8 +243,44 @@ def _million() -> Iterator[Row]:
     yield from _raced(case, {"decode, 8/1 heads of 64, bfloat16": lambda: am.decode(q, cache)}, None)
 
 
+def _windows() -> Iterator[Row]:
+    """Yield steps of layers with a window, whose cache forgets or keeps every token."""
+    for name, heads, width, window in (("gpt-oss", (64, 8), 64, 128), ("Gemma 3 12B", (16, 8), 256, 1024)):
+        mask, calls = am.Window(window - 1), dict[str, Call]()
+        case = Case(f"{name} layer, window of {window:,}, bfloat16", heads, 100_000, torch.bfloat16, 4, width=width)
+        q, new = _query(case), torch.randn(1, heads[1], 1, width).to(case.dtype)
+
+        def step(cache: am.KVCache, q: Tensor = q, new: Tensor = new, mask: am.Mask = mask) -> None:
+            cache.append(new, new)
+            am.decode(q, cache, mask=mask)
+
+        calls["forgets, 2 windows"] = partial(step, _cache(replace(case, tokens=2 * window), mask=mask))
+        calls["forgets, 100,000 tokens"] = partial(step, _cache(case, mask=mask))
+        calls["keeps every token, 100,000 tokens"] = partial(step, _cache(case))
+        yield from _raced(case, calls, "forgets, 2 windows")
+
+
+def _window_memories() -> Iterator[Memory]:
+    """Yield a rank's memory for the keys and values of 100,000 tokens: of one layer of each kind, times the layers."""
+    for name, kv_heads, width, window, layers in (
+        ("gpt-oss-20b, 24 layers", 8, 64, 128, (12, 12)),
+        ("Gemma 3 12B, 48 layers", 8, 256, 1024, (40, 8)),
+    ):
+        case = Case("", (kv_heads, kv_heads), 100_000, torch.bfloat16, width=width)
+        local, whole = (
+            cache.keys.nbytes + cache.values.nbytes
+            for cache in (_cache(case, mask=am.Window(window - 1)), _cache(case))
+        )
+        for contender, total in (
+            ("every token", sum(layers) * whole),
+            ("windows", layers[0] * local + layers[1] * whole),
+        ):
+            yield Memory(f"{name}, window of {window:,}, 100,000 tokens", contender, round(total / 1e6, 1))
+
+
 def _memories() -> Iterator[Memory]:
     """Yield memory as the Tree Attention paper counts it: keys, values, and what a step allocates."""
+    yield from _window_memories()
     for k in (32, 64):
         case = Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16)
         cache, q = _cache(case), _query(case)
@@ -263,17 +300,17 @@ def _query(case: Case) -> Tensor:
     return torch.randn(1, case.heads[0], 1, case.width, generator=torch.Generator().manual_seed(0)).to(case.dtype)
 
 
-def _cache(case: Case, block: int = 16) -> am.KVCache:
-    """Return a full cache over all ranks."""
+def _cache(case: Case, block: int = 16, mask: am.Mask | None = None) -> am.KVCache:
+    """Return a full cache over all ranks. With a mask, it forgets."""
     sizes = {
         "batch": 1,
         "kv_heads": case.heads[1],
         "head_dim": case.width,
-        "capacity": case.tokens + 16,
+        "capacity": case.tokens + 4096,
         "block": block,
         **({"value_dim": case.prefix, "values": "prefix"} if case.prefix else {}),
     }
-    cache = am.KVCache(_mesh(), dtype=case.dtype, **sizes)  # type: ignore[arg-type]
+    cache = am.KVCache(_mesh(), dtype=case.dtype, mask=mask, **sizes)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     for start in range(0, case.tokens, PIECE):
         more = min(PIECE, case.tokens - start)

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.topology import mailboxes_of, rounds
-from attnmesh.core.checks import check_checked, check_positions
+from attnmesh.core.checks import check_checked, check_count, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
+from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
@@ -26,7 +27,6 @@ from attnmesh.decode.checkpoint_writer import SavedPieces
 from attnmesh.decode.pages import PagedCache
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache
-from attnmesh.errors import ShapeError
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
@@ -54,10 +54,14 @@ class KVCache(PagedCache, SavedCache):
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
         values: "separate", or "prefix" for values that are the first columns of the keys, which alone are stored.
+        mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
+            sees are forgotten: memory is that of the window. None keeps every token.
+        keep: Tokens that `truncate` may remove from a cache that forgets.
 
     Raises:
         ArgumentError: `values` is neither.
         ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
+        MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
 
@@ -86,9 +90,11 @@ class KVCache(PagedCache, SavedCache):
         checked: bool | None = None,
         copies: int = 1,
         values: str = "separate",
+        mask: Mask | None = None,
+        keep: int = 0,
     ) -> None:
         widths = head_dim, head_dim if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
         def check() -> None:
@@ -130,7 +136,7 @@ class KVCache(PagedCache, SavedCache):
         The caches share the memory of whole blocks of each rank's slots. Copied are the last tokens, fewer than a block
         per rank, and blocks that one of the caches changes later: `truncate` copies the block that it cuts, `reorder`
         those of a batch, but not of a prompt of one sequence that is repeated. `save`, `copy.deepcopy` and `recover`
-        copy all of them. Graphs captured before a fork are invalid.
+        copy all of them, and a cache with a mask copies its window. Graphs captured before a fork are invalid.
 
         Returns:
             The other cache, with memory for the rest of the capacity.
@@ -174,15 +180,16 @@ class KVCache(PagedCache, SavedCache):
         def check() -> None:
             self.sizes.check_new("append", k, v, self.device)
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
-            if not torch.compiler.is_compiling():
-                self.shards.check_fits("append", k.shape[2], self.shards.counts)
+            self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
         self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
-        self._record_padding(k.shape[2], token_mask)
+        self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
 
-    def append_shard(self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None) -> None:
+    def append_shard(
+        self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1
+    ) -> None:
         """Keep the tokens that this rank computed in a sharded prefill.
 
         All ranks' positions together continue the cache, each exactly once.
@@ -192,6 +199,7 @@ class KVCache(PagedCache, SavedCache):
             v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim); None as in `append`.
             positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
             token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
+            queries: Last tokens whose queries `decode` takes next; a cache that forgets keeps what they see.
 
         Raises:
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity or one rank's share of it.
@@ -210,13 +218,15 @@ class KVCache(PagedCache, SavedCache):
             self.sizes.check_new("append_shard", k, v, self.device)
             check_positions("append_shard positions", positions, k.shape[2])
             self.sizes.check_token_mask("append_shard", token_mask, None)
+            check_count("append_shard queries", queries, "count the last tokens to decode")
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
             return len(positions), self.tokens.index, position_sum(positions), block_cyclic
 
         def fields() -> dict[str, object]:
             padding = None if token_mask is None else list(token_mask.shape)
             checksum = history_checksum(0, token_mask)
-            return {"tokens": start, "capacity": self.sizes.capacity, "padding": padding, "checksum": checksum}
+            sizes = {"tokens": start, "capacity": self.sizes.capacity, "queries": queries}
+            return {**sizes, "padding": padding, "checksum": checksum}
 
         table = self.checker.check("append_shard", check, fields, must=True)
         more = sum(count for count, *_ in table)
@@ -225,11 +235,11 @@ class KVCache(PagedCache, SavedCache):
         counts = self.shards.counts.with_shards(start, table)
         self.shards.check_fits("append_shard", more, counts)
         self.shards.counts = counts
-        self._record_padding(more, token_mask)
+        self.record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
             new, tokens = swap_tokens_for_heads(stored(k, v), positions.to(self.device), per_shard, self.mesh)
-            self.shards.append_at(new, tokens, more, token_mask)
+            self.shards.append_at(new, tokens, more, token_mask, queries)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:
@@ -239,7 +249,8 @@ class KVCache(PagedCache, SavedCache):
             length: Tokens to keep.
 
         Raises:
-            ShapeError: `length` is not an integer from 0 to the cache's length.
+            ShapeError: `length` is not an integer from 0 to the cache's length, or the cache has forgotten what the
+                next token would see.
 
         >>> cache = KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
         >>> cache.append(*torch.randn(2, 1, 2, 5, 4))
@@ -251,9 +262,7 @@ class KVCache(PagedCache, SavedCache):
         before = self.length
 
         def check() -> tuple[int, int]:
-            if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
-                given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
-                raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+            self.shards.check_length(length, before)
             return self.tokens.index, self.shard.count_before(length)
 
         must = not self.is_block_cyclic  # then only the other ranks know how many tokens they keep
@@ -306,9 +315,3 @@ class KVCache(PagedCache, SavedCache):
             shard.reorder(index)
         self.saved.forget()
         self.history_checksum, self.changes = history_checksum(self.history_checksum, index), self.changes + 1
-
-    def _record_padding(self, more: int, token_mask: Tensor | None) -> None:
-        """Add `more` tokens to the history checksum, once the batch has padding."""
-        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
-            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
-            self.history_checksum = history_checksum(self.history_checksum, mask)

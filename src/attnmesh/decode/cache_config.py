@@ -1,13 +1,16 @@
 """Sizes of one layer's cache, and the checks of tensors against them."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnmesh.comm.consensus import may_compare
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
+from attnmesh.core.mask import Mask
+from attnmesh.decode.window import check_window, longest_row
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
@@ -28,6 +31,17 @@ class Sizes:
     block: int
     dtype: torch.dtype
     values: str = "separate"
+    mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
+    keep: int = 0  # tokens that `truncate` may remove from such a cache
+
+    @property
+    def kept(self) -> int:
+        """Most tokens on all ranks that have to be in memory."""
+        return (
+            self.capacity
+            if self.mask is None
+            else min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
+        )
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -48,6 +62,7 @@ class Sizes:
         if self.values == "prefix" and self.value_dim > self.head_dim:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
+        check_window(self.mask, self.keep)
         if self.kv_heads % heads_axis:
             given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
             raise ShapeError(
@@ -57,14 +72,17 @@ class Sizes:
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
         numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
+        if self.mask is not None:
+            return [*numbers, VALUES.index(self.values), self.keep, *self.mask.encode()]
         return numbers if self.values == "separate" else [*numbers, VALUES.index(self.values)]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":
         """Return the sizes that `encode` wrote."""
-        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *values = code
-        sizes = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
-        return Sizes(*sizes, *(VALUES[number] for number in values))
+        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *more = code
+        numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
+        sizes = Sizes(*numbers, VALUES[more[0]] if more else "separate")
+        return replace(sizes, keep=more[1], mask=Mask.decode(more[2:])) if more[1:] else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""
@@ -82,6 +100,7 @@ class Sizes:
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             self.check_dtype(f"{subject} {name}", x, device)
         check_no_gradients(subject, named)
+        self.check_eager(subject, device)
         if v is not None and k.shape[2] != v.shape[2]:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
@@ -102,6 +121,12 @@ class Sizes:
             given = f"{token_mask.dtype} {shape}" if isinstance(token_mask, Tensor) else type(token_mask).__name__
             fix = "pass attention_mask.bool(), of the new tokens alone"
             raise ShapeError(f"{subject} token_mask", f"torch.bool {wanted}", given, fix)
+
+    def check_eager(self, subject: str, device: torch.device) -> None:
+        """Raise if a cache that forgets is changed inside a graph, which cannot move tokens."""
+        if self.mask is not None and not may_compare(device):
+            fix = "leave torch.compile and CUDA graphs out, or make the cache without mask="
+            raise KernelError(subject, "no graph around a cache that forgets", f"one with mask={self.mask}", fix)
 
     def check_order(self, batch_index: Tensor) -> None:
         """Raise unless `batch_index` holds indices of sequences."""

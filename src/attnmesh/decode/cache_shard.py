@@ -3,7 +3,7 @@
 Memory for all tokens is reserved at once; the number of tokens present is a tensor on the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -54,15 +54,18 @@ class CacheShard:
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
         self.block_cyclic = BlockCyclic(sizes.block, ranks)
-        self.slots = self._slots(sizes.capacity)
+        self.slots = self._usual_slots(sizes)
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         rows = self._rows(self.slots)
         shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
             self.stored = [torch.empty(*shape, width, dtype=sizes.dtype, device=device) for width in sizes.widths]
             self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
-            self.state = torch.zeros(2, dtype=torch.int64, device=device)  # tokens on all ranks, tokens on this rank
+            # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
+            self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
         self.padding: Padding | None = None
+        self.filled = 0  # slots in use at most, of a cache that forgets; the host need not ask the device
+        self.has_spare = False  # a long append has made the shard larger than it has to be
 
     @property
     def keys(self) -> Tensor:
@@ -113,6 +116,8 @@ class CacheShard:
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
+        if self.sizes.mask is not None:  # blocks leave, so the window is copied
+            return self.clone()
         self._share()
         other = copy(self)
         with torch.inference_mode(False):
@@ -169,13 +174,13 @@ class CacheShard:
         if self._owns_none(more, token_mask):
             self.state[0] += more
             return
-        length, used = self.state.unbind()
+        length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
         mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
         self._write([x.chunk(self.heads.size, 1)[self.heads.index] for x in new], tokens, slots)
         self._pad(tokens, slots, more, token_mask)
-        self.state += torch.stack((torch.full_like(length, more), mine.sum()))
+        self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Add the given tokens with this rank's heads; all ranks together add `more`."""
@@ -183,7 +188,7 @@ class CacheShard:
         slots = self.used + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, more, token_mask)
-        self.state += torch.tensor([more, len(order)], device=self.device)
+        self.state[:2] += torch.tensor([more, len(order)], device=self.device)
 
     def count_before(self, length: int) -> int:
         """Return how many of the first `length` tokens this rank holds."""
@@ -197,21 +202,43 @@ class CacheShard:
         count = self.count_before(length)
         if count < self.shared_tokens:
             self.unshare(count)
-        self.state.copy_(torch.tensor([length, count - self.shared_tokens]))
+        self.filled = count - self.shared_tokens
+        self.state[:2].copy_(torch.tensor([length, self.filled]))
+        if not length:
+            self.state[2:].zero_()
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        used, slots = self.used, self._slots(sizes.capacity) - self.shared_tokens
-        rows = self._rows(slots)
+        self._resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+
+    def make_room(self, more: int, first: Callable[[], int], *, forget: bool = False) -> None:
+        """Make room for `more` tokens, and where it is needed forget those before token `first()`."""
+        if forget or self.has_spare or self.filled + more > self.slots:
+            start = first()
+            gone = self.count_before(start)
+            needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
+            spare = self._spare_slots(self.sizes)
+            self._resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+            self.has_spare = self.slots > usual and more > spare
+            self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
+        self.filled += more
+
+    def _resize(self, sizes: Sizes, slots: int, gone: int = 0) -> None:
+        """Move the tokens after the first `gone` to new memory, tensor by tensor. A save may read the old memory."""
+        used, rows = self.used, self._rows(slots)
         with torch.inference_mode(False):
-            token_index = torch.nn.functional.pad(self.token_index, (0, rows - len(self.token_index)))
-            padding = None if self.padding is None else self.padding.grown(sizes.capacity, rows)
+            token_index = self.token_index.new_zeros(rows)
+            token_index[: used - gone] = self.token_index[gone:used]
+            padding = None if self.padding is None else self.padding.resized(sizes.capacity, rows, gone)
+            stored = [*self.stored] if gone else self.stored
             for number, old in enumerate(self.stored):
-                new = old.new_empty(*old.shape[:2], rows, old.shape[3])
-                new[:, :, :used] = old[:, :, :used]
-                self.stored[number] = new
+                stored[number] = old.new_empty(*old.shape[:2], rows, old.shape[3])
+                stored[number][:, :, : used - gone] = old[:, :, gone:used]
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
-        self.sizes, self.slots, self.token_index, self.padding = sizes, slots, token_index, padding
+        self.stored, self.sizes, self.slots = stored, sizes, slots
+        self.token_index, self.padding = token_index, padding
+        self.filled = used - gone
+        self.state[1] -= gone
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
@@ -228,10 +255,11 @@ class CacheShard:
             self.padding = self.padding.reordered(index)
         self.shared = tuple(blocks.reordered(index) for blocks in self.shared)
 
-    def mark_present(self, length: int, token_mask: Tensor | None) -> int:
-        """Mark the first `length` tokens as present. Return how many of them this rank holds."""
-        used = self.block_cyclic.count(self.index, length)
-        self.state.copy_(torch.tensor([length, used]))
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
+        """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""
+        gone = self.block_cyclic.count(self.index, first)
+        used = self.filled = self.block_cyclic.count(self.index, length) - gone
+        self.state.copy_(torch.tensor([length, used, gone // self.sizes.block][: len(self.state)]))
         if token_mask is not None:
             zero, slots = torch.zeros_like(self.state[0]), torch.arange(used, device=self.device)
             self.padding = Padding.none(self.sizes.batch, self.sizes.capacity, self.token_index, zero)
@@ -249,9 +277,14 @@ class CacheShard:
                 other.padding = Padding(*(x.clone() for x in other.padding))
         return other
 
-    def _slots(self, capacity: int) -> int:
-        """Return the slots per rank for a capacity."""
-        return min(capacity, -(-capacity // self.block_cyclic.ranks) + self.sizes.block + SLACK)
+    def _usual_slots(self, sizes: Sizes) -> int:
+        """Return the slots per rank for tokens that are spread evenly."""
+        share = -(-sizes.kept // self.block_cyclic.ranks) + sizes.block + SLACK
+        return min(sizes.capacity, share if sizes.mask is None else share + sizes.block + self._spare_slots(sizes))
+
+    def _spare_slots(self, sizes: Sizes) -> int:
+        """Return the slots that are free after tokens were forgotten, so that few tokens are moved per new one."""
+        return max(sizes.block, sizes.kept // self.block_cyclic.ranks // 8)
 
     def _rows(self, slots: int) -> int:
         """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""

@@ -3,6 +3,7 @@
         cache.json                      the manifest, which names the current save; replaced atomically
         7-3f../0.1.0-4096.safetensors   seventh save: the first 4,096 tokens of one rank, all layers. The name starts
         7-3f../0.1.4096-5000.safet..    with the rank's indices along the heads and tokens axes
+        7-3f../0.1.0-128.3.safetensors  its first 128 tokens that layers forget later, under the mask of layer 3
         7-3f../more.safetensors         tensors that belong to no rank, such as the token mask
 
 Only `cache.json` makes a save current, so an interrupted save leaves the previous one valid. Each save has its own
@@ -12,7 +13,7 @@ folder, even where several jobs save to the same place.
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
+from attnmesh.core.mask import FAR
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards, check_copies
@@ -42,7 +44,7 @@ NAME = re.compile("[0-9a-f]{16}")
 
 FOLDER = re.compile("([0-9]{1,15})-[0-9a-f]{16}")
 
-PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})\.safetensors")
+PIECE_NAME = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,15})-([0-9]{1,15})(?:\.([0-9]{1,9}))?\.safetensors")
 
 
 class Manifest(NamedTuple):
@@ -57,6 +59,20 @@ class Manifest(NamedTuple):
     saving: int  # number of this save, counted per folder
     note: str
     name: str  # unique to this save
+    forgotten: tuple[tuple[int, int], ...] = ()  # per layer: tokens not saved, and the first query that can be decoded
+
+    @property
+    def groups(self) -> dict[int, list[int]]:
+        """Layers that keep the same tokens, by the first of them."""
+        groups: dict[tuple[object, int], list[int]] = {}
+        for layer, sizes in enumerate(self.sizes):
+            groups.setdefault((sizes.mask, sizes.keep), []).append(layer)
+        return {layers[0]: layers for layers in groups.values()}
+
+    @property
+    def pieces(self) -> int:
+        """Tokens in the files of all ranks along the tokens axis."""
+        return sum(self.length - self.forgotten[layer][0] for layer in self.groups)
 
     @property
     def folder(self) -> str:
@@ -74,6 +90,26 @@ class Manifest(NamedTuple):
             expected, given = f"a note of less than {MAX_MANIFEST} characters", f"{len(self.note)}"
             raise StoreError("save", expected, given, "pass long data as a tensor in more=")
         return text
+
+
+class SavedGroup(NamedTuple):
+    """This rank's tokens of layers that keep the same ones, in tensors that an append leaves as they are."""
+
+    leader: int  # the first of these layers
+    forgets: bool
+    token_index: Tensor
+    tensors: dict[str, Tensor]  # by their names in a file
+
+    @staticmethod
+    def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
+        """Return the group of these layers."""
+        first = shards[layers[0]]
+        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
+        named = {
+            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
+        }
+        tensors = {name: x[:, :, saved] for name, x in named.items()}
+        return SavedGroup(layers[0], first.sizes.mask is not None, first.token_index[saved], tensors)
 
 
 def check_folder(subject: str, folder: object) -> Path:
@@ -99,7 +135,8 @@ def read_manifest(path: Path) -> Manifest:
         length, heads, ranks, saving = (check_size(fields[name]) for name in ("length", "heads", "ranks", "saving"))
         padded, note, name = fields["padded"] is True, str(fields["note"]), str(fields["name"])
         more = padded or fields["more"] is True
-        codes = [[check_size(x) for x in code] for code in fields["sizes"]]
+        codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
+        forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
         if version != VERSION or not NAME.fullmatch(name):
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -113,12 +150,15 @@ def read_manifest(path: Path) -> Manifest:
         for each in sizes:
             each.check(heads)
         alike = len({(each.block, each.batch) for each in sizes}) == 1
+        forgotten = forgotten or [(0, 0)] * len(sizes)
+        windows = [(*starts, each) for starts, each in zip(forgotten, sizes, strict=True)]
+        alike &= all(first <= floor <= length and (each.mask or not floor) for first, floor, each in windows)
         if not alike or not heads or not ranks or length > min(each.capacity for each in sizes):
             raise ValueError("sizes that contradict each other")
     except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
         raise StoreError("load", "the sizes of a cache", given, FIX) from error
-    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name)
+    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, tuple(forgotten))
 
 
 def save_folders(path: Path) -> list[Path]:
@@ -132,12 +172,16 @@ def save_folders(path: Path) -> list[Path]:
 
 
 class PieceFile(NamedTuple):
-    """File of one rank's slots `start` to `stop`, by the rank's indices along heads and tokens."""
+    """File of one rank's tokens `start` to `stop` of those saved, by its indices along heads and tokens.
+
+    It has the layers that keep the same tokens as layer `group`.
+    """
 
     heads: int
     tokens: int
     start: int
     stop: int
+    group: int
     path: Path
 
 
@@ -150,9 +194,9 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
         raise StoreError("load", "a folder that KVCache.save wrote", f"{folder} ({error.strerror})", FIX) from error
     for name in names:
         if match := PIECE_NAME.fullmatch(name):
-            heads, tokens, start, stop = map(int, match.groups())
+            heads, tokens, start, stop, group = (int(number or 0) for number in match.groups())
             if heads < manifest.heads and tokens < manifest.ranks and start < stop <= manifest.length:
-                yield PieceFile(heads, tokens, start, stop, folder / name)
+                yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
 class Layer(Protocol):
@@ -190,9 +234,9 @@ def load_layers(
     saved = run_agreed(axes, check, lambda found: describe_call("load", of=found.manifest, capacity=capacity))
     caches = [make(mesh, **vars(sizes), device=device, checked=checked, copies=copies) for sizes in saved.sizes]
     with torch.no_grad():
-        run_agreed(axes, lambda: fill([cache.shards.own for cache in caches], saved.path, saved.manifest), "load")
-        for cache in caches:
-            cache.shards.mark_present(saved.manifest.length, saved.token_mask)
+        run_agreed(axes, lambda: fill([cache.shards for cache in caches], saved.path, saved.manifest), "load")
+        for cache, (first, _) in zip(caches, saved.manifest.forgotten, strict=True):
+            cache.shards.mark_present(saved.manifest.length, saved.token_mask, first)
     return caches, saved.more, saved.manifest.note
 
 
@@ -236,7 +280,7 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory()
     needed = 0
     for sizes in layers:
-        tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
+        tokens = -(-sizes.kept // (mesh.queries.size * mesh.keys.size)) + sizes.block
         elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.widths)
         needed += copies * tokens * (elements * sizes.dtype.itemsize + 8)
         needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
@@ -245,25 +289,37 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
         raise StoreError("load", f"at most this device's {memory / 1e9:,.1f} GB", given, "pass a smaller capacity=")
 
 
-def fill(shards: Sequence[CacheShard], path: Path, manifest: Manifest) -> None:
+def fill(layers: Sequence[Shards], path: Path, manifest: Manifest) -> None:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
-    first = shards[0]
-    used = first.block_cyclic.count(first.index, manifest.length)
+    for shards, starts in zip(layers, manifest.forgotten, strict=True):
+        shards.prepare(manifest.length, *starts)
+    pieces = list(piece_files(path, manifest))
+    for leader, group in manifest.groups.items():
+        own = {layer: layers[layer].own for layer in group}
+        _fill_group(own, path, manifest, [piece for piece in pieces if piece.group == leader])
+
+
+def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
+    """Write this rank's tokens into its shards of layers that keep the same tokens."""
+    leader, first = next(iter(shards.items()))
+    start = manifest.forgotten[leader][0]
+    gone = first.block_cyclic.count(first.index, start)
+    used = first.block_cyclic.count(first.index, manifest.length) - gone
     found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
-    for piece in piece_files(path, manifest):
+    for piece in pieces:
         file = TensorFile(piece.path)
         tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
         mine = (first.block_cyclic.owner(tokens) == first.index).nonzero().flatten()
-        slots = first.block_cyclic.slot(tokens[mine])
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= manifest.length):
+        slots = first.block_cyclic.slot(tokens[mine]) - gone
+        if len(tokens) and (int(tokens.min()) < start or int(tokens.max()) >= manifest.length):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
         if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
             raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)
         found[piece.heads, slots] = True
-        for layer, shard in enumerate(shards) if len(mine) else ():
+        for layer, shard in shards.items() if len(mine) else ():
             _copy(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
-    for shard in shards:
+    for shard in shards.values():
         shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
         needed = [to.start < to.stop for to in shared]
         if not bool(found[needed].all()):

@@ -21,12 +21,12 @@ from torch import Tensor
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
-from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
     MANIFEST,
     MORE,
     NAME,
     Manifest,
+    SavedGroup,
     check_folder,
     piece_files,
     read_manifest,
@@ -96,10 +96,10 @@ def save_layers(
         if cache.saved.last is not None and not cache.saved.last.concluded:
             cache.saved.last.wait()  # two saves at once would write the same files
         cache.shards.unshare()
-    mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards.own for cache in caches]
+    mesh, saved, shards = caches[0].mesh, caches[0].saved, [cache.shards for cache in caches]
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
-    is_coordinator, used = mesh.shard == 0, shards[0].used
+    is_coordinator = mesh.shard == 0
     prepared, call = attempt(
         lambda: _prepare(path, shards, more or {}, note, is_coordinator),
         lambda found: describe_call("save", saving=found[1].saving, note=note),
@@ -107,7 +107,9 @@ def save_layers(
     names = agree(mesh, call, [randbits(62)])
     folder, manifest, tensors = prepared
     manifest = manifest._replace(name=f"{names[0][0]:016x}")
-    write = partial(_write, folder, manifest, shards, used, saved, tensors)
+    own = [each.own for each in shards]
+    groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]
+    write = partial(_write, folder, manifest, (own[0].heads.index, own[0].index), groups, saved, tensors)
     publish = partial(_publish, folder, manifest) if is_coordinator else lambda: None
     saved.last = Saving(mesh, write, publish)
     for cache in caches:
@@ -118,10 +120,11 @@ def save_layers(
 
 
 def _prepare(
-    path: str | Path, shards: Sequence[CacheShard], more: Mapping[str, Tensor], note: str, is_coordinator: bool
+    path: str | Path, layers: Sequence[Shards], more: Mapping[str, Tensor], note: str, is_coordinator: bool
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
     """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
-    folder, first = check_folder("save", path), shards[0]
+    folder, shards = check_folder("save", path), [each.own for each in layers]
+    first = shards[0]
     check_more(more)
     lengths = sorted({shard.length for shard in shards})
     if len(lengths) > 1:
@@ -130,7 +133,8 @@ def _prepare(
     token_mask, sizes = first.token_mask, tuple(shard.sizes for shard in shards)
     padded = token_mask is not None
     saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
-    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *saved_by, note, f"{0:016x}")
+    forgotten = tuple((each.first(), each.floor) for each in layers)
+    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *saved_by, note, f"{0:016x}", forgotten)
     manifest.to_json()  # raises if it could not be read back
     if not is_coordinator:
         return folder, manifest, {}
@@ -178,23 +182,25 @@ def pieces(used: int) -> Iterator[tuple[int, int]]:
 def _write(
     path: Path,
     manifest: Manifest,
-    shards: Sequence[CacheShard],
-    used: int,
+    place: tuple[int, int],
+    groups: Sequence[SavedGroup],
     saved: SavedPieces,
     more: Mapping[str, Tensor],
 ) -> None:
     """Write this rank's tokens, linking to files of earlier saves that hold the same."""
-    folder, first = path / manifest.folder, shards[0]
+    folder = path / manifest.folder
     with _store_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         found = [other for other in save_folders(path) if other != folder]
         others = [*found[:2], *found[2:][-1:]]  # not all: a full disk may leave many interrupted saves
-        for start, stop in pieces(used):
-            tensors = {"columns": first.token_index[start:stop]}
-            for number, shard in enumerate(shards):
-                for kind, x in zip(("keys", "values"), shard.stored, strict=False):
-                    tensors[f"{kind} {number}"] = x[:, :, start:stop]
-            name = f"{first.heads.index}.{first.index}.{start}-{stop}.safetensors"
+        for group, (start, stop) in ((each, piece) for each in groups for piece in pieces(len(each.token_index))):
+            tensors = {"columns": group.token_index[start:stop]}
+            tensors |= {name: x[:, :, start:stop] for name, x in group.tensors.items()}
+            suffix = f".{group.leader}" if group.leader else ""
+            name = "{}.{}.{}-{}{}.safetensors".format(*place, start, stop, suffix)
+            if group.forgets:  # these slots hold other tokens by the next save
+                link_or_write(folder / name, tensors)
+                continue
             trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
             known = saved.get((start, stop))
             saved[start, stop] = link_or_write(folder / name, tensors, [o / name for o in others], trusted, known)
@@ -247,8 +253,8 @@ def _lock_folder(path: Path) -> Iterator[None]:
 def _check_complete(path: Path, manifest: Manifest) -> None:
     """Raise unless all ranks' files are in the folder: hosts may have local disks at the same path."""
     found = sum(piece.stop - piece.start for piece in piece_files(path, manifest)) // manifest.heads
-    if found != manifest.length:
-        given, fix = f"{found} of {manifest.length} tokens in {path}", "pass one folder, on a disk that all ranks share"
+    if found != manifest.pieces:
+        given, fix = f"{found} of {manifest.pieces} tokens in {path}", "pass one folder, on a disk that all ranks share"
         raise StoreError("save", "a folder that all ranks write to", given, fix)
 
 

@@ -39,6 +39,7 @@ from attnmesh.decode.step import (
     run_step,
     tensors_of,
 )
+from attnmesh.decode.window import is_within
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.kernels.driver import NAMES, check_kernel
 from attnmesh.planner.decode_cost import COLLECTIVE
@@ -191,6 +192,12 @@ def check_step(
         raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
     sizes.check_dtype("decode q", q, cache.device)
     check_mask("decode mask", step.mask)
+    if sizes.mask is not None and not is_within(step.mask, sizes.mask):
+        expected, fix = (
+            f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask",
+            "pass mask=cache.sizes.mask",
+        )
+        raise MaskError("decode mask", expected, f"{step.mask}", fix)
     check_merge("decode", step.merge, step.output)
     check_kernel(step.kernel)
     scale = check_scale("decode", step.scale, q)
@@ -204,12 +211,18 @@ def check_step(
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
         raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
     if not may_compare(q.device):  # a graph does not read the length
+        if q.shape[2] > 1:
+            sizes.check_eager("decode", q.device)
         return step._replace(scale=scale)
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
         fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+    if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
+        expected = f"at most {cache.length - cache.shards.floor}: the cache has forgotten what earlier tokens see"
+        fix = "decode after each append, or pass queries= to append_shard"
+        raise ShapeError("decode q", expected, f"{q.shape[2]} queries", fix)
     if step.mask.ends:
         step.mask.check_length("decode mask", cache.length)
     return step._replace(scale=scale)

@@ -85,6 +85,9 @@ class PagedCache(CacheProperties):
             _check(self.shard, pools, block_table)
             given, fix = "copies=2 or more", "append copies of the tokens with append"
             require(not self.shards.keepers, KernelError, "append_pages", "a cache without copies", given, fix)
+            given, fix = f"a cache with mask={self.sizes.mask}", "leave mask= out"
+            keeps = self.sizes.mask is None
+            require(keeps, KernelError, "append_pages", "a cache that keeps every token", given, fix)
             more = block_table.shape[1] * self.sizes.block * self.shards.axis.size
             self.shards.check_fits("append_pages", more, self.shards.counts)
 

@@ -80,12 +80,15 @@ def recover(
     by_rank = [json.loads(description) for description in texts(axes, text)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
-    _check_alike(found, capacity, length)  # raises the same on all ranks: all have the same texts
+    starts = [(max(firsts), max(floors)) for firsts, floors in _forgotten(found)]
+    _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     Sizes.decode(found[0]["sizes"][0]).check(axes.heads.size)
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
     sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     new = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
-    moves = _Moves(caches or (), new, length, _sources(by_rank))
+    for cache, (first, floor) in zip(new, starts, strict=True):
+        cache.shards.prepare(length, first, min(floor, length))
+    moves = _Moves(caches or (), new, length, _sources(by_rank), [first for first, _ in starts])
     with torch.no_grad():
         token_mask = moves.token_mask() if found[0]["padding"] < length else None
         for layer in range(len(new)):
@@ -97,17 +100,22 @@ class _Moves:
     """Messages that carry each old shard's tokens to their new ranks; every rank computes the same plan."""
 
     def __init__(
-        self, old: Sequence[KVCache], new: Sequence[KVCache], length: int, sources: dict[OldShard, int]
+        self,
+        old: Sequence[KVCache],
+        new: Sequence[KVCache],
+        length: int,
+        sources: dict[OldShard, int],
+        firsts: Sequence[int],
     ) -> None:
-        self.old, self.new, self.length, self.sources = old, new, length, sources
+        self.old, self.new, self.length, self.sources, self.firsts = old, new, length, sources, firsts
         self.mesh, tokens = new[0].mesh, new[0].tokens
         self.axis = flat_axis(new[0].device_mesh, AXES)
         indices = [self.axis.index, self.mesh.heads.index, tokens.index]
         self.ranks = all_gather_ints(indices, self.mesh.axes)  # by rank: indices in the flat axis, heads and tokens
         counts = json.dumps([self._counts(layer) for layer in range(len(new))])
         self.counts: list[list[dict[str, list[int]]]] = [json.loads(text) for text in texts(self.mesh, counts)]
-        expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(length))
-        for layer in range(len(new)):
+        for layer, first in enumerate(firsts):
+            expected = len({heads for heads, _ in sources}) * position_sum(torch.arange(first, length))
             total = sum(counts.pop() for layers in self.counts for counts in layers[layer].values())
             if (total - expected) % 2**64:
                 given = f"gaps or repeats in layer {layer}"
@@ -117,16 +125,16 @@ class _Moves:
         """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
         found = {}
         for old in self._sent_by(self.mesh.shard):
-            tokens = self._tokens(layer, old)
+            shard = _shard(self.old[layer], old)
+            tokens = shard.token_index[self._slots(layer, shard)]
             owners = self.new[layer].shard.block_cyclic.owner(tokens)
             counts = torch.bincount(owners, minlength=self.new[layer].tokens.size)
             found[str(old)] = [*counts.tolist(), position_sum(tokens)]
         return found
 
-    def _tokens(self, layer: int, old: OldShard) -> Tensor:
-        """Return the tokens of an old shard that all ranks have reached."""
-        shard = _shard(self.old[layer], old)
-        return shard.token_index[: shard.count_before(self.length)]
+    def _slots(self, layer: int, shard: CacheShard) -> slice:
+        """Return the slots of an old shard's tokens that all ranks have reached and none has forgotten."""
+        return slice(shard.count_before(self.firsts[layer]), shard.count_before(self.length))
 
     def _sent_by(self, rank: int) -> list[OldShard]:
         return [old for old, source in self.sources.items() if source == rank]
@@ -139,29 +147,33 @@ class _Moves:
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
+        gone = cache.shard.block_cyclic.count(cache.tokens.index, self.firsts[layer])
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
         wanted, targets = self._receives(layer, empty)
         received = swap(self._sends(layer, empty), wanted, self.axis)
         for peer, first, heads in targets:
             tokens, *new = received[peer][first : first + 1 + len(cache.shard.stored)]
-            slots = cache.shard.block_cyclic.slot(tokens)
+            slots = cache.shard.block_cyclic.slot(tokens) - gone
             cache.shard.token_index.index_copy_(0, slots, tokens)
             for x, tensor in zip(cache.shard.stored, new, strict=True):
                 x[:, heads].index_copy_(2, slots, tensor)
-        cache.shards.mark_present(self.length, token_mask)
+        cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
 
     def _sends(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the tensors that this rank sends to each peer."""
         cache = self.new[layer]
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
         for old in self._sent_by(self.mesh.shard):
-            shard, tokens = _shard(self.old[layer], old), self._tokens(layer, old)
+            shard = _shard(self.old[layer], old)
+            saved = self._slots(layer, shard)
+            tokens = shard.token_index[saved]
             owners = cache.shard.block_cyclic.owner(tokens)
             for peer, heads, index in self.ranks:
                 source, _ = self._shared_heads(cache.sizes, old, heads)
                 slots = (owners == index).nonzero().flatten()
                 if source.start < source.stop:
-                    sends[peer] += tokens[slots], *(x[:, source].index_select(2, slots) for x in shard.stored)
+                    kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
+                    sends[peer] += tokens[slots], *kv
         return sends
 
     def _receives(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
@@ -205,6 +217,7 @@ def _describe(caches: Sequence[KVCache] | None) -> dict[str, Any] | None:
         "length": min(shard.length for shard in shards),
         "changes": [cache.changes for cache in caches],
         "padding": _first_padding(first),
+        "forgotten": [[cache.shards.first(), cache.shards.floor] for cache in caches],
         "held": [[heads.index, shard.index] for shard in first.shards.all if shard.index in common],
     }
 
@@ -231,7 +244,13 @@ def _check(caches: object, more: dict[str, Never]) -> None:
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
 
 
-def _check_alike(found: list[dict[str, Any]], capacity: object, length: int) -> None:
+def _forgotten(found: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
+    """Return per layer the first token that each rank needs, and the first query that it can decode."""
+    by_layer = zip(*(each["forgotten"] for each in found), strict=False)
+    return [([first for first, _ in rows], [floor for _, floor in rows]) for rows in by_layer]
+
+
+def _check_alike(found: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]) -> None:
     """Raise unless the ranks' caches can be recovered together."""
     if not found:
         raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
@@ -246,6 +265,12 @@ def _check_alike(found: list[dict[str, Any]], capacity: object, length: int) -> 
         (all(each["mesh"] == first["mesh"] for each in found), same_caches, "ranks whose mesh differ", one_model),
         (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
         (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
+        (
+            all(first == 0 or floor <= length for first, floor in starts),
+            "ranks as far as each other",
+            f"ranks that have forgotten what token {length} sees",
+            LOAD_INSTEAD,
+        ),
         (not lost, "a rank or a copy of each shard", f"none of {lost}, along heads and tokens", LOAD_INSTEAD),
     ):
         if not fits:

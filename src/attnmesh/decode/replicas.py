@@ -9,9 +9,12 @@ from torch import Tensor
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
+from attnmesh.core.digest import history_checksum
+from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import TokenCounts
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
+from attnmesh.decode.window import first_seen, reach
 from attnmesh.errors import ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis
@@ -31,6 +34,7 @@ class Shards:
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # a lower bound: the host does not see what a replayed graph appends
+        self.floor = 0  # tokens that no query from this one on sees are forgotten
 
     @property
     def all(self) -> list[CacheShard]:
@@ -63,6 +67,8 @@ class Shards:
 
     def check_fits(self, subject: str, more: int, counts: TokenCounts) -> None:
         """Raise, before anything is written, unless `more` tokens fit the capacity and, as `counts`, every rank."""
+        if torch.compiler.is_compiling():
+            return
         capacity = self.own.sizes.capacity
         if self.own.device.type != "cuda" or self.known_length + more > capacity:
             self.known_length = self.own.length
@@ -70,19 +76,71 @@ class Shards:
             given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + more}) on every rank"
             raise ShapeError(subject, "room for the new tokens", given, fix)
-        counts.check(subject, self.known_length + more, self.own.slots + self.own.shared_tokens)
+        if self.forgets is None:  # else shards grow
+            counts.check(subject, self.known_length + more, self.own.slots + self.own.shared_tokens)
+
+    @property
+    def forgets(self) -> Mask | None:
+        """The mask by which tokens are forgotten, or None."""
+        return self.own.sizes.mask
+
+    def serves(self, query: int) -> bool:
+        """Return whether all tokens that queries from token `query` on see are cached."""
+        if self.forgets is None or query >= self.floor:
+            return True
+        return reach(self.forgets, self.floor) <= (0 if self.own.padding is not None else reach(self.forgets, query))
+
+    def check_length(self, length: int, before: int) -> None:
+        """Raise unless `before` tokens can be truncated to `length`."""
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= before:
+            given, fix = f"{length!r} of type {type(length).__name__}", f"pass an int that is no more than {before}"
+            raise ShapeError("truncate", f"a length from 0 to {before}", given, fix)
+        if length and not self.serves(length):
+            expected = f"0, or at least {self.floor}: the cache has forgotten what earlier tokens see"
+            fix = f"make the cache with keep={before - length}, or truncate to 0 and append again"
+            raise ShapeError("truncate", expected, f"{length} of {before} tokens", fix)
+
+    def first(self, token_mask: Tensor | None = None, more: int = 0) -> int:
+        """Return the first token that is needed, after `more` tokens with this mask."""
+        if self.forgets is None:
+            return 0
+        own, length, real = self.own, self.known_length, None
+        if own.padding is not None or token_mask is not None:
+            real = torch.ones(own.sizes.batch, length + more, dtype=torch.bool, device=own.device)
+            if own.padding is not None:
+                real[:, :length] = own.padding.token_mask[:, :length]
+            if token_mask is not None:
+                real[:, length:] = token_mask.to(own.device)
+        return first_seen(self.forgets, self.floor, own.sizes.block, real)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        self._advance(new[0].shape[2])
+        more = new[0].shape[2]
+        if self.forgets is not None:
+            self._raise_floor(more, more)
+            start, count = self.known_length, self.own.block_cyclic.count
+            for shard in self.all:
+                shard.make_room(count(shard.index, start + more) - count(shard.index, start), self.first)
+        self._advance(more)
         for shard in self.all:
             shard.append(new, token_mask)
 
-    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add this rank's tokens with its heads, and send copies; all ranks together add `more`."""
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, queries: int) -> None:
+        """Add this rank's tokens with its heads, and send copies; all ranks together add `more`.
+
+        The last `queries` of all tokens may be decoded before the next append.
+        """
+        first = 0
+        if self.forgets is not None:
+            self._raise_floor(more, queries)
+            first = self.first(token_mask, more)
+            if skips := first > self.known_length:
+                kept = tokens >= first
+                new, tokens = tuple(x[:, :, kept] for x in new), tokens[kept]
+            self.own.make_room(len(tokens), lambda: first, forget=skips)
         self._advance(more)
         self.own.append_at(new, tokens, more, token_mask)
-        self._exchange(new, tokens, more, token_mask)
+        self._exchange(new, tokens, more, token_mask, first)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
@@ -91,7 +149,7 @@ class Shards:
             self.counts = TokenCounts(self.own.block_cyclic, length, tuple(count for _, count in kept))
         for shard in self.all:
             shard.truncate(length)
-        self.known_length = length
+        self.known_length, self.floor = length, min(self.floor, length)
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity. A shard that already has it stays as it is."""
@@ -99,18 +157,29 @@ class Shards:
             if sizes.capacity > shard.sizes.capacity:
                 shard.grow(sizes)
 
-    def mark_present(self, length: int, token_mask: Tensor | None) -> None:
-        """Mark the first `length` tokens as present, once written at their block-cyclic slots, and send copies."""
-        own, used = self.own, self.own.mark_present(length, token_mask)
+    def prepare(self, length: int, first: int, floor: int) -> None:
+        """Make room for the tokens from `first` up to `length`, to be written at their block-cyclic slots."""
+        self.floor, count = floor, self.own.block_cyclic.count
+        if self.forgets is not None:
+            self.own.make_room(count(self.own.index, length) - count(self.own.index, first), lambda: first)
+
+    def mark_present(self, length: int, token_mask: Tensor | None, first: int = 0) -> None:
+        """Mark the tokens that `prepare` made room for as present, once written, and send copies."""
+        own, used = self.own, self.own.mark_present(length, token_mask, first)
         new = tuple(x[:, :, :used] for x in own.stored)
-        self._exchange(new, own.token_index[:used], length, token_mask)
+        self._exchange(new, own.token_index[:used], length, token_mask, first)
         self.known_length = length
+
+    def _raise_floor(self, more: int, queries: int) -> None:
+        """Forget, when memory is needed, what neither the last queries nor those after a truncation see."""
+        past = max(queries, self.own.sizes.keep + 1)
+        self.floor = max(self.floor, self.known_length + more - past)
 
     def _advance(self, more: int) -> None:
         if not torch.compiler.is_compiling():
             self.known_length += more
 
-    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:
             return
@@ -123,13 +192,16 @@ class Shards:
         received = exchange_messages(sends, wanted, self.axis, tokens.device, "copying")()
         for index, shard in self.copies.items():
             *copied, token_index = received[index]
+            if self.forgets is not None:
+                shard.make_room(len(token_index), lambda: first, forget=first > shard.length)
             shard.append_at(tuple(copied), token_index, more, token_mask)
 
 
 class CacheProperties:
-    """Read-only properties of a cache, from the shards that this rank keeps."""
+    """Properties of a cache, from the shards that this rank keeps, and the checksum of its padding and orders."""
 
     shards: Shards
+    history_checksum: int
 
     @property
     def shard(self) -> CacheShard:
@@ -195,6 +267,12 @@ class CacheProperties:
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity."""
         return self.shards.holds(tokens)
+
+    def record_padding(self, more: int, token_mask: Tensor | None) -> None:
+        """Add `more` tokens to the history checksum, once the batch has padding."""
+        if not torch.compiler.is_compiling() and (token_mask is not None or self.padding is not None):
+            mask = torch.ones(self.sizes.batch, more) > 0 if token_mask is None else token_mask
+            self.history_checksum = history_checksum(self.history_checksum, mask)
 
 
 def keepers_by_rank(hosts: Sequence[Sequence[int]], copies: int) -> dict[int, list[int]]:

@@ -17,7 +17,7 @@ from attnmesh.core.partial import Partial, join, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import choose_for_cache, forward, identity
-from attnmesh.kernels.merge import copy_into, merge_along_tree
+from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.mesh.world import cached_per_world, decode_cached
@@ -193,7 +193,7 @@ def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
 
 def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
     """Return the partial of a kernel that takes the number of tokens from the host; with `block` a stack of them."""
-    length, used = view.state.tolist()
+    length, used, *forgotten = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
@@ -202,7 +202,7 @@ def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, blo
         return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:
-        return _attend_blocks(run, q, keys, values, band, block)
+        return _attend_blocks(run, q, keys, values, band, block, *forgotten)
     return _widen(run(q, keys, values, band))
 
 
@@ -231,7 +231,9 @@ def _runs(flags: Tensor) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+def _attend_blocks(
+    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int, forgotten: int = 0
+) -> Partial:
     """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
@@ -251,7 +253,8 @@ def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, ba
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return Partial(out, lse)
+    partials = Partial(out, lse)
+    return by_residue(partials, forgotten) if forgotten and count else partials
 
 
 def _widen(partial: Partial) -> Partial:

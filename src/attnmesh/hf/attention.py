@@ -76,7 +76,7 @@ def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSp
         return q.new_zeros(*q.shape[:3], pending.v.shape[3])
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
-    kv = _store(pending, spec, q.shape[2]) if is_new else pending.layer.cached
+    kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
     return _attend_cache(q, pending, kv, layer)
 
 
@@ -117,23 +117,24 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
     cache = pending.layer.cache
-    kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
+    kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
         how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
         call = Call(q, pending.k, pending.v, layer.sinks, options)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
-        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask)
+        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
+        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
     if not shards.has_prefix:
         return out
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
 
 
-def _store(pending: PendingKV, spec: MaskSpec, new: int) -> KVCache:
+def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
-    kv = pending.layer.reserve(pending, new)
+    kv = pending.layer.reserve(pending, new, mask)
     try:
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:

@@ -42,6 +42,9 @@ class ShardedCache(Cache):  # type: ignore[misc]
         exchange: How `attnmesh.attention` exchanges keys in prefill.
         checked: When ranks compare their calls, as in `attnmesh.attention`.
         copies: Ranks that hold each token, as in `attnmesh.KVCache`.
+        windows: True to keep no more tokens of a sliding or chunked layer than its window. False keeps all tokens, so
+            that a turn can branch off at any token without computing its prefix again.
+        keep: Tokens that `crop` may remove from a layer that keeps its window; more, within the last forward pass.
 
     Raises:
         InputError: A layer of the model is not supported, or ranks differ in an argument.
@@ -65,17 +68,20 @@ class ShardedCache(Cache):  # type: ignore[misc]
         exchange: str = "auto",
         checked: bool | None = None,
         copies: int = 1,
+        windows: bool = True,
+        keep: int = 0,
     ) -> None:
         place = Mesh.of(mesh)
         options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
+        options |= {"windows": windows, "keep": keep}
         call = describe_call("ShardedCache", **options)
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, place.shape.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block)
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
-        self.checked, self.copies = checked, copies
+        self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
         self.tokens: Tensor | None = None
         """Ids of the cached tokens, -1 for padding. After an interrupted generation, the ids to continue from.
 
@@ -92,9 +98,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     @property
     def held(self) -> int:
-        """Tokens of each sequence that this rank holds."""
-        kv = self.layers[0].kv if self.layers else None
-        return 0 if kv is None else kv.used
+        """Tokens of each sequence that this rank holds, in the layer that holds most."""
+        return max((layer.kv.used for layer in self.layers if layer.kv is not None), default=0)
 
     @property
     def held_bytes(self) -> int:
@@ -102,11 +107,20 @@ class ShardedCache(Cache):  # type: ignore[misc]
         return sum(layer.kv.shard.token_bytes for layer in self.layers if layer.kv is not None)
 
     def truncate_to_shortest(self) -> None:
-        """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths."""
+        """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths.
+
+        Layers that have forgotten what they need there drop all tokens, and so do the others.
+        """
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
         lengths = [kv.length for kv in kvs] + [0] * (len(self.layers) - len(kvs))
-        for kv in kvs if len(set(lengths)) > 1 else ():
-            kv.truncate(min(lengths))
+        if len(set(lengths)) > 1:
+            length = self.prefix(min(lengths))
+            for kv in kvs:
+                kv.truncate(length)
+
+    def prefix(self, length: int) -> int:
+        """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
+        return length if all(layer.kv is None or layer.kv.shards.serves(length) for layer in self.layers) else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of all layers.
@@ -115,8 +129,13 @@ class ShardedCache(Cache):  # type: ignore[misc]
             tokens_to_remove: The number of tokens, negated, as transformers passes it.
 
         Raises:
-            ShapeError: The number is positive, or no int.
+            ShapeError: The number is positive, or no int, or a layer has forgotten what it needs there.
         """
+        length = self.get_seq_length()
+        left = max(0, length + tokens_to_remove) if type(tokens_to_remove) is int else length
+        given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
+        expected = "tokens that layers with a window still know"
+        require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
         super().crop(tokens_to_remove)
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.get_seq_length()]

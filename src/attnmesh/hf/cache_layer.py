@@ -12,9 +12,11 @@ from attnmesh.attention.latent import Latents, Projection
 from attnmesh.comm.consensus import agree
 from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
+from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
+from attnmesh.decode.window import longest_row
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
@@ -89,8 +91,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             check_projection(projection, pending.k, pending.v, pending.latents)
         self.projection = projection
 
-    def reserve(self, pending: PendingKV, tokens: int) -> KVCache:
-        """Return the layer's cache with space for more tokens, counted over all ranks."""
+    def reserve(self, pending: PendingKV, tokens: int, mask: Mask) -> KVCache:
+        """Return the layer's cache with space for more tokens, counted over all ranks. `mask` is the layer's."""
         k, v = pending.stored
         kv = self._extended_by(pending)
         if kv is None:
@@ -102,6 +104,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             elif self.projection is not None:
                 sizes["value_dim"], options["values"] = self.projection.rank, "prefix"
             options |= {"checked": self.cache.checked, "copies": self.cache.copies}
+            if self.cache.windows and (row := longest_row(mask, FAR)) < FAR:
+                # Where a chunk ends it equals a window, and transformers' functions cannot be told apart.
+                options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
             self.is_initialized = True
         elif self._must_grow(kv, tokens):
@@ -196,6 +201,9 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
     check_checked("ShardedCache", options["checked"])
+    given, is_bool = repr(options["windows"]), isinstance(options["windows"], bool)
+    require(is_bool, KernelError, "ShardedCache windows", "True or False", given, "leave it at True")
+    check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     check_count("ShardedCache block", options["block"], "leave it at 16")

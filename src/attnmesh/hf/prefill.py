@@ -150,6 +150,7 @@ def crop_to_shared_prefix(
     if cache.tokens is not None and shared:
         same = (mark_padding(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
         shared = int(same.long().cumprod(0).sum())
+    shared = cache.prefix(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
     return shared
 

@@ -52,10 +52,11 @@ class Padding(NamedTuple):
         with torch.inference_mode(False):
             return Padding(*(each.index_select(0, index) for each in self))
 
-    def grown(self, capacity: int, slots: int) -> "Padding":
-        """Return the padding with a larger capacity and more slots."""
+    def resized(self, capacity: int, slots: int, gone: int) -> "Padding":
+        """Return the padding with another capacity and number of slots, without the first `gone` slots."""
         real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
-        return Padding(real, pad(self.places, (0, slots - self.places.shape[1]), value=-1), self.lengths)
+        places = self.places[:, gone:]
+        return Padding(real, pad(places, (0, slots - places.shape[1]), value=-1), self.lengths)
 
 
 class DecodeQuery(NamedTuple):
@@ -76,7 +77,7 @@ class CacheView(NamedTuple):
     keys: Tensor  # (batch, kv_heads, slots, dim)
     values: Tensor  # (batch, kv_heads, slots, value_dim)
     token_index: Tensor  # (slots,), the token in each slot
-    state: Tensor  # (2,), tokens of all ranks, tokens in these slots
+    state: Tensor  # tokens of all ranks, tokens in these slots; of a cache that forgets, also the blocks forgotten
     padding: Padding | None
     prefix: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
 

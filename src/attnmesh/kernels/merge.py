@@ -74,6 +74,21 @@ def merge_along_tree(blocks: Partial) -> Partial:
     return Partial(blocks.out[0], blocks.lse[0])
 
 
+def by_residue(blocks: Partial, first: int | Tensor) -> Partial:
+    """Return stacked partials of blocks from number `first` on, each at its number modulo a power of two.
+
+    Along the tree they merge as all blocks do, from number 0 on, if the earlier ones are empty.
+    """
+    count = len(blocks.lse)
+    size = 1 << (count - 1).bit_length()
+    place = (first + torch.arange(count, device=blocks.lse.device)) % size
+    out, lse = (
+        blocks.out.new_zeros(size, *blocks.out.shape[1:]),
+        blocks.lse.new_full((size, *blocks.lse.shape[1:]), -torch.inf),
+    )
+    return Partial(out.index_copy_(0, place, blocks.out), lse.index_copy_(0, place, blocks.lse))
+
+
 def copy_into(partial: Partial, into: Partial | None) -> Partial:
     """Return the partial, copied to `into` if given."""
     return partial if into is None else Partial(into.out.copy_(partial.out), into.lse.copy_(partial.lse))

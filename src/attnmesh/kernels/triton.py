@@ -13,7 +13,14 @@ from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
 from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery
-from attnmesh.kernels.merge import copy_into, merge_along_tree, merge_stacked, unsupported_reason, warn_unsupported
+from attnmesh.kernels.merge import (
+    by_residue,
+    copy_into,
+    merge_along_tree,
+    merge_stacked,
+    unsupported_reason,
+    warn_unsupported,
+)
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
 
 Result = TypeVar("Result")
@@ -79,6 +86,8 @@ class Triton(CacheKernel):
         rows = q.shape[2] * q.shape[1] // view.keys.shape[1]
         partials = _with_fitting_tile("attend_cache", q, view.values, rows, partial(_attend_cache, query, view))
         if query.block is not None:
+            if len(view.state) > 2:  # the cache forgets blocks
+                partials = by_residue(partials, view.state[2])
             return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
         return merge_stacked(partials, into, sinks=sinks)
 

@@ -37,7 +37,7 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     rows = queries * workload.batch * workload.q_heads / shape.heads
     total = Cost(memory=workload.kept_bytes / shape.ranks)
     seen = _most_seen(candidate, workload, queries, group.ranks)
-    read = seen / workload.length * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
+    read = seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
     if candidate.exchange in COLLECTIVE:

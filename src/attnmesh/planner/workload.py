@@ -44,6 +44,9 @@ class Workload:
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
+    >>> import attnmesh as am
+    >>> Workload(32, 8, 128, 131072, phase="decode", mask=am.Window(4095)).kept_bytes
+    16777216
     >>> Workload(128, 128, 192, 131072, value_dim=128, latent=(512, 64), phase="decode").kept_bytes
     150994944
     """
@@ -105,6 +108,13 @@ class Workload:
         return max(4, self.item)
 
     @property
+    def kept(self) -> int:
+        """Tokens whose keys and values are kept: in decoding those that new tokens see, as in `KVCache(mask=)`."""
+        if self.phase != "decode":
+            return self.length
+        return min(self.length, min(self.mask.left + 1, *self.mask.chunks, MAX_COUNT) + (self.q_len or 1) - 1)
+
+    @property
     def travelling(self) -> tuple[int, int]:
         """Key heads that travel and are cached, and their columns, those of values included."""
         if self.latent is None or self.phase == "training":
@@ -118,9 +128,9 @@ class Workload:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the keys and values, or latents, of all tokens in all layers."""
+        """Bytes of the keys and values, or latents, that are kept in all layers."""
         heads, columns = self.travelling
-        return self.layers * self.batch * self.length * heads * columns * self.item
+        return self.layers * self.batch * self.kept * heads * columns * self.item
 
     @property
     def title(self) -> str:

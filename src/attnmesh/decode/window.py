@@ -1,0 +1,64 @@
+"""Windows that forget: which tokens of a cache later queries see under its mask.
+
+A cache with `mask=` keeps a ring of blocks over the ranks: blocks enter at its end, round robin, and leave at its start
+once no later query sees them. Slots stay in the order of their tokens. A shard with no free slot moves the tokens that
+are left to new memory with some slots to spare, about eight moves per token.
+"""
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.mask import FAR, Mask, check_mask
+from attnmesh.errors import MaskError, ShapeError
+
+
+def check_window(mask: Mask | None, keep: int) -> None:
+    """Raise unless a cache can forget tokens by this mask, and keep this many for truncation."""
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
+        raise ShapeError(
+            "KVCache keep", "a whole number, 0 or more", repr(keep), "count the tokens to go back as an int"
+        )
+    if mask is None and keep:
+        fix = "pass mask= too, or leave keep out: truncate goes back to any token"
+        raise ShapeError("KVCache keep", "0 without mask=", repr(keep), fix)
+    if mask is not None:
+        check_mask("KVCache mask", mask)
+        if mask.ends:
+            fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
+            raise MaskError("KVCache mask", "a mask that does not depend on the length", repr(mask), fix)
+
+
+def is_within(mask: Mask, widest: Mask) -> bool:
+    """Return whether queries under a mask see no earlier token than under the widest mask.
+
+    >>> import attnmesh as am
+    >>> is_within(am.Window(3, 2), am.Window(4)), is_within(am.Chunks(5), am.Window(4))
+    (True, True)
+    >>> is_within(am.Causal(), am.Window(4)), is_within(am.Window(4), am.Chunks(5))
+    (False, False)
+    """
+    chunks = (any(size % smaller == 0 for smaller in mask.chunks) for size in widest.chunks)
+    return longest_row(mask, FAR) <= longest_row(widest, FAR) and all(chunks)
+
+
+def longest_row(mask: Mask, capacity: int) -> int:
+    """Return how many of `capacity` tokens a query sees at most, up to its own."""
+    documents = [mask.longest] if mask.ends else []  # else a graph could not trace it
+    return min(capacity, mask.left + 1, *mask.chunks, *documents)
+
+
+def reach(mask: Mask, query: int) -> int:
+    """Return the first position that a query sees."""
+    return int(mask.bounds(torch.tensor(query))[0])
+
+
+def first_seen(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:
+    """Return the start of the first block with a token that token `query`, or a later one, sees.
+
+    Positions count the tokens that are real by `token_mask`, (batch, tokens).
+    """
+    if token_mask is None or not query:
+        return reach(mask, query) // block * block
+    positions = token_mask.cumsum(1)  # of the token after each one
+    first = (positions <= mask.bounds(positions[:, query - 1])[0][:, None]).sum(1)
+    return min(int(first.min()), query) // block * block
