@@ -1,5 +1,6 @@
-"""The configuration of Sphinx. The library draws the figures of the pages while they are built."""
+"""The configuration of Sphinx. The figures of the pages are drawn while they are built."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,10 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import attnmesh as am
-from attnmesh.mesh.figures import draw_mesh, draw_tree
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.mesh_figures import draw_mesh, draw_tree
 
 project = "attnmesh"
 author = "the attnmesh developers"

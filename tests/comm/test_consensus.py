@@ -183,7 +183,7 @@ def test_unchecked_attention_compares_nothing(pool: Pool) -> None:
     assert pool.run(2, uncompared) == [True] * 2
 
 
-def merged(checked: bool | None, how: str) -> str:
+def outcome_of_merge(checked: bool | None, how: str) -> str:
     out = torch.ones(1, 2, 3 + (dist.get_rank() == 1), 4)
     return outcome_of(
         lambda: am.merge_across(am.Partial(out, out[..., 0]), dist.group.WORLD, how=how, checked=checked).out
@@ -192,7 +192,7 @@ def merged(checked: bool | None, how: str) -> str:
 
 @pytest.mark.parametrize(("checked", "how"), [(None, "tree"), (True, "direct"), (None, "allreduce"), (False, "tree")])
 def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
-    one, two, three = pool.run(3, merged, checked, how)
+    one, two, three = pool.run(3, outcome_of_merge, checked, how)
     assert one == two == three
     expected = "shards  out\n    0, 2    [1, 2, 3, 4]\n    1       [1, 2, 4, 4]\nFix"
     assert one == "NaN" if checked is False else expected in one

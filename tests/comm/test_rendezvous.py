@@ -10,22 +10,22 @@ from attnmesh.comm import rendezvous
 from attnmesh.errors import ArgumentError, RankFailure
 
 
-def met(store: HashStore, ranks: int, here: list[int], seconds: float = 20.0) -> list[str | tuple[int, ...]]:
-    """What each rank that is here finds: the name of the world, or whom it misses."""
+def enter_all(store: HashStore, ranks: int, present: list[int], seconds: float = 20.0) -> list[str | tuple[int, ...]]:
+    """Return what each present rank finds: the name of the world, or the missing ranks."""
 
-    def meet(rank: int) -> str | tuple[int, ...]:
+    def enter(rank: int) -> str | tuple[int, ...]:
         try:
             return rendezvous._name(store, rank, ranks, seconds)
         except RankFailure as error:
             return error.ranks
 
     with ThreadPoolExecutor(ranks) as threads:
-        return list(threads.map(meet, here))
+        return list(threads.map(enter, present))
 
 
 def test_a_store_serves_one_world_after_another() -> None:
     store = HashStore()
-    names = [met(store, ranks, list(range(ranks))) for ranks in (3, 3, 2, 4)]
+    names = [enter_all(store, ranks, list(range(ranks))) for ranks in (3, 3, 2, 4)]
     assert all(len(set(each)) == 1 for each in names)
     assert len({each[0] for each in names}) == 4
 
@@ -35,9 +35,9 @@ def test_a_store_serves_one_world_after_another() -> None:
 def test_who_does_not_come_is_named(lost: int, used: bool) -> None:
     store = HashStore()
     if used:
-        met(store, 3, [0, 1, 2])
-    here = [rank for rank in range(3) if rank != lost]
-    assert met(store, 3, here, seconds=1.0) == [(lost,)] * 2
+        enter_all(store, 3, [0, 1, 2])
+    present = [rank for rank in range(3) if rank != lost]
+    assert enter_all(store, 3, present, seconds=1.0) == [(lost,)] * 2
 
 
 def test_half_of_a_place_is_refused() -> None:

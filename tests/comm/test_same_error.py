@@ -389,8 +389,8 @@ ALIKE: Table = {
         ({"sinks": [0.0] * 12}, DtypeError, r"attention sinks: expected a tensor of floats, given list"),
         ({"sinks": T(12)}, MeshError, r"shards  sinks\n(.*\n)*.*  \[12\]\n"),
         ({"checked": "yes"}, ArgumentError, r"attention checked: expected None, True or False, given 'yes'"),
-        ({"dropout_p": 0.1}, KernelError, r"exact softmax attention under .*, given dropout_p=\. Fix: leave it"),
-        ({"mesk": 0}, ArgumentError, r"attention: expected the arguments of its signature, given mesk=\. Fix"),
+        ({"dropout_p": 0.1}, KernelError, r"exact softmax attention under .*, given dropout_p=0.1\. Fix: leave it"),
+        ({"mesk": 0}, ArgumentError, r"attention: expected the arguments of its signature, given mesk=0\. Fix"),
     ],
     dtensors: [
         ({"k": "plain"}, MeshError, r"q, k and v as DTensors of one mesh and one placement, given k Tensor"),
@@ -452,7 +452,11 @@ ALIKE: Table = {
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
         ({"positions": [10, 11]}, DtypeError, r"append_shard positions: expected .*int64, given list\. Fix"),
         ({"positions": T(2)}, DtypeError, r"append_shard positions: expected .*int64, given torch.float32"),
-        ({"positions": torch.arange(3)}, ShapeError, r"append_shard positions: expected shape \(2,\), given"),
+        (
+            {"positions": torch.arange(3)},
+            ShapeError,
+            r"append_shard positions: expected shape \(2,\), one position a token, given",
+        ),
         (
             {"positions": torch.tensor([20, 21])},
             LayoutError,
@@ -511,7 +515,7 @@ ALIKE: Table = {
         (
             {"q": T(1, 12, 1, 4, requires_grad=True)},
             KernelError,
-            r"decode: expected a query and sinks without gradients, given some that ask for them\. Fix: decode under",
+            r"decode q: expected a tensor without gradients, given one with requires_grad=True\. Fix: decode under",
         ),
         ({"mask": am.Full}, MaskError, r"decode mask: expected Full.*, given Full itself\. Fix: call it: Full"),
         ({"mask": am.Documents((4, 7))}, MaskError, r"decode mask: expected documents that add up to 10 tokens, "),
@@ -528,8 +532,8 @@ ALIKE: Table = {
         ({"reproducible": "yes"}, KernelError, r"decode reproducible: expected True or False, given 'yes'\. Fix"),
         ({"kernel": ["cpu"]}, KernelError, r"kernel: expected one of auto, cpu, .*, given \['cpu'\]\. Fix: leave it"),
         ({"checked": "no"}, ArgumentError, r"decode checked: expected None, True or False, given 'no'\. Fix: leave"),
-        ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=\. Fix"),
-        ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=\. Fix: see"),
+        ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=0.1\. Fix"),
+        ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=0\. Fix: see"),
     ],
     merge_across: [
         ({"partial": None}, DtypeError, r"merge_across: expected a partial \(out, lse\), given NoneType\. Fix"),
@@ -543,12 +547,12 @@ ALIKE: Table = {
         ({"output": "mine"}, KernelError, r"merge_across output: expected one of replicated, .* given 'mine'"),
         ({"wire": torch.int8}, DtypeError, r"merge_across wire: expected None or one of .*, given torch.int8"),
         ({"wire": "bfloat16"}, DtypeError, r"merge_across wire: expected None or one of .*, given 'bfloat16'"),
-        ({"base": 2}, KernelError, r"merge_across base: expected one of 'e', '2', given 2\. Fix: pass"),
+        ({"base": 2}, KernelError, r"merge_across base: expected one of e, 2, given 2\. Fix: pass"),
         ({"checked": 0}, ArgumentError, r"merge_across checked: expected None, True or False, given 0\. Fix"),
         (
             {"out": T(1, 6, 3, 4, requires_grad=True)},
             KernelError,
-            r"merge_across: expected a partial without gradients, given one that asks for them\. Fix: call it under",
+            r"merge_across: expected a partial without gradients, given one with requires_grad=True\. Fix: call it",
         ),
     ],
     unshard: [
@@ -563,8 +567,8 @@ ALIKE: Table = {
         ({"length": 5}, MeshError, r"unshard: expected the same call .*:\n    shards  length\n(.*\n)*.*  5\n"),
     ],
     measure: [
-        ({"dtype": "float32"}, DtypeError, r"Cluster.measure dtype: expected one of .*, given 'float32'\. Fix: pass"),
-        ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: expected one of .*, given torch.int8\. Fix"),
+        ({"dtype": "float32"}, DtypeError, r"Cluster.measure dtype: .* one of .*, given 'float32'\. Fix: pass"),
+        ({"dtype": torch.int8}, DtypeError, r"Cluster.measure dtype: .* one of .*, given torch.int8\. Fix"),
         ({"dtype": torch.float64}, MeshError, r"Cluster.measure: expected the same .*\n(.*\n)*.*torch.float64\n"),
     ],
     recover: [
@@ -619,7 +623,7 @@ ALIKE: Table = {
 OF_TRANSFORMERS: Table = {
     sharded_cache: [
         ({"config": "llama"}, KernelError, r"ShardedCache config: expected a configuration .*, given str\. "),
-        ({"capacity": 0}, ShapeError, r"ShardedCache capacity: expected None or a whole number, .*, given 0"),
+        ({"capacity": 0}, ShapeError, r"ShardedCache capacity: expected a whole number, 1 or more, given 0"),
         ({"block": "x"}, ShapeError, r"ShardedCache block: expected a whole number, 1 or more, given 'x'\."),
         ({"merge": "ring"}, KernelError, r"ShardedCache merge: expected one of auto, .*, given 'ring'\. Fix"),
         ({"merge": "tree"}, MeshError, r"ShardedCache: expected the same .*:\n    shards  merge\n(.*\n)*.*tree"),
@@ -654,7 +658,11 @@ OF_TRANSFORMERS: Table = {
         ),
         ({"cache": "a stock cache"}, KernelError, r"generate cache: expected a ShardedCache, given DynamicCache"),
         ({"model": torch.nn.ReLU()}, KernelError, r"generate: expected a causal language model .*given ReLU\. Fix"),
-        ({"model": "a stock model"}, KernelError, r"generate: expected attn_implementation 'attnmesh', given 'sd"),
+        (
+            {"model": "a stock model"},
+            KernelError,
+            r"generate: expected a model with attn_implementation 'attnmesh', given 'sd",
+        ),
         ({"max_time": 0.5}, ArgumentError, r"generate: expected options that work .*, given max_time=0.5\. Fix: "),
         ({"use_cache": False}, ArgumentError, r"generate: expected options that work .*, given use_cache=False\."),
         ({"position_ids": T(1)}, ArgumentError, r"generate: expected options of transformers.*, given position_ids"),
@@ -732,8 +740,8 @@ ALONE: Table = {
         ({"cache": None}, DtypeError, r"decode cache: expected a KVCache, given NoneType\. Fix: make one"),
     ],
     merge_across: [
-        ({"group": "world"}, MeshError, r"merge_across group: expected a process group that holds .*, given str\. Fix"),
-        ({"group": None}, MeshError, r"expected a process group, given None in a world of \d ranks\. Fix: pass"),
+        ({"group": "world"}, MeshError, r"merge_across group: .* a process group that holds .*, given 'world'\. Fix"),
+        ({"group": None}, MeshError, r"a process group that .*, given None in a world of \d ranks\. Fix: pass"),
     ],
     shard: [
         ({"x": [1.0]}, DtypeError, r"shard: expected a tensor of floats, given list\. Fix: use torch"),

@@ -215,9 +215,9 @@ def test_bad_arguments_raise(call: Callable[[], Any], kind: type[Exception], mes
 )
 def test_options_of_other_attention_functions_raise(name: str) -> None:
     for call in (attention, attend):
-        with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=. Fix: "):
+        with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=0.1. Fix: "):
             call(**{name: 0.1})()
-    with pytest.raises(TypeError, match=r"the arguments of its signature, given mesk=\. Fix: see help"):
+    with pytest.raises(TypeError, match=r"the arguments of its signature, given mesk=Mask\. Fix: see help"):
         attention(mesk=am.Causal())()
 
 

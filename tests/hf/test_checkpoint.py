@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another prompt": ({"ids": prompt(46)}, "a folder of this model, prompt and options, given another prompt in "),
     "sampled": ({"do_sample": True}, "this model, prompt and options, given other options and another seed in "),
     "never twice": ({"no_repeat_ngram_size": 3}, "this model, prompt and options, given other options in "),
-    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be continued, given encoder_repetition_penalty=. Fix"),
+    "by the prompt": ({"encoder_repetition_penalty": 1.5}, "be continued, given encoder_repetition_penalty=1.5. Fix"),
     "as a dict": ({"return_dict_in_generate": True}, "options that can be continued, given return_dict_in_gener"),
     "beams": ({"num_beams": 2}, "one sequence, given 1 of 2 beams or samples"),
     "several": ({"ids": prompt().expand(2, -1)}, "one sequence, given 2 of 1 beams or samples"),
@@ -124,7 +124,7 @@ def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) 
         one, other = pool.run(2, refused, tmp_path, more)
         assert one == other, name
         assert expected in one, name
-    with pytest.raises(InputError, match="Checkpoint every: expected a whole number of tokens, given 0"):
+    with pytest.raises(InputError, match="Checkpoint every: expected a whole number, 1 or more, given 0"):
         hf.Checkpoint(tmp_path, every=0)
 
 

@@ -294,7 +294,7 @@ ERRORS = {
     "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
     "a 4D mask": "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
     "a stock cache": "KernelError: generate cache: expected a ShardedCache, given DynamicCache",
-    "a stock model": "KernelError: generate: expected attn_implementation 'attnmesh', given 'sdpa'",
+    "a stock model": "KernelError: generate: expected a model with attn_implementation 'attnmesh', given 'sdpa'",
     "no model": "KernelError: generate: expected a causal language model of transformers, given Linear",
     "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
     "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",

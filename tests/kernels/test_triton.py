@@ -18,8 +18,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
-from attnmesh.decode.operator import run_step
-from attnmesh.decode.step import DecodeStep
+from attnmesh.decode.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
 from attnmesh.kernels import triton as kernel
@@ -232,7 +231,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         rows = torch.zeros(shape[0], form.size + 12, dtype=torch.uint8)
         for row, number, out, lse in zip(rows, numbers, *partials, strict=True):
             row[: form.size] = form.message(torch.tensor([number, -number]), Partial(out, lse))
-        checksum, whole = form.places(form.join(rows[:, : form.size]))
+        checksum, whole = form.places(form.merge_messages(rows[:, : form.size]))
         assert checksum.tolist() == [max(numbers), -min(numbers)]
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()

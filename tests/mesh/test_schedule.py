@@ -40,8 +40,8 @@ def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedul
 def test_every_visible_pair_is_computed_once(problem: Problem, ring: bool) -> None:
     count = torch.zeros(problem.length, problem.key_length, dtype=torch.long)
     for plan in all_schedules(problem, ring).values():
-        for step, band in zip(plan.steps, plan.bands, strict=True):
-            count[plan.row.positions[:, None], step.positions] += band.visible(len(step.positions))
+        for step, band in zip(plan.key_steps, plan.bands, strict=True):
+            count[plan.query_step.positions[:, None], step.positions] += band.visible(len(step.positions))
     tokens = torch.arange(problem.length), torch.arange(problem.key_length)
     assert torch.equal(count, problem.mask.visible(*tokens).long())
 
@@ -50,11 +50,11 @@ def test_every_visible_pair_is_computed_once(problem: Problem, ring: bool) -> No
 def test_sent_tokens_are_received_and_results_return_to_their_owner(problem: Problem, ring: bool) -> None:
     plans = all_schedules(problem, ring)
     for (r, c), plan in plans.items():
-        row = {peer: plans[r, peer].row for peer in range(problem.shape.keys)}
-        _check_step(plan.row, c, row, problem.queries(r, c), {p: problem.queries(r, p) for p in row})
+        row = {peer: plans[r, peer].query_step for peer in range(problem.shape.keys)}
+        _check_step(plan.query_step, c, row, problem.queries(r, c), {p: problem.queries(r, p) for p in row})
         held, befores = problem.keys(r, c), {p: problem.keys(p, c) for p in range(problem.shape.queries)}
-        for t, step in enumerate(plan.steps):
-            column = {peer: plans[peer, c].steps[t] for peer in range(problem.shape.queries)}
+        for t, step in enumerate(plan.key_steps):
+            column = {peer: plans[peer, c].key_steps[t] for peer in range(problem.shape.queries)}
             _check_step(step, r, column, problem.keys(r, c), befores, held)
             held, befores = step.positions, {peer: other.positions for peer, other in column.items()}
 
@@ -80,7 +80,7 @@ def _check_step(step, me, peers, chunk, befores, held=None):  # type: ignore[no-
 
 def received(plan: Schedule, *, width: int = 1) -> int:
     """Return the number of keys received from other ranks."""
-    return width * sum(count for step in plan.steps for _, count in step.receive)
+    return width * sum(count for step in plan.key_steps for _, count in step.receive)
 
 
 def test_under_a_full_mask_each_missing_token_is_received_once() -> None:
@@ -90,15 +90,15 @@ def test_under_a_full_mask_each_missing_token_is_received_once() -> None:
         for ring in (False, True):
             for plan in all_schedules(problem, ring).values():
                 assert received(plan) == n * shape.heads * (shape.queries - 1)
-                assert sum(count for _, count in plan.row.receive) == n * shape.heads * (shape.keys - 1)
-                assert sum(len(t) for p, t in plan.row.return_from) == n * shape.heads * shape.keys
+                assert sum(count for _, count in plan.query_step.receive) == n * shape.heads * (shape.keys - 1)
+                assert sum(len(t) for p, t in plan.query_step.return_from) == n * shape.heads * shape.keys
 
 
 def test_under_a_window_neighbours_exchange_the_same_tokens_at_any_length() -> None:
     for length in (1000, 100_000):
         problem = Problem(am.Window(50), Shape(1, 8, 1), am.Contiguous(), am.Contiguous(), length, length)
         for (r, _), plan in all_schedules(problem, ring=False).items():
-            assert plan.steps[0].receive == (((r - 1, 50),) if r else ())
+            assert plan.key_steps[0].receive == (((r - 1, 50),) if r else ())
             assert received(plan) <= 50
         for plan in all_schedules(problem, ring=True).values():
             assert received(plan) <= 50
@@ -110,7 +110,7 @@ def test_packed_documents_receive_only_their_keys() -> None:
     problem = Problem(mask, Shape(1, 4, 2), am.Contiguous(), am.Contiguous(), 800, 800)
     for (r, c), plan in all_schedules(problem, ring=False).items():
         seen = mask.visible(problem.row_queries(r), problem.column_keys(c)).any(0)
-        assert len(plan.steps[0].positions) == int(seen.sum())
+        assert len(plan.key_steps[0].positions) == int(seen.sum())
 
 
 @pytest.mark.parametrize("layout", [am.Zigzag(), am.Striped()])

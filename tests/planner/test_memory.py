@@ -13,9 +13,8 @@ from attnmesh.cli import bench_peers, bench_prefill
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.candidate import Candidate
+from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cost import cost
-from attnmesh.planner.memory import peak_activations
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick

@@ -16,10 +16,10 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.planner.candidate import Candidate, Cost
-from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES, MergeGroup, Payload, merge_cost
-from attnmesh.planner.hardware import PRESETS, Device, Link
+from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.plan import candidates
 from attnmesh.planner.traffic import FLOWS, rank_grid, tiles, traffic
 from attnmesh.planner.workload import Workload
@@ -39,17 +39,17 @@ def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zig
         problem = Problem(mask, shape, layout, layout, 121, 121)
         places = list(product(range(shape.queries), range(shape.keys)))
         bulk, ring = ([schedule(problem, *place, ring) for place in places] for ring in (False, True))
-        rows = sum(count for one in bulk for _, count in one.row.receive)
-        columns = sum(count for one in bulk for _, count in one.steps[0].receive)
-        hops = sum(count for one in ring for step in one.steps for _, count in step.receive)
+        rows = sum(count for one in bulk for _, count in one.query_step.receive)
+        columns = sum(count for one in bulk for _, count in one.key_steps[0].receive)
+        hops = sum(count for one in ring for step in one.key_steps for _, count in step.receive)
         back = sum(
             len(tokens)
             for (r, _), one in zip(places, ring, strict=True)
-            for step in one.steps
+            for step in one.key_steps
             for peer, tokens in step.return_to
             if peer != r
         )
-        back += sum(count for one in ring for step in one.travelling if step for _, count in step.receive)
+        back += sum(count for one in ring for step in one.gradient_steps if step for _, count in step.receive)
         for tile in tiles(shape, math.gcd(shape.ranks, 2)):
             moves = traffic(problem, tile)
             for flow, count, times in (
@@ -66,8 +66,8 @@ def test_predicted_traffic_is_what_the_executor_sends(mask: Mask, layout: am.Zig
                 pairs = [float(band.high.sub(band.low).clamp(min=0).sum()) for band in schedules]
                 assert counted == (max(pairs), pytest.approx(sum(pairs) / len(pairs)))
             both = [
-                sum(count for _, count in one.row.receive)
-                + sum(len(tokens) for peer, tokens in one.row.return_from if peer != c)
+                sum(count for _, count in one.query_step.receive)
+                + sum(len(tokens) for peer, tokens in one.query_step.return_from if peer != c)
                 for (_, c), one in zip(places, bulk, strict=True)
             ]
             if tile.keys == 1:
@@ -142,12 +142,32 @@ def test_every_candidate_is_planned_once_and_fastest_comes_first(phase: str, wor
 def test_explanations_name_the_runner_up() -> None:
     plans = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("a100x4"))
     explained = plans[0].explain()
-    assert plans[0].name in explained
-    assert plans[1].name in explained
+    assert explained.startswith(f"On a100x4, 16 hosts of 4 ranks:\n{plans[0].name}")
+    other = next(one for one in plans if one.shape != plans[0].shape)
+    assert other.name in explained
+    assert plans[0].runner_up == other
     assert "times as fast" in explained
     assert plans[-1].explain().count(plans[0].name) >= 1
+    assert all(one.runner_up == plans[0] for one in plans[1:])
     alone = am.plan(Workload(1, 1, 64, 100), am.Cluster.preset("h100x1", hosts=1))
     assert "one device" in alone[0].explain()
+
+
+def test_the_note_on_placement_is_for_plans_that_differ_in_nothing_else() -> None:
+    best, *others = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("dgx-h100", hosts=2))
+    for one in others:
+        alike = (one.shape, one.exchange, one.layout) == (best.shape, best.exchange, best.layout)
+        assert alike or "differ only" not in one.explain()
+
+
+def test_a_plan_prints_one_short_line() -> None:
+    one = am.plan(Workload(32, 8, 128, 131072), am.Cluster.preset("dgx-h100"))[0]
+    text = f"{one}"
+    assert text == repr(one)
+    assert text.startswith(f"Plan({one.name}; {one.layout}; ")
+    assert text.endswith(" per rank; dgx-h100, 16 hosts of 8 ranks)")
+    assert "\n" not in text
+    assert len(text) < 180
 
 
 def test_slower_links_between_hosts_never_help_and_faster_devices_never_hurt() -> None:

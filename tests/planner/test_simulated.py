@@ -92,9 +92,9 @@ def stages(candidate: Candidate, work: Workload) -> list[list[Message]]:
     ring = EXCHANGES[candidate.exchange].ring
     places = [(r, c) for r in range(candidate.shape.queries) for c in range(candidate.shape.keys)]
     plans = {place: schedule(problem, *place, ring) for place in places}
-    rows = {place: one.row for place, one in plans.items()}
+    rows = {place: one.query_step for place, one in plans.items()}
     steps = [
-        {place: one.steps[t] for place, one in plans.items()} for t in range(candidate.shape.queries if ring else 1)
+        {place: one.key_steps[t] for place, one in plans.items()} for t in range(candidate.shape.queries if ring else 1)
     ]
     heads, width = candidate.shape.heads, work.head_dim
     q, k = work.q_heads / heads, work.kv_heads / heads

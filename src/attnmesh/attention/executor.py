@@ -50,7 +50,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
     returns = PendingReturns(_merge_in)
     for arrivals in _arrivals((q,), k, v, task):
         mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in total)
-        returns.add(_attended(arrivals, task), task.schedule.row, task.mesh.keys, mine)
+        returns.add(_attended(arrivals, task), task.schedule.query_step, task.mesh.keys, mine)
     returns.finish()
     return total
 
@@ -77,7 +77,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, task: Task) 
     for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
         mine = own.q[:, _shared(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
         dq = _differentiated(arrivals, task, returns, mine[1:])
-        returns.add((dq,), task.schedule.row, task.mesh.keys, mine[:1])
+        returns.add((dq,), task.schedule.query_step, task.mesh.keys, mine[:1])
     returns.finish()
     return own
 
@@ -92,7 +92,9 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     answer = SavedForward(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
-    for band, step, onward in zip(task.schedule.bands, task.schedule.steps, task.schedule.travelling, strict=True):
+    for band, step, onward in zip(
+        task.schedule.bands, task.schedule.key_steps, task.schedule.gradient_steps, strict=True
+    ):
         keys, values = next(arrivals.keys)
         part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.scale)
         del keys, values  # else they would live until the next keys have arrived
@@ -133,7 +135,7 @@ def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arriv
 
     def begin(heads: slice) -> Arrivals:
         shared = _shared(heads, rows[0], k)
-        queries = gather(tuple(x[:, shared] for x in rows), task.schedule.row, task.mesh.keys)
+        queries = gather(tuple(x[:, shared] for x in rows), task.schedule.query_step, task.mesh.keys)
         return Arrivals(heads, queries, _stream(k[:, heads], v[:, heads], task))
 
     edges = [group * k.shape[1] // task.head_groups for group in range(task.head_groups + 1)]
@@ -147,7 +149,7 @@ def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arriv
 
 def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
     """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
-    steps, axis = task.schedule.steps, task.mesh.queries
+    steps, axis = task.schedule.key_steps, task.mesh.queries
     first = gather((k, v), steps[0], axis)
 
     def arrivals() -> Iterator[Tensors]:

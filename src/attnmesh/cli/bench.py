@@ -45,7 +45,7 @@ take turns, each as long as its slowest rank. "beside ring" is the speedup over 
 Elements are those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and
 predicted by the schedule, or by the formula for the full mask. With --hosts, "bytes alone" is the time of the exchanges
 over the busiest direction of the busiest link, a lower bound. Memory is the largest growth of a rank's resident size in
-a call, in ranks that free memory at once. The formula is attnmesh.planner.memory.peak_activations, for the backward
+a call, in ranks that free memory at once. The formula is attnmesh.planner.candidate.peak_activations, for the backward
 pass alone."""
 
 

@@ -46,7 +46,8 @@ class Bench:
     def _add(self, name: str, rows: list[Any], row: Any) -> None:
         rows.append(row)
         self.report.add(name, row)
-        self.step(f"{name}: {len(rows)} measured, the last {getattr(row, 'case', '')}")
+        last = getattr(row, "case", None) or getattr(row, "contender", "")
+        self.step(f"{name}: {len(rows)} measured{f', the last {last}' if last else ''}")
 
 
 def _shared(as_json: AsJson = False, verbose: Verbose = False, out: OutFile = None) -> None:

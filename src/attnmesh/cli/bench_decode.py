@@ -19,7 +19,7 @@ import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.cli.netns import World, run_on, send_rows
 from attnmesh.cli.timing import Call, Timing, peak_memory, race
-from attnmesh.comm.merge_ranks import HOW
+from attnmesh.comm.merge import MERGE_CHOICES
 from attnmesh.core.partial import Partial, join
 
 WIDTH = 128
@@ -92,7 +92,7 @@ def _merges() -> Iterator[Row]:
 
 def _merge(batch: int) -> list[Row]:
     own, group = Partial(torch.randn(batch, 32, 1, WIDTH), torch.randn(batch, 32, 1)), dist.group.WORLD
-    options: dict[str, dict[str, Any]] = {how: {"how": how} for how in HOW}
+    options: dict[str, dict[str, Any]] = {how: {"how": how} for how in MERGE_CHOICES}
     options["tree, out in bfloat16"] = {"how": "tree", "wire": torch.bfloat16}
     options["to each its heads (Helix: one all-to-all)"] = {"output": "heads"}
     contenders: dict[str, Call] = {

@@ -24,11 +24,10 @@ from attnmesh.comm.counters import counted
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements
-from attnmesh.planner.candidate import Candidate
+from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
-from attnmesh.planner.memory import peak_activations
 from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
 
@@ -294,9 +293,9 @@ def predicted(case: Case, shape: Shape, exchange: str) -> int:
 def _received(plan: Schedule, r: int, c: int, case: Case, shape: Shape) -> int:
     """Return the elements that a rank receives: q, dout, k and v, and the returned out, dq, dk and dv."""
     q_heads, kv_heads = (heads // shape.heads for heads in case.heads)
-    rows_in = sum(count for _, count in plan.row.receive)
-    rows_back = sum(len(tokens) for peer, tokens in plan.row.return_from if peer != c)
-    keys_in = sum(count for step in plan.steps for _, count in step.receive)
-    keys_back = sum(len(tokens) for step in plan.steps for peer, tokens in step.return_from if peer != r)
-    keys_back += sum(count for step in plan.travelling if step for _, count in step.receive)
+    rows_in = sum(count for _, count in plan.query_step.receive)
+    rows_back = sum(len(tokens) for peer, tokens in plan.query_step.return_from if peer != c)
+    keys_in = sum(count for step in plan.key_steps for _, count in step.receive)
+    keys_back = sum(len(tokens) for step in plan.key_steps for peer, tokens in step.return_from if peer != r)
+    keys_back += sum(count for step in plan.gradient_steps if step for _, count in step.receive)
     return case.width * (q_heads * (3 * rows_in + 2 * rows_back) + kv_heads * (4 * keys_in + 2 * keys_back))

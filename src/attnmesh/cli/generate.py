@@ -15,10 +15,10 @@ from attnmesh.cli.launch import Send, is_first_rank, run_on_ranks, under_torchru
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.merge_ranks import HOW
+from attnmesh.comm.merge import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
-from attnmesh.decode.step import check_reproducible
+from attnmesh.decode.decode import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
@@ -39,7 +39,7 @@ TopP = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Go on with the prompt as it stands, without a chat template.")]
-Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(HOW)}.")]
+Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
 Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
 CheckpointFolder = Annotated[
     Path | None,
@@ -105,7 +105,7 @@ def generate(
 
 
 def _check_choices(dtype: str, merge: str) -> None:
-    for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, HOW)):
+    for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, MERGE_CHOICES)):
         if given not in known:
             raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
 

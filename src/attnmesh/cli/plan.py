@@ -30,9 +30,9 @@ from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.hardware import PRESETS
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
-from attnmesh.planner.schemes import cluster_title, workload_title
 from attnmesh.planner.workload import PHASES, Workload
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
@@ -48,7 +48,10 @@ ReportFile = Annotated[
 def plan(
     cluster: Annotated[
         str,
-        typer.Option(help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe."),
+        typer.Option(
+            help="A preset, as dgx-h100:16 or dgx-h100:16x4 (hosts x ranks); or a file of attnmesh probe. "
+            f"Hosts x ranks of a name alone: {', '.join(f'{n} {p.hosts}x{p.ranks}' for n, p in PRESETS.items())}."
+        ),
     ],
     heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8; or one number for both.")],
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
@@ -240,7 +243,7 @@ def _print(shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
 
 def _table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
-    table = titled(f"{workload_title(work)}; {cluster_title(machines)}", "")
+    table = titled(f"{work.title}; {machines.title}", "")
     table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns fit 80 characters
     table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
     table.add_column("known as")

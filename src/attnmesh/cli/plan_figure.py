@@ -12,11 +12,9 @@ from attnmesh.planner.schemes import (
     SCHEMES,
     Schemes,
     best_of,
-    cluster_title,
     curves,
     over_lengths,
     over_sizes,
-    workload_title,
 )
 from attnmesh.planner.workload import Workload
 
@@ -59,8 +57,8 @@ def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Poin
 
     figure = Figure((17, 5.8), facecolor="white")
     plain: dict[str, Any] = {"va": "top", "parse_math": False}  # a dollar sign in a name starts no formula
-    figure.text(0.05, 0.955, cluster_title(cluster), fontsize=15, fontweight="bold", color=INK, **plain)
-    figure.text(0.05, 0.89, f"{workload_title(workload)}. {BEST}", fontsize=10.5, color=FAINT, **plain)
+    figure.text(0.05, 0.955, cluster.title, fontsize=15, fontweight="bold", color=INK, **plain)
+    figure.text(0.05, 0.89, f"{workload.title}. {BEST}", fontsize=10.5, color=FAINT, **plain)
     over_devices, over_tokens, links = (
         figure.add_axes((left, 0.115, width, 0.655)) for left, width in ((0.05, 0.205), (0.4, 0.205), (0.8, 0.15))
     )

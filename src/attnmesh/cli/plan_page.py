@@ -14,7 +14,7 @@ from typing import Any
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import Plan
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme, cluster_title, doubling, lengths, workload_title
+from attnmesh.planner.schemes import SCHEMES, best_by_scheme, doubling, lengths
 from attnmesh.planner.workload import Workload
 
 HOSTS, RANKS, GROUPS = 64, 8, (1, 2, 4, 8, 16)
@@ -81,7 +81,7 @@ def data(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str
         reasons[point] = next(iter(found.values())).explain() if found else ""
     return {
         "cluster": cluster.name,
-        "titles": [cluster_title(cluster), workload_title(workload)],
+        "titles": [cluster.title, workload.title],
         "memory": cluster.device.memory,
         "sources": dict(cluster.sources),
         "q_heads": workload.q_heads,

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -133,12 +133,6 @@ def texts(mesh: Mesh, text: str) -> list[str]:
     lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh.axes)]
     padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
     return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh.axes), lengths, strict=True)]
-
-
-def raise_checksum_mismatch(subject: str) -> NoReturn:
-    """Raise where checksums differ although the texts of the calls are equal."""
-    given, fix = "calls with equal texts", "report it, with what each rank was given"
-    raise MeshError(subject, "the same checksum on every rank", given, fix)
 
 
 def _encoded(text: str) -> bytes:

@@ -40,7 +40,7 @@ def counted() -> Iterator[Traffic]:
 
 
 @contextmanager
-def merging() -> Iterator[None]:
+def timed_merge() -> Iterator[None]:
     """Record the seconds of the block as one merge, if traffic is counted."""
     if (traffic := current_traffic.get()) is None:
         yield

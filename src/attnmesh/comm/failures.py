@@ -2,16 +2,8 @@
 
 A rank that loses a peer leaves a note in the store that all ranks share, and closes its connections. Every rank that
 waits for it then finds a broken connection at once and reads the note, so it names the lost rank and not the messenger.
-All ranks fail within moments of the first, which fails when a connection breaks, or at the deadline.
-
-        host 0   rank 0   waits for rank 2 ... deadline: leaves a note, closes, reads notes ....... "2 and 3 are lost"
-                 rank 1   waits for rank 0 .......... broken connection: leaves a note, reads ..... "2 and 3 are lost"
-                                                        |  the link between the hosts is cut
-        host 1   rank 2   waits for rank 0 ... deadline: closes, cannot reach the store ........... "0 and 1 are lost"
-                 rank 3   waits for rank 2 .......... broken connection, cannot reach the store ... "0 and 1 are lost"
-
-A host whose ranks all leave no note is lost as a whole. A rank that cannot reach the store is cut off from rank 0,
-which keeps the store, and from all ranks on that host.
+A host whose ranks all leave no note is lost as a whole. A rank that cannot reach the store has lost rank 0, which keeps
+the store, and all ranks on that host.
 """
 
 import json
@@ -26,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from attnmesh.core.checks import require
 from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.world import WORLD
@@ -57,17 +50,15 @@ def set_deadline(seconds: float | None) -> float | None:
     >>> set_deadline(before)
     30.0
     """
-    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (number and 0 < seconds < MAX_DEADLINE):
-        fix = "pass seconds, or None for the process groups' own"
-        raise MeshError("set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
+    fits, fix = seconds is None or is_timeout(seconds), "pass seconds, or None for the process groups' own"
+    require(fits, MeshError, "set_deadline", "more than 0 seconds, or None", repr(seconds), fix)
     before, WORLD.deadline = WORLD.deadline, seconds
     return before
 
 
-def deadline() -> float | None:
-    """Return the deadline that was set, if any."""
-    return WORLD.deadline
+def is_timeout(seconds: object) -> bool:
+    """Return True for a number of seconds above 0 and below `MAX_DEADLINE`."""
+    return isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and 0 < seconds < MAX_DEADLINE
 
 
 def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None) -> None:
@@ -137,7 +128,7 @@ def _missing(ranks: Sequence[int], *, late: bool) -> list[int]:
         if silent and waited > timeout:
             return _with_hosts(silent, notes) if late else silent
         if waited > 2 * GRACE_PERIOD:
-            return _if_single(ranks)
+            return _only_suspect(ranks)
         time.sleep(0.02)
     return _cut_off(ranks)
 
@@ -156,17 +147,17 @@ def _outlast_readers(missing: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
-def _if_single(ranks: Sequence[int]) -> list[int]:
-    """Return the only suspect; nothing if there are several."""
-    return list(ranks) if len(ranks) == 1 else []
-
-
 def _cut_off(ranks: Sequence[int]) -> list[int]:
     """Return the missing ranks as seen without the store: rank 0, which keeps it, and all of its host if remote."""
     keepers, rank = _with_neighbours([0]), dist.get_rank()
     if rank == 0:
-        return _if_single(ranks)
+        return _only_suspect(ranks)
     return [0] if rank in keepers else keepers
+
+
+def _only_suspect(ranks: Sequence[int]) -> list[int]:
+    """Return the only suspect; nothing if there are several."""
+    return list(ranks) if len(ranks) == 1 else []
 
 
 def _with_neighbours(ranks: Sequence[int]) -> list[int]:
@@ -174,9 +165,6 @@ def _with_neighbours(ranks: Sequence[int]) -> list[int]:
     known = {rank: process.host for rank, process in WORLD.processes.items() if rank < dist.get_world_size()}
     hosts = {known[rank] for rank in ranks if rank in known}
     return sorted({*ranks, *(rank for rank, host in known.items() if host in hosts)})
-
-
-# --- notes that survivors leave in the store: the ranks that they miss ---
 
 
 def _notes(ranks: Sequence[int]) -> dict[int, list[int] | None] | None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.core.checks import require
 from attnmesh.errors import DeviceError, MeshError
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements
@@ -52,11 +53,11 @@ def init_mesh(
 
     def check() -> Shape:
         check_device_type("init_mesh", device_type)
-        found = checked_shape("init_mesh", shape)
+        found = _checked_shape(shape)
         check_heads("init_mesh", found.ranks, q_heads, kv_heads)
-        if dist.is_initialized() and found.ranks > dist.get_world_size():
-            expected, given = f"at most the world's {dist.get_world_size()} ranks", "x".join(map(str, found))
-            raise MeshError("init_mesh", expected, given, "start more ranks, or ask mesh_shape for a smaller one")
+        world, fix = everyone().keys.size, "start more ranks, or ask mesh_shape for a smaller one"
+        fits, given = not dist.is_initialized() or found.ranks <= world, "x".join(map(str, found))
+        require(fits, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         return found
 
     def call(found: Shape) -> str:
@@ -69,17 +70,14 @@ def init_mesh(
     return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
 
 
-def checked_shape(subject: str, shape: object) -> Shape:
+def _checked_shape(shape: object) -> Shape:
     """Return the shape, or raise unless it is three counts of ranks."""
-    if isinstance(shape, (tuple, list)) and len(shape) == len(AXES) and all(map(_counts, shape)):
-        return Shape(*shape)
+    counts = shape if isinstance(shape, (tuple, list)) else ()
+    fits = len(counts) == len(AXES) and all(type(n) is int and n >= 1 for n in counts)
     expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
     fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
-    raise MeshError(f"{subject} shape", expected, repr(shape), fix)
-
-
-def _counts(n: object) -> bool:
-    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+    require(fits, MeshError, "init_mesh shape", expected, repr(shape), fix)
+    return Shape(*counts)
 
 
 def world_device_type() -> str:
@@ -95,10 +93,8 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
 
     def check() -> None:
         check_device_type("Plan.init_mesh", device_type)
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != ranks:
-            fix = f"start {ranks} ranks, or plan for as many as there are"
-            raise MeshError("Plan.init_mesh", f"a world of {ranks} ranks", f"{world}", fix)
+        world, fix = everyone().keys.size, f"start {ranks} ranks, or plan for as many as there are"
+        require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
 
     call = describe_call("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
     run_agreed(everyone(), check, call)
@@ -114,13 +110,8 @@ def everyone() -> Mesh:
 
 def device_for(mesh: DeviceMesh | None, device: object) -> torch.device:
     """Return the device given, if PyTorch knows it, or else the mesh's."""
-    try:
-        if isinstance(device, (str, torch.device)):
-            found = torch.device(device)
-            return torch.device("cpu") if found.type == "cpu" else found
-    except RuntimeError:
-        pass
-    return device_of(mesh)
+    found = _parsed(device) or device_of(mesh)
+    return torch.device("cpu") if found.type == "cpu" else found
 
 
 def device_fault(subject: str, found: torch.device, device: object) -> DeviceError | None:
@@ -138,10 +129,15 @@ def device_fault(subject: str, found: torch.device, device: object) -> DeviceErr
 
 def check_device_type(subject: str, device_type: object) -> None:
     """Raise unless PyTorch knows such devices."""
+    found = _parsed(device_type)
+    fits, fix = found is not None and found.type == device_type, 'pass "cpu" or "cuda", without a number'
+    expected = 'a type of devices, as "cpu" or "cuda"'
+    require(fits, DeviceError, f"{subject} device_type", expected, repr(device_type), fix)
+
+
+def _parsed(device: object) -> torch.device | None:
+    """Return the device of a name, or None unless PyTorch knows it."""
     try:
-        if isinstance(device_type, str) and torch.device(device_type).type == device_type:
-            return
+        return torch.device(device) if isinstance(device, (str, torch.device)) else None
     except RuntimeError:
-        pass
-    fix = "name one without a number: each rank has the device that it has set"
-    raise DeviceError(f"{subject} device_type", 'a type of devices, as "cpu" or "cuda"', repr(device_type), fix)
+        return None

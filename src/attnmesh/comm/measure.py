@@ -8,7 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts, mailboxes_of
-from attnmesh.core.checks import DTYPES
-from attnmesh.errors import ClusterError, DtypeError
+from attnmesh.core.checks import check_dtype, require
+from attnmesh.errors import ClusterError
 from attnmesh.kernels.attend import attend
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
@@ -36,32 +37,6 @@ IN_A_ROW = 6
 
 TIMEOUT = 0.12
 """Seconds that one long message should take at most."""
-
-
-class Figures(NamedTuple):
-    """Rates of the device: flop/s, bytes/s, seconds of an empty call, and the speed-up of a rank that works alone."""
-
-    forward: float
-    backward: float
-    read: float
-    copy: float
-    call: float
-    alone: float
-
-
-class LinkFigures(NamedTuple):
-    """Rates of a class of links, in seconds and bytes/s.
-
-    Seconds are of a message, of a short message in a merge, of each further message at the same time, and of each step
-    of a collective.
-    """
-
-    latency: float
-    short: float
-    message: float
-    step: float
-    rank_rate: float
-    host_rate: float
 
 
 @dataclass(frozen=True)
@@ -89,14 +64,8 @@ class MeasuredRanks:
             return [list(host) for host in self.hosts]
         return [[host[place % len(host)] for host in self.hosts] for place in range(max(map(len, self.hosts)))]
 
-    def agreed(self, seconds: float) -> float:
-        """Return the longest time of all ranks."""
-        if self.axis.group is None:
-            return seconds
-        return max(row[0] for row in all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
-
     def median(self, call: Callable[[], Any], rounds: int = ROUNDS, *, until_all: bool = False) -> float:
-        """Return the median seconds of a call that all ranks begin together, without the first.
+        """Return the median seconds of a call that all ranks begin together, without the first, of the slowest rank.
 
         With `until_all` the time runs until all ranks are done.
         """
@@ -107,7 +76,10 @@ class MeasuredRanks:
             call()
             self.synchronize(together=until_all)
             times.append(time.perf_counter() - start)
-        return self.agreed(statistics.median(times[1:]))
+        seconds = statistics.median(times[1:])
+        if self.axis.group is None:
+            return seconds
+        return max(row[0] for row in all_gather_ints([int(seconds * 1e9)], [self.axis])) / 1e9
 
     def short(self, call: Callable[[], Any]) -> float:
         """Return the median seconds of a short call, measured over several in a row."""
@@ -121,8 +93,8 @@ class MeasuredRanks:
             dist.barrier(group=self.axis.group)
 
 
-def device_figures(world: MeasuredRanks, dtype: torch.dtype) -> Figures:
-    """Return the rates of a rank while all ranks work."""
+def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
+    """Return the rates of a rank while all ranks work, and its memory."""
     gpu = world.device.type == "cuda"
     tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
@@ -142,31 +114,33 @@ def device_figures(world: MeasuredRanks, dtype: torch.dtype) -> Figures:
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()
-    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9), 2 * bytes_read / copy
-    return Figures(*rates, call, max(1.0, forward / one))
+    rates = flops / forward, 2.5 * flops / backward, bytes_read / max(read - call, 1e-9)
+    speed_up = max(1.0, forward / one)  # of a rank that works alone
+    return Device(*rates, _memory(world), copy_rate=2 * bytes_read / copy, call=call, alone=speed_up)
 
 
-def link_figures(world: MeasuredRanks, *, between: bool) -> LinkFigures | None:
+def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
     """Return the rates of the links inside hosts or between them, if there are any."""
     host, place = world.place
     lines, most = world.lines(between=between), max(map(len, world.hosts))
     if max(map(len, lines)) < 2:
-        return None
+        return NO_LINK
     mine, at = (lines[place], host) if between else (lines[host], place)
     line = [*mine[at:], *mine[:at]]
-    latency = world.short(lambda: _shift(world, line, SHORT))
+    latency = world.short(lambda: _exchange(world, line, SHORT))
     several = min(15, len(line) - 1)
-    many = world.short(lambda: _spread(world, line, several))
+    many = world.short(lambda: _exchange(world, line, SHORT, several))
     bytes_ = 1 << 18
-    once = world.median(lambda: _shift(world, line, bytes_), 2)
+    once = world.median(lambda: _exchange(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
-    together = world.median(lambda: _shift(world, line, bytes_), 3)
-    alone = world.median(lambda: _shift(world, line if place == 0 or not between else [], bytes_), 3)
+    together = world.median(lambda: _exchange(world, line, bytes_), 3)
+    alone = world.median(lambda: _exchange(world, line if place == 0 or not between else [], bytes_), 3)
     host_rate = most * bytes_ / max(together - latency, 1e-9)
-    short = latency if between else world.short(lambda: _merged(world, line))
+    short = latency if between else world.short(lambda: _swap_near(world, line))
     rank_rate = bytes_ / max((alone if between else together) - latency, 1e-9)
     message = max(0.0, (many - latency) / max(1, several - 1))
-    return LinkFigures(latency, short, message, _step(world, lines, short), rank_rate, max(host_rate, rank_rate))
+    step = _step(world, lines, short)
+    return Link(latency, rank_rate, max(host_rate, rank_rate), short=short, step=step, message=message)
 
 
 def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
@@ -185,31 +159,24 @@ def _step(world: MeasuredRanks, lines: list[list[int]], first: float) -> float:
     return further if len(mine) > 2 and 0 < further <= first else took / (len(mine) - 1)
 
 
-def _shift(world: MeasuredRanks, line: Sequence[int], size: int) -> None:
-    """Send to the next rank, and receive from the previous one."""
-    _exchange(world, line[1:2], line[-1:] if len(line) > 1 else [], size)
-
-
-def _spread(world: MeasuredRanks, line: Sequence[int], several: int) -> None:
-    """Send short messages to several ranks at once, and receive as many."""
-    _exchange(world, line[1 : several + 1], list(line[1:])[-several:], SHORT)
-
-
-def _exchange(world: MeasuredRanks, to: Sequence[int], of: Sequence[int], size: int) -> None:
+def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int = 1) -> None:
+    """Send to the next ranks of a line that begins with this rank, and receive from the last."""
     message = torch.empty(size, dtype=torch.uint8, device=world.device)
-    group = world.axis.group
-    posts = [dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in of]
-    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in to]
+    group, others = world.axis.group, line[1:]
+    posts = [
+        dist.P2POp(dist.irecv, torch.empty_like(message), group=group, group_peer=peer) for peer in others[-peers:]
+    ]
+    posts += [dist.P2POp(dist.isend, message, group=group, group_peer=peer) for peer in others[:peers]]
     for work in dist.batch_isend_irecv(posts) if posts else []:
         work.wait()
 
 
-def _merged(world: MeasuredRanks, line: Sequence[int]) -> None:
+def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
     mailboxes = mailboxes_of(world.axis, world.device)
     message = torch.empty(SHORT, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
-        _shift(world, line, SHORT)
+        _exchange(world, line, SHORT)
         return
     mailboxes.send(line[1], message)
     mailboxes.recv(line[-1], message.clone())
@@ -218,44 +185,24 @@ def _merged(world: MeasuredRanks, line: Sequence[int]) -> None:
 def measure(mesh: DeviceMesh | None, dtype: torch.dtype | None = None) -> Cluster:
     """Return the measured cluster of a mesh's ranks. Every rank of the mesh calls it."""
     place, device = Mesh.of(mesh), device_of(mesh)
-    run_agreed(place, lambda: _check_dtype(dtype), describe_call("Cluster.measure", dtype=dtype))
+    fix = "pass the dtype of q, k and v, or leave it out"
+    check = partial(check_dtype, "Cluster.measure dtype", dtype, fix)
+    run_agreed(place, check, describe_call("Cluster.measure", dtype=dtype))
     axis = flat_axis(mesh, AXES)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     world = MeasuredRanks.of(axis, device)
     sizes = {len(host) for host in world.hosts}
-    if len(sizes) > 1:
-        given, fix = f"hosts of {sorted(sizes)}", "start as many ranks on each host"
-        raise ClusterError("Cluster.measure", "as many ranks on each host", given, fix)
+    expected, fix = "as many ranks on each host", "start as many ranks on each host"
+    require(len(sizes) == 1, ClusterError, "Cluster.measure", expected, f"hosts of {sorted(sizes)}", fix)
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    figures = device_figures(world, dtype)
-    inside, between = (_link(link_figures(world, between=far)) for far in (False, True))
-    chip = Device(
-        figures.forward,
-        figures.backward,
-        figures.read,
-        _memory(world),
-        copy_rate=figures.copy,
-        call=figures.call,
-        alone=figures.alone,
-    )
+    device_rates = measure_device(world, dtype)
+    inside, between = measure_link(world, between=False), measure_link(world, between=True)
     ranks = sizes.pop()
     how = "ring" if device.type == "cpu" else "tree"
     source = (("all", f"measured on {world.axis.size} ranks in {dtype}, all at work, torch {torch.__version__}"),)
     name = f"measured {len(world.hosts)}x{ranks}"
-    return Cluster(name, len(world.hosts), ranks, chip, inside, between, short_collectives=how, sources=source)
-
-
-def _check_dtype(dtype: object) -> None:
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or str(dtype).removeprefix("torch.") not in DTYPES):
-        fix = "pass the dtype of q, k and v, or leave it out"
-        raise DtypeError("Cluster.measure dtype", f"one of {', '.join(DTYPES)}", repr(dtype), fix)
-
-
-def _link(line: LinkFigures | None) -> Link:
-    if line is None:
-        return NO_LINK
-    return Link(line.latency, line.rank_rate, line.host_rate, short=line.short, step=line.step, message=line.message)
+    return Cluster(name, len(world.hosts), ranks, device_rates, inside, between, short_collectives=how, sources=source)
 
 
 def _memory(world: MeasuredRanks) -> float:

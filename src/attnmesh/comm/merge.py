@@ -1,7 +1,16 @@
-"""`merge_across`: merge partials across ranks, for any engine that returns `out` and `lse`."""
+"""Merge partials across ranks: `merge_across` for any engine that returns `out` and `lse`, `merge_ranks` for decode.
+
+A merge sends one message a step, of a size that does not depend on the context.
+
+"tree"         halves exchange what they hold, inside hosts first: ceil(log2 p) exchanges
+"direct"       every rank sends to every other: one exchange and one merge; one launch on GPUs of one host
+"gather"       the same by an all-gather
+"allreduce"    maximum, numerator and denominator by three all-reduces: the paper's Algorithm 3, a baseline
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -11,14 +20,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge_ranks import MergedCall, check_merge, merge_ranks, send_poison
-from attnmesh.comm.message import checksum_of
-from attnmesh.core.checks import DTYPES, check_checked, check_one_device, check_tensor
+from attnmesh.comm.consensus import agree, describe_call, may_compare
+from attnmesh.comm.counters import count_messages, timed_merge
+from attnmesh.comm.failures import collective
+from attnmesh.comm.message import PartialMessage, checksum_of
+from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
+from attnmesh.comm.shared_memory import SLOT
+from attnmesh.comm.symmetric_memory import symmetric_memory_of
+from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
+from attnmesh.core.checks import check_checked, check_choice, check_dtype, check_one_device, check_tensor, require
 from attnmesh.core.partial import Partial, wide
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
+from attnmesh.planner.decode_cost import COLLECTIVE, MERGES
+
+MERGE_CHOICES = ("auto", *MERGES)
+
+OUTPUTS = ("replicated", "heads")
 
 BASES = {"e": 1.0, "2": math.log(2.0)}
 """Factors that make an `lse` of this base natural."""
@@ -68,17 +87,17 @@ def merge_across(
         check_checked("merge_across", checked)
         _check(partial, wire, base)
     except InputError as error:
-        call = MergedCall(_mesh_of(axis), how, _compares(partial, axis, how, checked), str)
-        call.failed(error, lambda: send_poison(axis, how, output))
+        checker = MergeChecker(_mesh_of(axis), how, _compares(partial, axis, how, checked), str)
+        checker.failed(error, lambda: send_poison(axis, how, output))
         raise
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
-        merged = Partial(*merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype))
+        out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
-        merged = _merged(Partial(out, natural), axis, how, output, wire, checked)
-    return merged if base == "e" else Partial(merged.out, merged.lse / BASES[base])
+        out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked)
+    return Partial(out, lse if base == "e" else lse / BASES[base])
 
 
 @torch.library.custom_op("attnmesh::merge_across", mutates_args=())
@@ -87,7 +106,7 @@ def merge_op(
 ) -> tuple[Tensor, Tensor]:
     """Run the merge as an operator, which is one node of a compiled graph."""
     dtype = getattr(torch, wire) if wire else None
-    return _merged(Partial(out, lse), Axis(place[0], place[1], group_named(group)), how, output, dtype)
+    return _merge(Partial(out, lse), Axis(place[0], place[1], group_named(group)), how, output, dtype)
 
 
 @merge_op.register_fake
@@ -96,19 +115,19 @@ def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, outp
     return Partial(*(x.new_empty(x[:, heads].shape) for x in (out, lse)))
 
 
-def _merged(
+def _merge(
     partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None, checked: bool | None = None
 ) -> Partial:
-    """Return the merge in tensors of its own."""
+    """Return the merge in new tensors."""
     shape, dtype = list(partial.out.shape), partial.out.dtype
     text = describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
     compares = axis.size > 1 and may_compare(partial.lse.device) and _compares(partial, axis, how, checked)
-    call = MergedCall(_mesh_of(axis), how, compares, lambda: text)
-    call.before()
+    checker = MergeChecker(_mesh_of(axis), how, compares, lambda: text)
+    checker.before()
     checksum = checksum_of(crc32(text.encode()), partial.lse)
     (out, lse), checksum = merge_ranks(partial, checksum, axis, how, output, wire)
     if compares:
-        call.after(checksum, "merge_across")
+        checker.after(checksum, "merge_across")
     else:  # ranks whose calls differ get NaN
         out = torch.where(checksum.sum() == 0, out, torch.nan)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
@@ -130,29 +149,22 @@ def _mesh_of(axis: Axis) -> Mesh:
 
 def axis_of(group: Any) -> Axis:
     """Return the axis of a process group, or of a mesh of one axis."""
-    if group is None:
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            given, fix = (
-                f"None in a world of {dist.get_world_size()} ranks",
-                "pass dist.group.WORLD to mean all of them",
-            )
-            raise MeshError("merge_across group", "a process group", given, fix)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if group is None and ranks == 1:
         return Axis()
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            fix = 'pass one axis of it, as mesh["keys"]'
-            raise MeshError("merge_across group", "a process group or a mesh of one axis", str(group), fix)
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
         group = group.get_group()
     if not isinstance(group, ProcessGroup):
-        fix = "pass dist.group.WORLD, mesh.get_group(axis), or None for one rank"
-        raise MeshError("merge_across group", "a process group that holds this rank", type(group).__name__, fix)
+        given = f"None in a world of {ranks} ranks" if group is None else repr(group)
+        fix = 'pass dist.group.WORLD, mesh.get_group(axis), or one axis of a mesh, as mesh["keys"]'
+        raise MeshError("merge_across group", "a process group that holds this rank, or a mesh of one axis", given, fix)
     return Axis(group.size(), group.rank(), group)
 
 
 def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
-    if not (isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)):
-        given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
-        raise DtypeError("merge_across", "a partial (out, lse)", given, fix)
+    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
+    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
     out, lse = partial
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
@@ -163,12 +175,153 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
         expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
         raise ShapeError("merge_across", expected, given, "put the heads before the length")
-    if torch.is_grad_enabled() and (out.requires_grad or lse.requires_grad):
-        fix = "call it under torch.no_grad(), or train with attention"
-        raise KernelError("merge_across", "a partial without gradients", "one that asks for them", fix)
-    if wire is not None and (not isinstance(wire, torch.dtype) or str(wire).removeprefix("torch.") not in DTYPES):
-        expected = f"None or one of {', '.join(DTYPES)}"
-        raise DtypeError("merge_across wire", expected, repr(wire), "leave it out for float32")
-    if not isinstance(base, str) or base not in BASES:
-        fix = 'pass "2" if the engine took base-2 logarithms'
-        raise KernelError("merge_across base", "one of 'e', '2'", repr(base), fix)
+    learned, fix = out.requires_grad or lse.requires_grad, "call it under torch.no_grad(), or train with attention"
+    fits = not (torch.is_grad_enabled() and learned)
+    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
+    check_dtype("merge_across wire", wire, "leave it out for float32")
+    check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
+
+
+# --- partials of a step of decoding, and of `merge_across` once its arguments are checked ---
+
+
+def merge_ranks(
+    partial: Partial,
+    checksum: Tensor,
+    axis: Axis,
+    how: str,
+    output: str,
+    wire: torch.dtype | None = None,
+    *,
+    canonical: bool = False,
+    message: Tensor | None = None,
+) -> tuple[Partial, Tensor]:
+    """Return the merge of the partials of all ranks, and the maximum of their checksums.
+
+    With `canonical` the tree is that of `decode(reproducible=True)`: even ranks against odd ranks at the top. Otherwise
+    ranks of a host merge first. `message`, if given, already holds the checksum and the partial.
+    """
+    if axis.size == 1:
+        return partial, checksum
+    dtype = wide(partial.out.dtype)
+    form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
+    best = best_merge(axis, checksum.device)  # the first call is an all-gather: every rank makes it, whatever its `how`
+    if how == "auto":
+        how = "direct" if output == "heads" else best
+    # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
+    if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
+        compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
+        if float(compared.sum()) != 0:
+            return partial, compared
+    with timed_merge():
+        shared = symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
+        if shared is not None and (wide_form := replace(form, out=form.lse)).size <= shared.longest:
+            form = wide_form
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = shared.merge(message, form.shape)
+        elif how == "direct" and output == "heads":
+            return _send_heads(partial, checksum, form, axis)
+        elif how == "allreduce":
+            checksum, whole = _allreduce(partial, checksum, form, axis)
+        else:
+            message = form.message(checksum, partial) if message is None else message
+            checksum, whole = _merge_messages(message, form, axis, how, canonical)
+    heads = axis.share_of(form.shape[1]) if output == "heads" else slice(None)
+    return Partial(*(x[:, heads] for x in whole)), checksum
+
+
+def exchange_checksums(axis: Axis, how: str, output: str, checksum: Tensor, *, canonical: bool = False) -> Tensor:
+    """Merge empty partials, and return the maximum of the checksums of all ranks."""
+    nothing = Partial(checksum.new_zeros(1, 0, 0, 1), checksum.new_zeros(1, 0, 0))
+    return merge_ranks(nothing, checksum, axis, how, output, canonical=canonical)[1]
+
+
+def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *, canonical: bool = False) -> Tensor:
+    """Run the merge with an empty partial and an invalid checksum, and return the checksum.
+
+    The other ranks then detect this rank's error instead of hanging. `like` has the device and dtype of checksums.
+    """
+    like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
+    how, output = (given if given in known else "auto" for given, known in ((how, MERGE_CHOICES), (output, OUTPUTS)))
+    return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), canonical=canonical)
+
+
+def _merge_messages(
+    message: Tensor, form: PartialMessage, axis: Axis, how: str, canonical: bool
+) -> tuple[Tensor, Partial]:
+    """Merge along a tree, whose bits do not depend on which of two messages comes first; else gather all messages."""
+    if how == "gather":
+        rows = list(message.new_empty(axis.size, len(message)))
+        collective(axis, "merging", dist.all_gather, rows, message)
+        count_messages(axis.size - 1, len(message))
+        return form.merge(torch.stack(rows))
+    mailboxes = mailboxes_of(axis, message.device)
+    if how == "direct":
+        return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
+    steps = rounds(axis, canonical)[axis.index]
+    checksum, (out, lse) = form.places(tree_exchange(message, steps, axis, form.merge_messages, mailboxes))
+    return checksum, Partial(out.to(form.lse), lse)
+
+
+def _send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
+    """Send each rank the partials of its own heads."""
+    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
+    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
+    mine = shares[axis.index]
+    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
+    checksum, partial = form.merge(all_to_all_bytes(messages, axis, mailboxes_of(axis, checksum.device)))
+    return partial, checksum
+
+
+def _allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Tensor, Partial]:
+    """Merge by three all-reduces, as Algorithm 3 of Tree Attention does."""
+    peaks = torch.cat([checksum, partial.lse.flatten()])
+    collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
+    peak = peaks[2:].view(partial.lse.shape)
+    weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
+    # Collectives add memory to memory, so all ranks' tensors need the same strides.
+    numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
+    denominator = weight.clone(memory_format=torch.contiguous_format)
+    collective(axis, "merging", dist.all_reduce, numerator)
+    collective(axis, "merging", dist.all_reduce, denominator)
+    sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
+    count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a bandwidth-optimal all-reduce
+    out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+    return peaks[:2], Partial(out, peak + denominator.log())
+
+
+def check_merge(subject: str, how: str, output: str) -> None:
+    """Raise unless `how` names a merge and `output` names an output."""
+    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, MERGE_CHOICES, 'use "auto"')
+    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
+
+
+class MergeChecker:
+    """Comparison of one call on all ranks by the checksum that its merge carries, at no cost of its own.
+
+    Collectives hang or crash on messages of unequal sizes, so ranks compare their calls before them.
+    """
+
+    def __init__(self, mesh: Mesh, merge: str, compares: bool, describe: Callable[[], str]) -> None:
+        self.mesh, self.merge, self.compares, self.describe = mesh, merge, compares, describe
+
+    def before(self) -> None:
+        """Compare the call before a collective."""
+        if self.compares and self.merge in COLLECTIVE:
+            agree(self.mesh, self.describe())
+
+    def after(self, checksum: Tensor, subject: str) -> None:
+        """Raise on all ranks if the checksums differ."""
+        if float(checksum.sum()) != 0:
+            agree(self.mesh, self.describe())
+            given, fix = "calls with equal texts", "report it, with what each rank was given"
+            raise MeshError(subject, "the same checksum on every rank", given, fix)
+
+    def failed(self, error: InputError, poison: Callable[[], object]) -> None:
+        """Let the other ranks detect the error of this rank, which raises it afterwards."""
+        if torch.compiler.is_compiling() or self.mesh.shape.ranks == 1:
+            return
+        if self.merge not in COLLECTIVE:
+            poison()
+        if self.compares:
+            agree(self.mesh, error)

@@ -60,7 +60,7 @@ class PartialMessage:
         out = rows[:, middle : middle + count * self.shape[-1] * self.out.itemsize].view(self.out)
         return rows[:, :first].view(self.lse), Partial(out.view(len(rows), *self.shape), lse)
 
-    def join(self, rows: Tensor) -> Tensor:
+    def merge_messages(self, rows: Tensor) -> Tensor:
         """Return the merge of several messages as one message."""
         checksums, partials = self.read(rows)
         if not use_triton(partials.lse):
@@ -70,8 +70,8 @@ class PartialMessage:
         merged(partials, place, checksums=checksums, checksum=checksum)
         return message
 
-    def joined(self, rows: Tensor) -> tuple[Tensor, Partial]:
-        """Return the checksum and the partial that several messages merge to."""
+    def merge(self, rows: Tensor) -> tuple[Tensor, Partial]:
+        """Return the maximum of the checksums and the merge of the partials of several messages."""
         checksums, partials = self.read(rows)
         if not use_triton(partials.lse):
             return checksums.amax(0), collapse(partials)

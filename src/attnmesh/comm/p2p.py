@@ -4,19 +4,25 @@
 kernel can run in between. The other exchanges block. Messages hold only the tokens that the schedule names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.counters import Tensors, bytes_of, count_messages, count_received
-from attnmesh.comm.failures import collective
-from attnmesh.comm.shared_memory import Mailboxes
-from attnmesh.comm.transport import Post, Transport, Wait, post_messages
+from attnmesh.comm.failures import Watched, awaited, collective
+from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
+
+Wait = Callable[[], None]
+"""Waits until a message has come or gone, and raises RankFailure at the deadline."""
+
+Post = tuple[Callable[..., Any], int, Tensor]
+"""`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
 
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
@@ -32,8 +38,8 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
         arrived = finish()
         pieces = [tuple(take(x, step.keep) for x in some) for some in source]
         pieces += [arrived[peer] for peer, _ in step.receive]
-        joined = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
-        return joined if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in joined)
+        whole = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
+        return whole if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in whole)
 
     return finished
 
@@ -115,23 +121,25 @@ def tree_exchange(
     message: Tensor,
     rounds: Sequence[Round],
     axis: Axis,
-    join: Callable[[Tensor], Tensor],
+    merge: Callable[[Tensor], Tensor],
     mailboxes: Mailboxes | None = None,
 ) -> Tensor:
-    """Return the merge of the messages of all ranks: each round joins this rank's message with one that it receives.
+    """Return the merge of the messages of all ranks: each round merges this rank's message with one that it receives.
 
-    `join` takes the two messages as rows of bytes and returns one message of the same size.
+    `merge` takes the two messages as rows of bytes and returns one message of the same size.
     """
     size = len(message)
     transport = Transport(axis, size, message.device.type, mailboxes)
     boxes = [message.new_empty(2, transport.box_size(step.recv)) for step in rounds]
-    arrivals = [transport.recv(step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True)]
+    arrivals: Iterable[Wait] = (transport.recv(step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True))
+    if transport.by_gloo:  # all receives at once. Other backends would wait for all of them in the first round.
+        arrivals = list(arrivals)
     sent: list[tuple[Tensor, Wait]] = []  # a message has to live until it is sent
     for step, box, arrived in zip(rounds, boxes, arrivals, strict=True):
         box[0, :size] = message
         sent += [(message, wait) for wait in transport.send(dict.fromkeys(step.send, message))]
         arrived()
-        message = join(box[:, :size])
+        message = merge(box[:, :size])
     for _, wait in sent:
         wait()
     count_messages(len(rounds), size)
@@ -164,13 +172,10 @@ def _pack(tensors: Tensors) -> Tensor:
 
 def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """Return the tensors of a message as views. The widest dtype comes first, so that each is aligned."""
-    if all(x.dtype == shapes[0].dtype for x in shapes):
-        flat = message[: bytes_of(shapes)].view(shapes[0].dtype).split([x.numel() for x in shapes])
-        return tuple(part.view(x.shape) for part, x in zip(flat, shapes, strict=True))
     places, start = [message] * len(shapes), 0
     for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):
         x = shapes[index]
-        stop = start + x.numel() * x.element_size()
+        stop = start + bytes_of((x,))
         places[index] = message[start:stop].view(x.dtype).view(x.shape)
         start = stop
     return tuple(places)
@@ -179,3 +184,79 @@ def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
 def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     """Return a tensor with the shape and dtype of so many tokens, without memory."""
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
+
+
+# --- transport: mailboxes inside a host, else the process group ---
+
+
+class Transport:
+    """Messages of one exchange with the ranks of an axis: `size` bytes to receive, `longest` to send or receive."""
+
+    def __init__(
+        self, axis: Axis, size: int, device: str, mailboxes: Mailboxes | None, longest: int | None = None
+    ) -> None:
+        self.axis, self.size, self.mailboxes = axis, size, mailboxes
+        self.longest = size if longest is None else longest
+        self.by_gloo = device == "cpu"
+        self._queued: list[Post] = []  # receives that other backends post together with the sends
+        self._posted: list[Wait] = []
+
+    def box_size(self, peer: int) -> int:
+        """Return the bytes to reserve for a message of a peer.
+
+        Gloo accepts any message that fits. With room for a `SLOT`, ranks that disagree on the size still receive each
+        other's first bytes, and find out that they disagree.
+        """
+        return max(self.size, SLOT) if self.by_gloo and self._near(peer) is None else self.size
+
+    def recv(self, peer: int, box: Tensor) -> Wait:
+        """Begin to receive the next message of a peer. Return the wait for it.
+
+        Gloo takes half the time for a message whose receive was posted early. Other backends post receives with the
+        next sends, as a receive alone would block the sends behind it.
+        """
+        mailboxes, post = self._near(peer), (dist.irecv, peer, box)
+        if mailboxes is not None:
+            return lambda: self._recv_near(mailboxes, peer, box)
+        if self.by_gloo:
+            return post_messages([post], self.axis, "merging")[0]
+        self._queued.append(post)
+        return self._wait_posted
+
+    def send(self, messages: Mapping[int, Tensor]) -> list[Wait]:
+        """Send messages by peer. Return waits, after which their memory may be reused."""
+        far = [(dist.isend, peer, message) for peer, message in messages.items() if self._near(peer) is None]
+        waits = post_messages([*self._queued, *far], self.axis, "merging")
+        self._queued, self._posted = [], waits
+        for peer, message in messages.items():
+            if (mailboxes := self._near(peer)) is not None:
+                with Watched(self.axis, "merging", peer):
+                    mailboxes.send(peer, message)
+        return waits
+
+    def _near(self, peer: int) -> Mailboxes | None:
+        """Return the mailboxes if messages of a peer go through them."""
+        return self.mailboxes if self.mailboxes is not None and self.mailboxes.serves(peer, self.longest) else None
+
+    def _recv_near(self, mailboxes: Mailboxes, peer: int, box: Tensor) -> None:
+        with Watched(self.axis, "merging", peer):
+            mailboxes.recv(peer, box[: self.size])
+
+    def _wait_posted(self) -> None:
+        """Wait for all messages that were posted together: NCCL has one wait for them."""
+        for wait in self._posted:
+            wait()
+
+
+def post_messages(posts: Sequence[Post], axis: Axis, step: str) -> list[Wait]:
+    """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL."""
+    filled = [(post, peer, x) for post, peer, x in posts if x.numel()]
+    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in filled]
+    with Watched(axis, step, filled[0][1] if filled else None):
+        works = dist.batch_isend_irecv(operations) if operations else []
+    together = len(works) < len(filled)
+
+    def wait_for(work: Any, peer: int, x: Tensor) -> Wait:
+        return lambda: awaited(work, x.device.type, axis, step, None if together else peer)
+
+    return [wait_for(work, peer, x) for work, (_, peer, x) in zip(works, filled)]  # noqa: B905 (NCCL returns one work for all)

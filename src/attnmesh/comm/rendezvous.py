@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from attnmesh.comm.failures import MAX_DEADLINE
+from attnmesh.comm.failures import is_timeout
+from attnmesh.core.checks import require
 from attnmesh.errors import ArgumentError, RankFailure
 from attnmesh.mesh.world import WORLD
 
@@ -41,15 +42,13 @@ def enter(
     Without a store, torchrun's store, rank and world size are used. The same store serves again, for more or fewer
     ranks.
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MAX_DEADLINE:
-        raise ArgumentError("world.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
+    fits = is_timeout(seconds)
+    require(fits, ArgumentError, "world.enter seconds", "more than 0 seconds", repr(seconds), "pass a number")
     if store is None and rank is None and ranks is None:
         store, rank, ranks = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-    elif store is None or rank is None or ranks is None:
-        given, fix = f"{store}, {rank} and {ranks}", "pass all three"
-        raise ArgumentError("world.enter", "a store, a rank and how many there are, or none of them", given, fix)
-    if not isinstance(ranks, int) or not isinstance(rank, int) or not 0 <= rank < ranks:
-        raise ArgumentError("world.enter", "a rank below how many there are", f"{rank} of {ranks}", "count from 0")
+    elif store is None or not isinstance(ranks, int) or not isinstance(rank, int) or not 0 <= rank < ranks:
+        expected, given = "a store, a rank and how many there are, or none of them", f"{store}, {rank} and {ranks}"
+        raise ArgumentError("world.enter", expected, given, "pass all three, and count ranks from 0")
     name = _name(store, rank, ranks, seconds)
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=ranks, timeout=timeout)
 
@@ -85,7 +84,7 @@ def _name(store: Store, rank: int, ranks: int, seconds: float) -> str:
 
 
 def _publish(store: Store, ranks: int) -> None:
-    """Publish all words whenever there is a new one. Rank 0 calls it."""
+    """Publish all words if there is a new one. Rank 0 calls it."""
     words = [_read(store, _key("word", rank)) for rank in range(ranks)]
     if all(words) and words != _words(store):
         store.set("attnmesh words", json.dumps(words))

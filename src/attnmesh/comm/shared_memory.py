@@ -1,13 +1,8 @@
 """Mailboxes in shared memory: short messages between ranks of one host, without sockets and without locks.
 
-Each ordered pair of ranks has one box with two counters: messages sent, and messages received. The sender alone raises
-the first and the receiver alone the second:
-
-        rank 0 -> rank 1     [ sent 7 | received 7 | bytes ...       ]      empty: rank 0 may send message 8
-        rank 1 -> rank 0     [ sent 8 | received 7 | bytes ...       ]      full: rank 0 may receive message 8
-
-Other processors have to see stores in program order, as on x86. On other machines, and where memory cannot be shared,
-ranks use sockets.
+Each ordered pair of ranks has one box with two counters: messages sent, which the sender alone raises, and messages
+received, which the receiver alone raises. The box is empty where they are equal. Other processors have to see stores in
+program order, as on x86. On other machines, and where memory cannot be shared, ranks use sockets.
 """
 
 import mmap

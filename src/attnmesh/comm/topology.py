@@ -19,8 +19,7 @@ from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
 from attnmesh.mesh.world import WORLD, Process, cached_per_world
 from attnmesh.planner import auto
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import PRESETS
+from attnmesh.planner.cluster import PRESETS, Cluster
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them

@@ -3,7 +3,8 @@
 import operator
 import warnings
 from collections.abc import Collection, Mapping
-from numbers import Real
+from numbers import Number, Real
+from types import NoneType
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ UNSUPPORTED_OPTIONS = {
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
+
+
+def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
+    """Raise the error unless the condition holds."""
+    if not fits:
+        raise error(subject, expected, str(given), fix)
+
+
+def short(value: object) -> str:
+    """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
+
+
+def type_and_shape(value: object) -> str:
+    """Return dtype and shape of a tensor as text for an error, and the type of another value."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -119,10 +138,8 @@ def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     check_one_device(subject, {"sinks": sinks, "q": q})
 
 
-def check_positions(subject: str, positions: Tensor | None, length: int) -> None:
-    """Raise unless positions is None or an int64 tensor with one position per token."""
-    if positions is None:
-        return
+def check_positions(subject: str, positions: Tensor, length: int) -> None:
+    """Raise unless positions is an int64 tensor with one position per token."""
     fix = "pass layout.positions(length, shards, index), or torch.tensor([...])"
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
@@ -142,10 +159,17 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
-def check_choice(subject: str, value: str, choices: Collection[str]) -> None:
-    """Raise unless value is one of the choices, of which "auto" is one."""
+def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
+    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
     if not isinstance(value, str) or value not in choices:
-        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), 'leave it at "auto"')
+        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
+
+
+def check_dtype(subject: str, dtype: object, fix: str) -> None:
+    """Raise unless dtype is None or one of `DTYPES`."""
+    known = isinstance(dtype, torch.dtype) and str(dtype).removeprefix("torch.") in DTYPES
+    if dtype is not None and not known:
+        raise DtypeError(subject, f"None or one of {', '.join(DTYPES)}", repr(dtype), fix)
 
 
 def check_checked(subject: str, checked: object) -> None:
@@ -157,12 +181,12 @@ def check_checked(subject: str, checked: object) -> None:
 
 def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
     """Raise for any option; the error has a fix for options of other attention functions."""
-    for name in options:
-        plain = name.replace("soft_cap", "softcap")
+    for name, value in options.items():
+        plain, given = name.replace("soft_cap", "softcap"), f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
-            raise ArgumentError(subject, "the arguments of its signature", f"{name}=", f"see help({subject})")
-        raise KernelError(subject, "exact softmax attention under a mask of positions", f"{name}=", fix)
+            raise ArgumentError(subject, "the arguments of its signature", given, f"see help({subject})")
+        raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
 
 
 def heads_and_length(x: object) -> tuple[int, int]:

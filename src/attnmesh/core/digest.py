@@ -12,6 +12,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ROW = 1 << 16
 """Elements in one weighted sum. The Triton program for digests takes at most this many."""
 
+DIGEST_VALUES = 1024
+"""Values of each parameter in the digest that identifies a model."""
+
 EXTRA_VALUES = 4
 """int64 values that each rank adds to the agreement all-gather. The number is fixed, so that any two calls match."""
 

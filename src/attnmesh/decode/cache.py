@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.topology import mailboxes_of, rounds
-from attnmesh.core.checks import check_checked
+from attnmesh.core.checks import check_checked, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, tokens_to_heads
+from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, swap_tokens_for_heads
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
 from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
@@ -87,7 +87,8 @@ class KVCache(CacheProperties):
         def check() -> None:
             check_checked("KVCache", checked)
             check_copies(copies, self.mesh.queries.size * self.mesh.keys.size)
-            if fault := sizes.fault(self.mesh.heads.size) or device_fault("KVCache", self.device, device):
+            sizes.check(self.mesh.heads.size)
+            if fault := device_fault("KVCache", self.device, device):
                 raise fault
 
         call = describe_call("KVCache", **vars(sizes), device=self.device.type, checked=checked, copies=copies)
@@ -172,7 +173,7 @@ class KVCache(CacheProperties):
 
         def check() -> tuple[int, int, int, bool]:
             self.sizes.check_new("append_shard", k, v, self.device)
-            self.sizes.check_positions(positions, k.shape[2])
+            check_positions("append_shard positions", positions, k.shape[2])
             self.sizes.check_token_mask("append_shard", token_mask, None)
             block_cyclic = bool((self.shard.block_cyclic.owner(positions) == self.tokens.index).all())
             return len(positions), self.tokens.index, position_sum(positions), block_cyclic
@@ -192,7 +193,7 @@ class KVCache(CacheProperties):
         self._record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
-            k, v, tokens = tokens_to_heads(k, v, positions.to(self.device), per_shard, self.mesh)
+            k, v, tokens = swap_tokens_for_heads(k, v, positions.to(self.device), per_shard, self.mesh)
             self.shards.append_at(k, v, tokens, more, token_mask)
 
     @torch.no_grad()
@@ -241,13 +242,10 @@ class KVCache(CacheProperties):
         >>> cache.append(*torch.randn(2, 1, 2, 50, 4))
         """
         sizes = replace(self.sizes, capacity=capacity)
-
-        def check() -> None:
-            if fault := sizes.fault(self.mesh.heads.size):
-                raise fault
-
         must = self.checker.checked is not False
-        self.checker.check("reserve", check, lambda: {"capacity": capacity}, must=must)
+        self.checker.check(
+            "reserve", lambda: sizes.check(self.mesh.heads.size), lambda: {"capacity": capacity}, must=must
+        )
         self.checker.check("reserve", lambda: self.shards.grow(sizes), dict, must=must)
 
     @torch.no_grad()

@@ -1,12 +1,13 @@
 """Sizes of one layer's cache, and the checks of tensors against them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_hint
-from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
+from attnmesh.errors import DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 
@@ -23,21 +24,19 @@ class Sizes:
     block: int
     dtype: torch.dtype
 
-    def fault(self, heads_axis: int) -> InputError | None:
-        """Return the error for the first size that is not supported, or None."""
+    def check(self, heads_axis: int) -> None:
+        """Raise unless every size is supported and the heads axis divides the key heads."""
         for name, number in asdict(self).items():
             if name in NUMBERS and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                return ShapeError(f"KVCache {name}", "a whole number, 1 or more", repr(number), "count it as an int")
+                raise ShapeError(f"KVCache {name}", "a whole number, 1 or more", repr(number), "count it as an int")
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPES:
             fix = "pass the model's dtype"
-            return DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
+            raise DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
         if self.kv_heads % heads_axis:
-            given, fix = (
-                f"{self.kv_heads} key heads and a heads axis of {heads_axis}",
-                "give those ranks to the keys axis",
+            given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
+            raise ShapeError(
+                "KVCache", "key heads that the heads axis divides", given, "give its ranks to the keys axis"
             )
-            return ShapeError("KVCache", "key heads that the heads axis divides", given, fix)
-        return None
 
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
@@ -58,15 +57,17 @@ class Sizes:
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
                 fix = "pass what the cache was made for" + swap_hint(fits)
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
-            if x.dtype != self.dtype or x.device.type != device.type:
-                fix = "call .to() with the cache's dtype and device"
-                raise DtypeError(f"{subject} {name}", f"{self.dtype} on {device}", f"{x.dtype} on {x.device}", fix)
-            if x.requires_grad and torch.is_grad_enabled():
-                given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
-                raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)
+            self.check_dtype(f"{subject} {name}", x, device)
+        check_no_gradients(subject, {"k": k, "v": v})
         if k.shape[2] != v.shape[2]:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
+
+    def check_dtype(self, subject: str, x: Tensor, device: torch.device) -> None:
+        """Raise unless a tensor has the cache's dtype and type of device."""
+        if x.dtype != self.dtype or x.device.type != device.type:
+            fix = "call .to() with the cache's dtype and device"
+            raise DtypeError(subject, f"{self.dtype} on {device}", f"{x.dtype} on {x.device}", fix)
 
     def check_token_mask(self, subject: str, token_mask: Tensor | None, tokens: int | None) -> None:
         """Raise unless `token_mask` has one bool per token; `tokens=None` accepts any number."""
@@ -89,11 +90,10 @@ class Sizes:
             expected = f"a number of a sequence below {self.batch} for each"
             raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {self.batch - 1}")
 
-    def check_positions(self, positions: Tensor, tokens: int) -> None:
-        """Raise unless `positions` has one position per token."""
-        fix = "pass layout.positions(length, shards, index)"
-        if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
-            given = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-            raise DtypeError("append_shard positions", "a tensor of torch.int64", given, fix)
-        if tuple(positions.shape) != (tokens,):
-            raise ShapeError("append_shard positions", f"shape ({tokens},)", f"shape {tuple(positions.shape)}", fix)
+
+def check_no_gradients(subject: str, named: Mapping[str, Tensor | None]) -> None:
+    """Raise if a tensor requires gradients, where they are enabled."""
+    for name, x in named.items():
+        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+            given, fix = "one with requires_grad=True", "decode under torch.no_grad(), or train with attention"
+            raise KernelError(f"{subject} {name}", "a tensor without gradients", given, fix)

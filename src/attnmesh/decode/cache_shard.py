@@ -47,11 +47,6 @@ class BlockCyclic:
         rounds, rest = divmod(length, self.block * self.ranks)
         return rounds * self.block + min(max(rest - rank * self.block, 0), self.block)
 
-    def only_owner(self, start: int, stop: int) -> int | None:
-        """Return the rank of tokens `start` to `stop - 1` if they lie in one block, else None."""
-        first, last = start // self.block, (stop - 1) // self.block
-        return first % self.ranks if first == last else None
-
 
 @dataclass(frozen=True)
 class TokenCounts:
@@ -101,17 +96,17 @@ def position_sum(positions: Tensor) -> int:
     return int(mixed(positions + 1).sum())
 
 
-def tokens_to_heads(
+def swap_tokens_for_heads(
     k: Tensor, v: Tensor, positions: Tensor, counts: Sequence[int], mesh: Mesh
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
     axis, shape = mesh.heads, mesh.shape
     if axis.size == 1:
         return k, v, positions
-    parts = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
+    sends = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
-    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in parts[0]) for shard in shards]
-    received = zip(*swap(parts, wanted, axis), strict=True)
+    wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
+    received = zip(*swap(sends, wanted, axis), strict=True)
     k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
     return k, v, positions
 
@@ -169,8 +164,8 @@ class CacheShard:
         tokens = length + torch.arange(more, device=self.device)
         mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        own_k, own_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
-        self._write(own_k, own_v, tokens, slots)
+        rank_k, rank_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
+        self._write(rank_k, rank_v, tokens, slots)
         self._pad(tokens, slots, more, token_mask)
         self.state += torch.stack((torch.full_like(length, more), mine.sum()))
 
@@ -251,7 +246,8 @@ class CacheShard:
         if self.padding is not None or token_mask is not None:  # every rank records padding
             return False
         length = self.length
-        return self.block_cyclic.only_owner(length, length + more) not in (None, self.index)
+        first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
+        return first == last and first % self.block_cyclic.ranks != self.index
 
     def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
         """Write tokens with this rank's heads into slots."""

@@ -78,12 +78,11 @@ class Manifest(NamedTuple):
 
 def check_folder(subject: str, folder: object) -> Path:
     """Return the absolute path of a folder. Raise unless `folder` is a path."""
-    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
-        fix = "pass its path as a str or a pathlib.Path"
+    path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
+    if not isinstance(path, str) or "\0" in path:
+        fix = "pass its path as a str or a pathlib.Path, without null bytes"
         raise StoreError(subject, "the path of a folder", f"{folder!r} of type {type(folder).__name__}", fix)
-    if "\0" in os.fspath(folder):
-        raise StoreError(subject, "the path of a folder", repr(os.fspath(folder)), "pass a path without null bytes")
-    return Path(folder).absolute()
+    return Path(path).absolute()
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -110,19 +109,16 @@ def read_manifest(path: Path) -> Manifest:
         expected, given = "a folder that KVCache.save wrote", f"{path} ({type(error).__name__})"
         raise StoreError("load", expected, given, "check the path, or save again") from error
     try:
-        manifest = Manifest(tuple(map(Sizes.decode, codes)), padded, more, length, heads, ranks, saving, note, name)
-    except (ValueError, IndexError, TypeError) as error:
-        raise StoreError("load", "the sizes of a cache", f"{fields['sizes']!r} in {path}", FIX) from error
-    if not manifest.sizes or not heads or not ranks or not all(_fits(manifest, sizes) for sizes in manifest.sizes):
-        raise StoreError("load", "the sizes of a cache", f"{manifest} in {path}", FIX)
-    return manifest
-
-
-def _fits(manifest: Manifest, sizes: Sizes) -> bool:
-    """Return True if a layer's sizes are valid and consistent with the rest of the manifest."""
-    alike = sizes.block == manifest.sizes[0].block and sizes.batch == manifest.sizes[0].batch
-    fits = manifest.length <= sizes.capacity
-    return alike and fits and sizes.fault(1) is None and not sizes.kv_heads % manifest.heads
+        sizes = tuple(map(Sizes.decode, codes))
+        for each in sizes:
+            each.check(heads)
+        alike = len({(each.block, each.batch) for each in sizes}) == 1
+        if not alike or not heads or not ranks or length > min(each.capacity for each in sizes):
+            raise ValueError("sizes that contradict each other")
+    except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
+        given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
+        raise StoreError("load", "the sizes of a cache", given, FIX) from error
+    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name)
 
 
 def save_folders(path: Path) -> list[Path]:
@@ -221,8 +217,7 @@ def inspect(
         raise StoreError("load", f"a cache of {layers} layer{'s' * (layers != 1)}", given, fix)
     sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in manifest.sizes)
     for each in sizes:
-        if fault := each.fault(mesh.heads.size):
-            raise fault
+        each.check(mesh.heads.size)
         if manifest.length > each.capacity:
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
@@ -269,7 +264,8 @@ def fill(shards: Sequence[CacheShard], path: Path, manifest: Manifest) -> None:
             _copy(shard, file, layer, Axis(manifest.heads, piece.heads), mine, slots, len(tokens))
         first.token_index[slots.to(first.device)] = tokens[mine].to(first.device)
     for shard in shards:
-        needed = [_shared_heads(shard, Axis(manifest.heads, h)) is not None for h in range(manifest.heads)]
+        shared = [_shared_heads(shard, Axis(manifest.heads, h))[0] for h in range(manifest.heads)]
+        needed = [to.start < to.stop for to in shared]
         if not bool(found[needed].all()):
             given = f"{int(found[needed].all(0).sum())} of this rank's {used} tokens in {path}"
             raise StoreError("load", "every token once", given, FIX)
@@ -280,17 +276,15 @@ def _copy(
     shard: CacheShard, file: TensorFile, layer: int, saved: Axis, mine: Tensor, slots: Tensor, tokens: int
 ) -> None:
     """Copy this rank's heads and tokens of a file written at index `saved` along the heads axis."""
-    shared = _shared_heads(shard, saved)
-    if shared is None:
+    to, source = _shared_heads(shard, saved)
+    if to.start >= to.stop:
         return
-    to, source = shared
     sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
     for name, x, width in (("keys", shard.keys, sizes.head_dim), ("values", shard.values, sizes.value_dim)):
         read = file.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
 
 
-def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice] | None:
-    """Return slices of the heads of a shard and of a saved file that are the same heads, or None."""
-    to, source = overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))
-    return (to, source) if to.start < to.stop else None
+def _shared_heads(shard: CacheShard, saved: Axis) -> tuple[slice, slice]:
+    """Return slices of the heads of a shard and of a saved file that are the same heads; they may be empty."""
+    return overlap(shard.heads.share_of(shard.sizes.kv_heads), saved.share_of(shard.sizes.kv_heads))

@@ -19,7 +19,6 @@ from typing import Protocol
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
-from attnmesh.comm.failures import deadline
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.checkpoint import (
@@ -36,6 +35,7 @@ from attnmesh.decode.replicas import Shards
 from attnmesh.decode.tensor_file import check_more, check_size, link_or_write, sync_folders
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.world import WORLD
 
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
@@ -200,7 +200,7 @@ def _write(
 def _publish(path: Path, manifest: Manifest) -> None:
     """Make this save the current one and remove older ones, while no other job publishes to the folder."""
     new = path / f"{MANIFEST}.{manifest.name}"
-    with _store_errors(path), _locked(path):
+    with _store_errors(path), _lock_folder(path):
         os.stat(path / manifest.folder)
         _check_complete(path, manifest)
         with new.open("w") as file:
@@ -219,12 +219,15 @@ def _publish(path: Path, manifest: Manifest) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_folder(path: Path) -> Iterator[None]:
     """Hold the lock of a folder, on a file system that has locks."""
     handle, end = os.open(path, os.O_RDONLY), time.monotonic() + TIMEOUT
     try:
         with suppress(OSError):
-            while not _lock(handle):
+            while True:
+                with suppress(BlockingIOError):
+                    flock(handle, LOCK_EX | LOCK_NB)
+                    break
                 if time.monotonic() > end:
                     given, fix = f"{path}, locked for {TIMEOUT:g} s", "pass another folder, or end the other job"
                     raise StoreError("save", "one save at a time in a folder", given, fix)
@@ -232,14 +235,6 @@ def _locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _lock(handle: int) -> bool:
-    try:
-        flock(handle, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _check_complete(path: Path, manifest: Manifest) -> None:
@@ -310,7 +305,7 @@ class Saving:
         Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
         """
         while not self._all_done:
-            self._thread.join(min(POLL_INTERVAL, (deadline() or POLL_INTERVAL) / 4))
+            self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
             self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:

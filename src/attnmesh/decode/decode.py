@@ -5,25 +5,42 @@ Partials are merged along one tree over block numbers: even against odd at the t
 The blocks of a rank are one subtree.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple, Never, cast
+from typing import Any, Never, cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge_ranks import COLLECTIVE, MergedCall, send_poison
-from attnmesh.core.checks import check_checked, warn_if_swapped
+from attnmesh.comm.merge import MergeChecker, check_merge, send_poison
+from attnmesh.core.checks import (
+    check_checked,
+    check_same_kind,
+    check_scale,
+    check_sinks,
+    check_unknown_options,
+    swap_hint,
+    warn_if_swapped,
+)
 from attnmesh.core.digest import fingerprints
-from attnmesh.core.mask import Causal, Mask
+from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import wide
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.local import on_device
-from attnmesh.decode.operator import decode_op, highest_checksum, nan_unless_equal, run_step, tensors_of
-from attnmesh.decode.step import DecodeStep, check_step
-from attnmesh.errors import DtypeError, InputError, MeshError
-from attnmesh.kernels.select import NAMES
+from attnmesh.decode.cache_config import check_no_gradients
+from attnmesh.decode.step import (
+    DecodeStep,
+    decode_op,
+    highest_checksum,
+    nan_unless_equal,
+    reads_length_on_device,
+    run_step,
+    tensors_of,
+)
+from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
+from attnmesh.kernels.select import NAMES, check_kernel
+from attnmesh.planner.decode_cost import COLLECTIVE
 
 
 def decode(
@@ -74,16 +91,15 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
-    place = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    step = DecodeStep(*place, mask, cast(float, scale), merge, output, reproducible, kernel)
+    placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
+    step = DecodeStep(*placement, mask, cast(float, scale), merge, output, reproducible, kernel)
     checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
         step = check_step(q, cache, sinks, step, unsupported)
     except InputError as error:
         compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
-        call = MergedCall(cache.mesh, merge, compares, str)
-        call.failed(error, lambda: _send_poison(cache, step))
+        MergeChecker(cache.mesh, merge, compares, str).failed(error, lambda: _send_poison(cache, step))
         raise
     if torch.compiler.is_compiling():
         return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, *step.encode()))
@@ -95,56 +111,45 @@ def decode(
 
 def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, checked: bool | None) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    stays, kind = (
-        _stays_on_device(cache, step),
-        _Kind(step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype),
-    )
-    compares = may_compare(cache.device) and (
-        (not stays or kind not in cache.checker.kinds) if checked is None else checked
-    )
-    call = MergedCall(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
-    call.before()
-    out, checksum = run_step(q, cache.held, sinks, step, _number(kind, cache.history_checksum))
+    stays = _stays_on_device(cache, step)
+    kind = step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype
+    wanted = (not stays or kind not in cache.checker.kinds) if checked is None else checked
+    compares = may_compare(cache.device) and wanted
+    agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
+    agreement.before()
+    out, checksum = run_step(q, cache.held, sinks, step, _call_number(kind, cache.history_checksum))
     if checksum is None:
         return out
     if not compares:
-        has_nan = stays and step.heads.size == 1 and out.shape == step.output_shape(q, cache.values)  # by the kernel
-        return out if has_nan else nan_unless_equal(out, checksum, step.output_shape(q, cache.values))
+        shape = step.output_shape(q, cache.values)
+        has_nan = stays and step.heads.size == 1 and out.shape == shape  # by the kernel
+        return out if has_nan else nan_unless_equal(out, checksum, shape)
     if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
         given, fix = "an argument error on another rank", "see the error of that rank"
         raise MeshError("decode", "the same call on every rank", given, fix)
-    call.after(checksum, "decode")
+    agreement.after(checksum, "decode")
     if stays:
         cache.checker.kinds.add(kind)
     return out
 
 
-class _Kind(NamedTuple):
-    """Properties of a call that do not depend on the values of its tensors."""
-
-    options: tuple[Any, ...]
-    dtype: torch.dtype
-    shape: torch.Size
-    sinks: torch.dtype | None
-
-
 @lru_cache(maxsize=64)
-def _number(kind: _Kind, history_checksum: int) -> int:
-    """Return a number of the call for its checksum."""
+def _call_number(kind: tuple[Any, ...], history_checksum: int) -> int:
+    """Return a number of the call for its checksum, from its options, dtypes and shape."""
     return crc32(f"{kind} {history_checksum}".encode())
 
 
 def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep) -> str:
     """Return the text of the call that ranks compare."""
     options = dict(zip(step._fields[4:], step.options, strict=True))
-    held = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-    return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **held)
+    contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+    return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step."""
     kernel = step.kernel if step.kernel in NAMES else "auto"
-    return on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
+    return reads_length_on_device(cache.keys, cache.held, kernel) and step.merge not in COLLECTIVE
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
@@ -155,3 +160,55 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)
+
+
+def check_step(
+    q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, unsupported: Mapping[str, Never]
+) -> DecodeStep:
+    """Return the step with its scale, or raise unless each argument can be served."""
+    sizes = cache.sizes
+    check_no_gradients("decode", {"q": q, "sinks": sinks})
+    check_unknown_options("decode", unsupported)
+    check_same_kind("decode", {"q": q})
+    shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
+        fix = "pass the queries of the cache's last tokens"
+        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
+        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
+    sizes.check_dtype("decode q", q, cache.device)
+    check_mask("decode mask", step.mask)
+    check_merge("decode", step.merge, step.output)
+    check_kernel(step.kernel)
+    scale = check_scale("decode", step.scale, q)
+    check_sinks("decode sinks", sinks, q)
+    if cache.padding is not None and step.mask.ends:
+        fix = "keep documents in sequences of their own"
+        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
+        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
+        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+    if not may_compare(q.device):  # a graph does not read the length
+        return step._replace(scale=scale)
+    if not cache.holds(q.shape[2]):
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
+        fix = "append before decode" + swap_hint(fits)
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+    if step.mask.ends:
+        step.mask.check_length("decode mask", cache.length)
+    return step._replace(scale=scale)
+
+
+def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
+    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
+    if not isinstance(reproducible, bool):
+        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
+    if reproducible and (ranks & (ranks - 1) or merge not in ("auto", "tree")):
+        expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+        fix = 'use a power of two of ranks and merge="auto", or leave it out'
+        raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

@@ -18,7 +18,7 @@ from attnmesh.core.checks import check_unknown_options
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, position_sum
-from attnmesh.errors import DtypeError, InputError, MeshError, ShapeError
+from attnmesh.errors import DtypeError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis, overlap
 from attnmesh.mesh.shapes import AXES
 
@@ -77,8 +77,8 @@ def recover(
     by_rank = [json.loads(description) for description in texts(axes, text)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
-    if fault := _fault(found, axes, capacity, length):
-        raise fault  # the same on all ranks: all have the same texts
+    _check_alike(found, capacity, length)  # raises the same on all ranks: all have the same texts
+    Sizes.decode(found[0]["sizes"][0]).check(axes.heads.size)
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
     sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     new = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
@@ -113,33 +113,33 @@ class _Moves:
     def _counts(self, layer: int) -> dict[str, list[int]]:
         """Return, for each old shard that this rank sends, its tokens per new rank and its position sum."""
         found = {}
-        for place in self._sent_by(self.mesh.shard):
-            tokens = self._tokens(layer, place)
+        for old in self._sent_by(self.mesh.shard):
+            tokens = self._tokens(layer, old)
             owners = self.new[layer].shard.block_cyclic.owner(tokens)
             counts = torch.bincount(owners, minlength=self.new[layer].tokens.size)
-            found[str(place)] = [*counts.tolist(), position_sum(tokens)]
+            found[str(old)] = [*counts.tolist(), position_sum(tokens)]
         return found
 
-    def _tokens(self, layer: int, place: OldShard) -> Tensor:
+    def _tokens(self, layer: int, old: OldShard) -> Tensor:
         """Return the tokens of an old shard that all ranks have reached."""
-        shard = _shard(self.old[layer], place)
+        shard = _shard(self.old[layer], old)
         return shard.token_index[: shard.count_before(self.length)]
 
     def _sent_by(self, rank: int) -> list[OldShard]:
-        return [place for place, source in self.sources.items() if source == rank]
+        return [old for old, source in self.sources.items() if source == rank]
 
-    def _shared(self, sizes: Sizes, place: OldShard, heads: int) -> tuple[slice, slice]:
+    def _shared_heads(self, sizes: Sizes, old: OldShard, heads: int) -> tuple[slice, slice]:
         """Return the key heads that an old and a new shard share: slices of the old and of the new heads."""
-        old, new = Axis(1 + max(h for h, _ in self.sources), place[0]), Axis(self.mesh.heads.size, heads)
-        return overlap(old.share_of(sizes.kv_heads), new.share_of(sizes.kv_heads))
+        before, after = Axis(1 + max(h for h, _ in self.sources), old[0]), Axis(self.mesh.heads.size, heads)
+        return overlap(before.share_of(sizes.kv_heads), after.share_of(sizes.kv_heads))
 
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
         cache = self.new[layer]
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
-        wanted, places = self._wanted(layer, empty)
-        received = swap(self._parts(layer, empty), wanted, self.axis)
-        for peer, first, heads in places:
+        wanted, targets = self._receives(layer, empty)
+        received = swap(self._sends(layer, empty), wanted, self.axis)
+        for peer, first, heads in targets:
             tokens, k, v = received[peer][first : first + 3]
             slots = cache.shard.block_cyclic.slot(tokens)
             cache.shard.token_index.index_copy_(0, slots, tokens)
@@ -147,35 +147,35 @@ class _Moves:
             cache.values[:, heads].index_copy_(2, slots, v)
         cache.shards.mark_present(self.length, token_mask)
 
-    def _parts(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
+    def _sends(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the tensors that this rank sends to each peer."""
         cache = self.new[layer]
-        parts: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
-        for place in self._sent_by(self.mesh.shard):
-            shard, tokens = _shard(self.old[layer], place), self._tokens(layer, place)
+        sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
+        for old in self._sent_by(self.mesh.shard):
+            shard, tokens = _shard(self.old[layer], old), self._tokens(layer, old)
             owners = cache.shard.block_cyclic.owner(tokens)
             for peer, heads, index in self.ranks:
-                source, _ = self._shared(cache.sizes, place, heads)
+                source, _ = self._shared_heads(cache.sizes, old, heads)
                 slots = (owners == index).nonzero().flatten()
                 if source.start < source.stop:
                     k, v = (x[:, source].index_select(2, slots) for x in (shard.keys, shard.values))
-                    parts[peer] += tokens[slots], k, v
-        return parts
+                    sends[peer] += tokens[slots], k, v
+        return sends
 
-    def _wanted(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
+    def _receives(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
         """Return blanks for what each peer sends, and each old shard's (peer, first tensor, heads to write)."""
         cache = self.new[layer]
         wanted: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
-        places: list[tuple[int, int, slice]] = []
+        targets: list[tuple[int, int, slice]] = []
         for rank, (peer, _, _) in enumerate(self.ranks):
-            for place in self._sent_by(rank):
-                _, heads = self._shared(cache.sizes, place, self.mesh.heads.index)
-                count = self.counts[rank][layer][str(place)][cache.tokens.index]
+            for old in self._sent_by(rank):
+                _, heads = self._shared_heads(cache.sizes, old, self.mesh.heads.index)
+                count = self.counts[rank][layer][str(old)][cache.tokens.index]
                 if heads.start < heads.stop:
-                    places.append((peer, len(wanted[peer]), heads))
+                    targets.append((peer, len(wanted[peer]), heads))
                     k, v = (meta_like(x[:, heads], count) for x in (cache.keys, cache.values))
                     wanted[peer] += meta_like(cache.shard.token_index, count, 0), k, v
-        return wanted, places
+        return wanted, targets
 
     def token_mask(self) -> Tensor:
         """Return the token mask of the first rank that has caches, on every rank."""
@@ -229,29 +229,28 @@ def _check(caches: object, more: dict[str, Never]) -> None:
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
 
 
-def _fault(found: list[dict[str, Any]], axes: Mesh, capacity: object, length: int) -> InputError | None:
-    """Return the error for ranks whose caches cannot be recovered together, or None."""
+def _check_alike(found: list[dict[str, Any]], capacity: object, length: int) -> None:
+    """Raise unless the ranks' caches can be recovered together."""
     if not found:
-        return MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
-    for name in ("sizes", "mesh"):
-        if any(each[name] != found[0][name] for each in found):
-            given, fix = f"ranks whose {name} differ", "pass the caches of one model on every rank, one per layer"
-            return MeshError("recover", "the same caches on every rank", given, fix)
-    if any(each["changes"] != found[0]["changes"] for each in found):
-        given = f"counts {[each['changes'] for each in found]}"
-        return MeshError("recover", "caches truncated and reordered equally often", given, LOAD_INSTEAD)
-    if any(min(each["padding"], length) != min(found[0]["padding"], length) for each in found):
-        return MeshError("recover", "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD)
-    heads, tokens = found[0]["mesh"]
-    held = {tuple(place) for each in found for place in each["held"]}
+        raise MeshError("recover", "caches on some rank", "None on all", "pass the caches on every surviving rank")
+    first, one_model = found[0], "pass the caches of one model on every rank, one per layer"
+    heads, tokens = first["mesh"]
+    held = {tuple(shard) for each in found for shard in each["held"]}
     lost = [(h, t) for h in range(heads) for t in range(tokens) if (h, t) not in held]
-    if lost:
-        given = f"none of {lost}, along heads and tokens"
-        return MeshError("recover", "a rank or a copy of each shard", given, LOAD_INSTEAD)
+    same_caches, same_changes = "the same caches on every rank", "caches truncated and reordered equally often"
+    counts, paddings = [each["changes"] for each in found], {min(each["padding"], length) for each in found}
+    for fits, expected, given, fix in (
+        (all(each["sizes"] == first["sizes"] for each in found), same_caches, "ranks whose sizes differ", one_model),
+        (all(each["mesh"] == first["mesh"] for each in found), same_caches, "ranks whose mesh differ", one_model),
+        (all(count == counts[0] for count in counts), same_changes, f"counts {counts}", LOAD_INSTEAD),
+        (len(paddings) == 1, "the same padding on every rank", "ranks whose padding differs", LOAD_INSTEAD),
+        (not lost, "a rank or a copy of each shard", f"none of {lost}, along heads and tokens", LOAD_INSTEAD),
+    ):
+        if not fits:
+            raise MeshError("recover", expected, given, fix)
     if isinstance(capacity, int) and capacity < length:
         given, fix = f"{length} in a capacity of {capacity}", f"pass capacity={length}"
-        return ShapeError("recover", "room for the tokens that are left", given, fix)
-    return Sizes.decode(found[0]["sizes"][0]).fault(axes.heads.size)
+        raise ShapeError("recover", "room for the tokens that are left", given, fix)
 
 
 def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
@@ -264,6 +263,6 @@ def _sources(by_rank: list[dict[str, Any] | None]) -> dict[OldShard, int]:
     return sources
 
 
-def _shard(cache: KVCache, place: OldShard) -> CacheShard:
+def _shard(cache: KVCache, old: OldShard) -> CacheShard:
     """Return an old shard that this rank holds, its own or a copy."""
-    return next(shard for shard in cache.shards.all if shard.index == place[1])
+    return next(shard for shard in cache.shards.all if shard.index == old[1])

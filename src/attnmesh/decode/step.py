@@ -1,18 +1,24 @@
-"""One decode step as a record: everything about it that is not a tensor, its checks, and its code for operators."""
+"""A decode step as an operator of PyTorch: the attention to the keys on this rank, and one merge across ranks."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Never
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.merge_ranks import check_merge
-from attnmesh.core.checks import check_same_kind, check_scale, check_sinks, check_unknown_options, swap_hint
-from attnmesh.core.mask import Mask, check_mask
-from attnmesh.decode.cache import KVCache
-from attnmesh.errors import DtypeError, KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.kernels.select import check_kernel
+from attnmesh.comm.merge import merge_ranks
+from attnmesh.comm.message import PartialMessage, call_checksum
+from attnmesh.comm.p2p import all_to_all_bytes, swap
+from attnmesh.comm.topology import mailboxes_of
+from attnmesh.core.mask import Band, Mask
+from attnmesh.core.partial import Partial, join, wide, with_sinks
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
+from attnmesh.kernels.merge import copied, merged_along_tree
+from attnmesh.kernels.select import choose_for_cache
+from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.mesh.world import cached_per_world, decode_cached
 
@@ -39,13 +45,13 @@ class DecodeStep(NamedTuple):
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
         names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel, repr(self.scale)]
-        places = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        return ",".join(names), [*places, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
+        return ",".join(names), [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
 
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
         """Return the step that `encode` wrote."""
-        return decode_cached(_decoded, names, numbers)
+        return decode_cached(_decode_step, names, numbers)
 
     def output_shape(self, q: Tensor, values: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
@@ -57,7 +63,7 @@ class DecodeStep(NamedTuple):
 
 
 @cached_per_world(1024)
-def _decoded(names: str, numbers: tuple[int, ...]) -> DecodeStep:
+def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, reproducible, *mask = numbers[4:]
@@ -66,69 +72,174 @@ def _decoded(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     )
 
 
-def check_step(
-    q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, unsupported: Mapping[str, Never]
-) -> DecodeStep:
-    """Return the step with its scale, or raise unless each argument can be served."""
-    sizes = cache.sizes
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (q, sinks)):
-        fix = "decode under torch.no_grad(), or train with attention"
-        raise KernelError("decode", "a query and sinks without gradients", "some that ask for them", fix)
-    check_unknown_options("decode", unsupported)
-    check_same_kind("decode", {"q": q})
-    shape = (sizes.batch, "heads", "length", sizes.head_dim)
-    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
-        fix = "pass the queries of the cache's last tokens"
-        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
-    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
-        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
-        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
-    if q.dtype != sizes.dtype or q.device.type != cache.device.type:
-        given = f"{q.dtype} on {q.device}"
-        raise DtypeError("decode q", f"{sizes.dtype} on {cache.device}", given, "call .to(cache.sizes.dtype)")
-    check_mask("decode mask", step.mask)
-    check_merge("decode", step.merge, step.output)
-    check_kernel(step.kernel)
-    scale = check_scale("decode", step.scale, q)
-    check_sinks("decode sinks", sinks, q)
-    if cache.padding is not None and step.mask.ends:
-        fix = "keep documents in sequences of their own"
-        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
-    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
-    if step.reproducible:
-        _check_block_cyclic(cache)
-    if may_compare(q.device):  # a graph does not read the length
-        _check_length(q, cache, step.mask)
-    return step._replace(scale=scale)
+def run_step(
+    q: Tensor, view: CacheView, sinks: Tensor | None, step: DecodeStep, call_number: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return this rank's output, and the merged checksum of the call if there are other ranks."""
+    heads = step.heads.share_of(q.shape[1])
+    rank_q, alone = q[:, heads], step.tokens.size == 1
+    kernel = choose_for_cache(step.kernel, q, view.keys, view.values)
+    shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), wide(q.dtype)
+    message, checksum, into = None, None, None
+    if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
+        layout = PartialMessage(shape, dtype, dtype)
+        message = layout.blank(q.device)
+        checksum, into = layout.places(message)
+    elif isinstance(kernel, CacheKernel) and not step.reproducible:
+        into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
+    # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
+    rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
+    block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
+    query = DecodeQuery(rank_q, step.mask, step.scale, step.capacity, rank_sinks, block, into)
+    partial = attend_cache(query, view, kernel)
+    if not alone or step.heads.size > 1:
+        tensors = [q] if sinks is None else [q, sinks]
+        checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
+        partial, checksum = merge_ranks(
+            partial, checksum, step.tokens, merge, step.output, canonical=step.reproducible, message=message
+        )
+    if sinks is not None and step.reproducible:
+        sinks = sinks[heads]
+        partial = with_sinks(partial, sinks[step.tokens.share_of(len(sinks))] if step.output == "heads" else sinks)
+    # Merging with an empty partial turns -0.0 into 0.0. More ranks mean more empty partials, so 0.0 is always added.
+    out = partial.out + 0.0 if step.reproducible else partial.out
+    out = out.to(q.dtype).contiguous()
+    return (out, None) if checksum is None else _gather_heads(out, checksum, step)
 
 
-def _check_length(q: Tensor, cache: KVCache, mask: Mask) -> None:
-    if not cache.holds(q.shape[2]):
-        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
-        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
-        fix = "append before decode" + swap_hint(fits)
-        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
-    if mask.ends:
-        mask.check_length("decode mask", cache.length)
+def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:
+    """Return the output with the heads of all ranks along the heads axis, if their calls are equal."""
+    axis = step.heads
+    if axis.size == 1:
+        return out, checksum
+    checksum = highest_checksum(checksum, axis)
+    if step.output == "heads" or (out.device.type == "cpu" and float(checksum.sum()) != 0):
+        return out, checksum
+    shares = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
+    return torch.cat([share for (share,) in shares], 1), checksum
 
 
-def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
-    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
-    if not isinstance(reproducible, bool):
-        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
-    if not reproducible:
-        return
-    expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
-    if ranks & (ranks - 1):
-        fix = "use a power of two of ranks, or leave it out"
-        raise KernelError(subject, expected, f"{ranks} ranks", fix)
-    if merge not in ("auto", "tree"):
-        raise KernelError(subject, expected, f"merge {merge!r}", 'leave merge at "auto"')
+def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum of the checksums of all ranks of an axis."""
+    rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis, mailboxes_of(axis, checksum.device))
+    return rows.view(checksum.dtype).amax(0)
 
 
-def _check_block_cyclic(cache: KVCache) -> None:
-    if not cache.is_block_cyclic or cache.padding is not None:
-        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
-        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
-        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+def nan_unless_equal(out: Tensor, checksum: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the output, or NaN where the checksums of the ranks differ. The host reads nothing."""
+    if out.shape != shape:  # ranks found that they differ before they exchanged heads
+        return out.new_full(shape, torch.nan)
+    return torch.where(checksum.sum() == 0, out, torch.nan)
+
+
+@torch.library.custom_op("attnmesh::decode", mutates_args=())
+def decode_op(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+    """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
+    step, view = DecodeStep.decode(names, numbers), view_of(cache)
+    call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
+    out, checksum = run_step(q, view, sinks, step, call_number)
+    out = out if checksum is None else nan_unless_equal(out, checksum, step.output_shape(q, view.values))
+    return torch.where(view.state[0] <= step.capacity, out, torch.nan)
+
+
+@decode_op.register_fake
+def _(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q, cache[1]))
+
+
+def tensors_of(view: CacheView) -> list[Tensor]:
+    """Return a view of a cache as the list of tensors that the operator takes."""
+    return [*view[:4], *(view.padding or ())]
+
+
+def view_of(tensors: Sequence[Tensor]) -> CacheView:
+    """Return the view that `tensors_of` took apart."""
+    keys, values, token_index, state, *padding = tensors
+    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None)
+
+
+BoundKernel = Callable[..., Partial]
+"""A kernel at a scale: (q, keys, values, band) -> the partial."""
+
+
+def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
+    """Return the partial in float32 or wider, written to `query.into` if that is given."""
+    if isinstance(kernel, CacheKernel):
+        return kernel.attend_cache(query, view)
+    run = partial(forward, kernel, scale=query.scale)
+    result = _attend_tokens(run, query.q, view, query.mask, query.block)
+    return copied(with_sinks(result, query.sinks), query.into)
+
+
+def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
+    """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
+    if q.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
+        return False
+    return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
+
+
+def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
+    """Return the partial of a kernel that takes the number of tokens from the host."""
+    length, used = view.state.tolist()
+    keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
+    positions = torch.arange(length - q.shape[2], length)
+    if view.padding is not None:
+        return _attend_padded(run, q, keys, values, view.padding, length, mask)
+    if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
+        return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
+    band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
+    if block is not None:
+        return _attend_blocks(run, q, keys, values, band, block)
+    return _widen(run(q, keys, values, band))
+
+
+def _attend_padded(
+    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask
+) -> Partial:
+    """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
+    token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
+    q_positions = q_positions.cpu()
+    partials = []
+    for row in range(q.shape[0]):
+        only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
+        total = identity(q[only], values[only], wide(q.dtype))
+        for start, stop in _runs(k_positions >= 0):
+            band = Band.of(mask, q_positions[row], k_positions[start:stop])
+            total = join([total, _widen(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
+        partials.append(total)
+    out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
+    blind = ~token_mask[:, None]
+    return Partial(out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -torch.inf))
+
+
+def _runs(flags: Tensor) -> list[tuple[int, int]]:
+    """Return (start, stop) of each run of True."""
+    edges = torch.nn.functional.pad(flags.long(), (1, 1)).diff().nonzero().flatten().tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int) -> Partial:
+    """Return the merge, along the tree, of one partial per block. Blocks that every row sees whole take one call."""
+    used, rows = keys.shape[2], q.shape[2]
+    count = -(-used // block)
+    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
+    first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
+    whole = range(first, max(first, last))
+    full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
+    for row in range(q.shape[0] if whole else 0):
+        # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
+        blocks = (
+            x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
+        )
+        row_q = q[row].expand(len(whole), *q.shape[1:])
+        out[first:last, row], lse[first:last, row] = run(row_q, *blocks, full)
+    for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
+        start, stop = number * block, min(used, (number + 1) * block)
+        inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+        out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
+    return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+
+
+def _widen(partial: Partial) -> Partial:
+    return Partial(partial.out.to(partial.lse.dtype), partial.lse)

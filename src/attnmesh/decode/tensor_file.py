@@ -51,11 +51,6 @@ class Entry(NamedTuple):
     checksum: int
 
 
-def checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the checksum of each tensor by name."""
-    return {name: int(digest(x)) for name, x in tensors.items()}
-
-
 def link_or_write(
     path: Path,
     tensors: Mapping[str, Tensor],
@@ -67,7 +62,7 @@ def link_or_write(
 
     `known` checksums are not computed again. A `trusted` file, written by this process, is not read to verify it.
     """
-    known = known or checksums(tensors)
+    known = known or {name: int(digest(x)) for name, x in tensors.items()}
     for other in others:
         if _holds(other, tensors, known, verify=other != trusted):
             with suppress(OSError):  # a file system without links
@@ -155,10 +150,9 @@ class TensorFile:
         if name not in self.entries:
             raise StoreError("load", "a cache that KVCache.save wrote", f"no {name!r} in {self.path}", FIX)
         entry = self.entries[name]
-        if entry.dtype != (dtype or entry.dtype) or entry.shape != (entry.shape if shape is None else shape):
-            given = f"{entry.dtype} {entry.shape} in {self.path}"
-            raise StoreError("load", f"{name!r} as {dtype} {shape}", given, FIX)
-        size = entry.stop - entry.start
+        size, fits = entry.stop - entry.start, dtype in (None, entry.dtype) and shape in (None, entry.shape)
+        if not fits:
+            raise StoreError("load", f"{name!r} as {dtype} {shape}", f"{entry.dtype} {entry.shape} in {self.path}", FIX)
         if size > host_memory():
             given = f"{size / 1e9:,.1f} GB in {name!r} in {self.path}"
             raise StoreError("load", f"at most this host's {host_memory() / 1e9:,.1f} GB", given, FIX)

@@ -15,7 +15,7 @@ from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.mask import Mask
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
-from attnmesh.hf.checks import check_cached_padding, check_local_mask, checked_mask
+from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
@@ -46,19 +46,20 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
+    if spec.shards is not None and not spec.shards.cached:
+        check_same_weights(module, spec.shards, query.device)
     layer = LayerCall(spec.mask, scaling, s_aux)
-    query, key, value = _autocast(query, key, value)
-    with torch.autocast(query.device.type, enabled=False):
-        out = _run(query, key, value, layer, spec)
+    k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
+    q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
+    with torch.autocast(q.device.type, enabled=False):
+        if isinstance(key, PendingKV):
+            pending = PendingKV(k, v, key.layer)
+            out = _decode(q, pending, layer, spec) if spec.shards is None else _prefill(q, pending, layer, spec.shards)
+        elif spec.shards is None:
+            out = _attend_local(q, k, v, layer, spec)
+        else:
+            out = _attend_shards(q, k, v, layer, spec.shards)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _run(q: Tensor, k: Any, v: Any, layer: LayerCall, spec: MaskSpec) -> Tensor:
-    """Return the output: with a `ShardedCache`, keys and values are a `PendingKV`."""
-    cached = isinstance(k, PendingKV)
-    if spec.shards is None:
-        return _decode(q, k, layer, spec) if cached else _attend_local(q, k, v, layer, spec)
-    return _prefill(q, k, layer, spec.shards) if cached else _attend_shards(q, k, v, layer, spec.shards)
 
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
@@ -93,7 +94,8 @@ def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> 
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
     kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    return pending.layer.cache.attend(q, kv, *layer)
+    out: Tensor = pending.layer.cache.attend(q, kv, *layer)
+    return out
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -117,12 +119,3 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, 
     scale = check_scale(SUBJECT, layer.scale, q)
     out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), scale, "auto")[0]
     return out
-
-
-def _autocast(q: Tensor, k: Tensor | PendingKV, v: Tensor | PendingKV) -> tuple[Any, Any, Any]:
-    """Return q, k and v in one dtype. Under autocast, ropes leave q and k in float32 and v is bfloat16."""
-    if isinstance(k, PendingKV):
-        q, keys, values = autocast(q, k.k, k.v)
-        pending = PendingKV(keys, values, k.layer)
-        return q, pending, pending
-    return autocast(q, k, v)  # type: ignore[arg-type,return-value]

@@ -12,17 +12,20 @@ from transformers import Cache, PreTrainedConfig
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.core.checks import require
+from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import Saving, save_layers
+from attnmesh.decode.decode import decode
 from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
-from attnmesh.hf.cache_layer import CacheSettings, ShardedLayer, check_settings
+from attnmesh.hf.cache_layer import ShardedLayer, check_settings
 from attnmesh.mesh.axes import Mesh
 
 
-class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
+class ShardedCache(Cache):  # type: ignore[misc]
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
     Every rank holds a share of the tokens and makes the same calls.
@@ -69,7 +72,7 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, place.shape.ranks
-        self.capacity, self.block = capacity, block
+        self.capacity, self.block = None if capacity is None else int(capacity), int(block)
         self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
         self.checked, self.copies = checked, copies
         self.tokens: Tensor | None = None
@@ -80,6 +83,11 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+
+    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
+        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
+        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
 
     @property
     def held(self) -> int:
@@ -166,11 +174,10 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
 
         def check() -> None:
             check_more({} if more is None else more)
-            if not all(kv is not None and kv.length for kv in kvs):
-                fix = "prefill a prompt first"
-                raise ShapeError("ShardedCache save", "a cache with tokens in all layers", repr(self.layers[0]), fix)
-            if more is not None and "held" in more:
-                raise StoreError("save more", "names other than held", "held", "rename it")
+            filled = all(kv is not None and kv.length for kv in kvs)
+            expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
+            require(filled, ShapeError, "ShardedCache save", expected, repr(self.layers[0]), fix)
+            require("held" not in (more or {}), StoreError, "save more", "names other than held", "held", "rename it")
 
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
@@ -255,14 +262,14 @@ class ShardedCache(Cache, CacheSettings):  # type: ignore[misc]
         return copied
 
 
-def _check_recoverable(cache: object, layers: int) -> None:
+def _check_recoverable(cache: Any, layers: int) -> None:
     """Raise unless it is a cache with this number of layers, or None."""
-    if cache is not None and not isinstance(cache, ShardedCache):
-        fix = "pass the ShardedCache of this rank, or None on a new rank"
-        raise KernelError("ShardedCache.recover cache", "a ShardedCache", type(cache).__name__, fix)
-    if cache is not None and len(cache.layers) != layers:
-        given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
-        raise KernelError("ShardedCache.recover cache", f"a cache of {layers} layers", given, fix)
+    if cache is None:
+        return
+    subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
+    require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
+    given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
+    require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
 
 
 def _gather_tokens(tokens: Tensor | None, kv: KVCache) -> Tensor | None:

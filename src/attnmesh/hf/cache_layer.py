@@ -5,20 +5,17 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.comm.consensus import agree
-from attnmesh.comm.merge_ranks import check_merge
-from attnmesh.core.checks import check_checked
-from attnmesh.core.mask import Mask
+from attnmesh.comm.merge import check_merge
+from attnmesh.core.checks import check_checked, check_count, require
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import decode
+from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
-from attnmesh.decode.step import check_reproducible
 from attnmesh.errors import InputError, KernelError, ShapeError
-from attnmesh.hf.models import NAME, Opaque, check_keys, check_layers
+from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
 from attnmesh.kernels.select import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
@@ -37,43 +34,16 @@ class PendingKV(Opaque):
     layer: "ShardedLayer"
 
 
-class CacheSettings:
-    """Settings of a `ShardedCache`, and the attention that they select."""
-
-    config: PreTrainedConfig
-    mesh: DeviceMesh | None
-    capacity: int | None
-    block: int
-    merge: str
-    reproducible: bool
-    kernel: str
-    exchange: str
-    checked: bool | None
-    copies: int
-
-    def check_model(self) -> None:
-        """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
-        if self.config._attn_implementation != NAME:
-            given = f"{self.config._attn_implementation!r}"
-            fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
-            raise KernelError("ShardedCache", f"a model with attn_implementation {NAME!r}", given, fix)
-
-    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
-        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
-        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
-        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
-
-
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values of one layer: a `KVCache`, made when the first tokens are stored."""
+    """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: CacheSettings) -> None:
+    def __init__(self, cache: Any) -> None:
         super().__init__()
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
-        self.cache = cache
+        self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
 
     def __repr__(self) -> str:
@@ -85,7 +55,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[PendingKV, PendingKV]:
         """Return the new keys and values with their layer, for the attention function to store."""
-        self.cache.check_model()
+        check_implementation("ShardedCache", self.cache.config)
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
 
@@ -140,7 +110,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the capacity; -1 if the cache grows."""
-        return self.cache.capacity or -1
+        return int(self.cache.capacity or -1)
 
     def reset(self) -> None:
         """Drop all tokens."""
@@ -150,9 +120,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Drop the last tokens. Their number is given as a negative int, as transformers passes it."""
 
         def check() -> None:
-            if isinstance(tokens_to_remove, bool) or not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
-                fix = "pass a negative number of tokens"
-                raise ShapeError("crop", "0 or a negative number", repr(tokens_to_remove), fix)
+            valid = type(tokens_to_remove) is int and tokens_to_remove <= 0
+            given, fix = repr(tokens_to_remove), "pass a negative number of tokens"
+            require(valid, ShapeError, "crop", "0 or a negative number", given, fix)
 
         if self.kv is None:
             check()
@@ -172,25 +142,20 @@ def _growth_capacity(tokens: int) -> int:
     return tokens + tokens // 4 + 128
 
 
-def check_settings(config: object, shape: Shape, options: Mapping[str, Any]) -> None:
+def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> None:
     """Raise unless the arguments of `ShardedCache` are valid on a mesh of this shape."""
-    if not isinstance(config, PreTrainedConfig):
-        fix = "pass model.config"
-        raise KernelError("ShardedCache config", "a configuration of transformers", type(config).__name__, fix)
+    given, expected = type(config).__name__, "a configuration of transformers"
+    is_config = isinstance(config, PreTrainedConfig)
+    require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
     check_layers(config)
     check_keys(config)
     check_merge("ShardedCache", options["merge"], "replicated")
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
     check_checked("ShardedCache", options["checked"])
-    for name, expected, fix in (
-        ("capacity", "None or a whole number, 1 or more", "count prompt and new tokens, or leave it out"),
-        ("block", "a whole number, 1 or more", "leave it at 16"),
-    ):
-        given = options[name]
-        whole = isinstance(given, int) and not isinstance(given, bool) and given >= 1
-        if not whole and (given is not None or name == "block"):
-            raise ShapeError(f"ShardedCache {name}", expected, repr(given), fix)
+    if options["capacity"] is not None:
+        check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
+    check_count("ShardedCache block", options["block"], "leave it at 16")
     ranks = shape.queries * shape.keys
     check_copies(options["copies"], ranks)
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

@@ -15,13 +15,17 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
 from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.core.digest import digest
+from attnmesh.core.checks import check_count, require, short, type_and_shape
+from attnmesh.core.digest import DIGEST_VALUES, digest
 from attnmesh.decode.checkpoint import MANIFEST, check_folder, read_manifest
 from attnmesh.decode.checkpoint_writer import Saving, check_writable
 from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, Settings, describe_value
 from attnmesh.mesh.axes import Mesh
+
+SUBJECT = "generate checkpoint"
+"""First words of errors about checkpoints."""
 
 NOT_RESUMABLE = {
     "stop_strings": "stop at tokens, with eos_token_id",
@@ -49,9 +53,6 @@ MAY_DIFFER = {
 IGNORED_CONFIG = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures"}
 """Fields of a model's configuration that do not identify the model."""
 
-DIGEST_VALUES = 1024
-"""Values of each parameter in the digest that identifies a model."""
-
 DIFFERENCES = {"model": "another model", "prompt": "another prompt", "options": "other options", "seed": "another seed"}
 """Names of the parts of a call in the error about a folder of another call."""
 
@@ -76,9 +77,8 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path, *, every: int = 64) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ArgumentError("Checkpoint every", "a whole number of tokens", repr(every), "pass 1 or more")
-        self.folder, self.every = check_folder("Checkpoint", folder), every
+        self.every = int(check_count("Checkpoint every", every, "pass 1 or more", error=ArgumentError))
+        self.folder = check_folder("Checkpoint", folder)
         self.note = ""
         self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
         self._saving: Saving | None = None
@@ -107,7 +107,7 @@ class Checkpoint:
             return self._saved_length() if os.path.lexists(self.folder / MANIFEST) else 0
 
         def describe(saved: int) -> str:
-            return describe_call("generate checkpoint", held=saved, **json.loads(self.note))
+            return describe_call(SUBJECT, held=saved, **json.loads(self.note))
 
         saved = run_agreed(place, check, describe)
         self._saving, self.start_ids = None, ids
@@ -126,25 +126,23 @@ class Checkpoint:
             differences = [DIFFERENCES[name] for name in this if saved.get(name) != this[name]]
         except (ValueError, AttributeError):
             differences = ["no checkpoint of generate"]
-        if differences:
-            expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
-            given = f"{' and '.join(differences)} in {self.folder}"
-            raise StoreError("generate checkpoint", expected, given, fix)
+        expected, fix = "a folder of this model, prompt and options", "name another folder, or remove this one"
+        given = f"{' and '.join(differences)} in {self.folder}"
+        require(not differences, StoreError, SUBJECT, expected, given, fix)
         return header.length
 
     def _check_call(self, settings: Settings, ids: Tensor, cache: ShardedCache) -> None:
         """Raise unless the call can be continued from a checkpoint."""
         beams = max(settings["num_beams"] or 1, settings["num_return_sequences"] or 1)
-        if len(ids) > 1 or beams > 1:
-            given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
-            raise KernelError("generate checkpoint", "one sequence", given, fix)
+        given, fix = f"{len(ids)} of {beams} beams or samples", "generate them one by one, each in its own folder"
+        require(len(ids) == 1 and beams == 1, KernelError, SUBJECT, "one sequence", given, fix)
         for name, fix in NOT_RESUMABLE.items():
-            is_neutral = isinstance(settings[name], float) and settings[name] == 1  # a penalty of 1.0
-            if settings[name] and not is_neutral:
-                raise KernelError("generate checkpoint", "options that can be continued", f"{name}=", fix)
-        if cache.get_seq_length():
-            fix = "leave cache= out: the checkpoint fills one"
-            raise KernelError("generate checkpoint", "an empty cache", f"{cache.get_seq_length()} tokens", fix)
+            value = settings[name]
+            is_neutral = not value or (isinstance(value, float) and value == 1)  # a penalty of 1.0
+            given = f"{name}={short(value)}"
+            require(is_neutral, KernelError, SUBJECT, "options that can be continued", given, fix)
+        given, fix = f"{cache.get_seq_length()} tokens", "leave cache= out: the checkpoint fills one"
+        require(not cache.get_seq_length(), KernelError, SUBJECT, "an empty cache", given, fix)
 
     def keep(self, cache: ShardedCache, tokens: Tensor, *, prompt: int, ends: Any = None) -> None:
         """Save after every `every` new tokens, but not after an end token. Every rank calls it after each token.
@@ -191,33 +189,24 @@ class TokenCallback(StoppingCriteria):  # type: ignore[misc]
 
 def _identify_call(model: PreTrainedModel, ids: Tensor, settings: Settings) -> str:
     """Return hashes of the model, prompt, options and seed as JSON. The model's is of its config and some weights."""
-    weights = {name: [str(x.dtype), list(x.shape), int(digest(_head(x)))] for name, x in model.named_parameters()}
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in model.named_parameters()}
+    weights = {name: [str(x.dtype), list(x.shape), int(digest(heads[name]))] for name, x in model.named_parameters()}
     config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED_CONFIG}
     names = {name for name in (*vars(GenerationConfig()), *settings.options) if not name.startswith("_")} - MAY_DIFFER
     options = {name: describe_value(settings[name]) for name in names}
     seed = int(digest(random_state(ids.device))) if settings["do_sample"] else None
     call = {"model": [weights, config], "prompt": ids.tolist(), "options": options, "seed": seed}
-    return json.dumps({name: _hash(value) for name, value in call.items()})
-
-
-def _hash(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=describe_value)
-    return blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _head(x: Tensor) -> Tensor:
-    return x.detach().flatten()[:DIGEST_VALUES].contiguous()
+    texts = {name: json.dumps(value, sort_keys=True, default=describe_value) for name, value in call.items()}
+    return json.dumps({name: blake2b(text.encode(), digest_size=16).hexdigest() for name, text in texts.items()})
 
 
 def _restore_state(ids: Tensor, more: Mapping[str, Tensor], saved: int) -> Tensor:
     """Return the saved tokens and set the random state; return the prompt if no new token was saved."""
-    tokens = more.get("tokens")
-    if tokens is None or tokens.dtype != torch.int64 or len(tokens) != 1 or tokens.ndim != 2:
-        given = "none" if tokens is None else f"{tokens.dtype} {tuple(tokens.shape)}"
-        raise StoreError("generate checkpoint", "the tokens of one sequence", given, "remove the folder")
-    if tokens.shape[1] < saved:
-        given = f"{tokens.shape[1]} of {saved}"
-        raise StoreError("generate checkpoint", "the tokens of all keys", given, "remove the folder")
+    tokens = more.get("tokens", torch.empty(0))
+    valid, given = tokens.dtype == torch.int64 and tokens.ndim == 2 and len(tokens) == 1, type_and_shape(tokens)
+    require(valid, StoreError, SUBJECT, "the tokens of one sequence", given, "remove the folder")
+    given = f"{tokens.shape[1]} of {saved}"
+    require(tokens.shape[1] >= saved, StoreError, SUBJECT, "the tokens of all keys", given, "remove the folder")
     if tokens.shape[1] <= ids.shape[1]:
         return ids
     set_random_state(ids.device, more.get("random"))
@@ -238,4 +227,4 @@ def set_random_state(device: torch.device, state: Any) -> None:
             torch.set_rng_state(state)
     except (RuntimeError, TypeError) as error:
         given, fix = str(error).splitlines()[0], "continue on the type of device that wrote it"
-        raise StoreError("generate checkpoint", "the state of this device's random generator", given, fix) from error
+        raise StoreError(SUBJECT, "the state of this device's random generator", given, fix) from error

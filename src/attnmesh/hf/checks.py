@@ -1,10 +1,14 @@
 """Checks of a layer's attention call: exact causal attention with a mask and a cache of attnmesh, or an error."""
 
 from typing import Any, NoReturn
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
-from attnmesh.comm.consensus import agree, compares_always
+from attnmesh.comm.consensus import agree, compares_always, describe_call, may_compare
+from attnmesh.core.checks import require, short
+from attnmesh.core.digest import DIGEST_VALUES, fingerprints
 from attnmesh.core.mask import Causal, Full, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
@@ -13,21 +17,12 @@ from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ItemCount, Shards
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.world import cached_per_world
 
-NO_EFFECT = (
-    "cache_position",
-    "is_causal",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_embeddings",
-    "position_ids",
-    "return_dict",
-    "shift_labels",
-    "use_cache",
-)
+NO_EFFECT = {
+    *("cache_position", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states"),
+    *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache"),
+}
 """Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
 
 
@@ -70,32 +65,26 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
 
 def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
     """Raise for anything but exact causal attention."""
-    if dropout:
-        fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
-        raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
-    if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
-        given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
-        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, fix)
+    fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+    require(not dropout, KernelError, f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
+    causal = getattr(module, "is_causal", True) and more.get("is_causal") is not False
+    given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
+    require(causal, MaskError, f"{SUBJECT} is_causal", "causal attention", given, fix)
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a causal mask or a sliding window"
             fix = "use a model without it" if name == "softcap" else "leave it out"
-            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={_short(value)}", fix)
-
-
-def _short(value: object) -> str:
-    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:40]
+            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", fix)
 
 
 def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
     """Return the mask. Raise unless `mask_function` made it, and for the layer's sliding window."""
+    subject, fix = f"{SUBJECT} attention_mask", "pass a 2D attention_mask of padding, or none"
     if not isinstance(given, MaskSpec):
-        fix = "pass a 2D attention_mask of padding, or none"
         found = "no mask" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
-        raise MaskError(f"{SUBJECT} attention_mask", "one made by transformers for attnmesh", found, fix)
-    if given.mask == Full():
-        fix = "use a causal language model"
-        raise MaskError(f"{SUBJECT} attention_mask", "a causal mask or a sliding window", "a bidirectional mask", fix)
+        raise MaskError(subject, "one made by transformers for attnmesh", found, fix)
+    expected, found, fix = "a causal mask or a sliding window", "a bidirectional mask", "use a causal language model"
+    require(given.mask != Full(), MaskError, subject, expected, found, fix)
     if window is not None and given.mask != Window(window - 1):
         found = f"{given.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")
@@ -117,9 +106,9 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
         fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
         raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
     router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
-    if router_loss and shards.ranks > 1:  # a router would balance the tokens of one rank only
-        fix = "set config.output_router_logits = False"
-        raise KernelError(f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
+    fits = not router_loss or shards.ranks == 1  # a router would balance the tokens of one rank only
+    subject, fix = f"{SUBJECT} output_router_logits", "set config.output_router_logits = False"
+    require(fits, KernelError, subject, "no router loss on shards", "True", fix)
 
 
 def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
@@ -127,9 +116,9 @@ def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> 
     kv, positions = pending.layer.kv, more.get("position_ids")
     if more.get("use_cache") is not False or kv is None or not kv.length or not isinstance(positions, Tensor):
         return
-    if positions.shape[-1] == tokens and not int(positions.flatten()[0]):
-        fix = "leave out past_key_values, or use_cache"
-        raise KernelError(f"{SUBJECT} use_cache", "use_cache=True with a ShardedCache", "use_cache=False", fix)
+    continues = positions.shape[-1] != tokens or int(positions.flatten()[0]) != 0
+    subject, fix = f"{SUBJECT} use_cache", "leave out past_key_values, or use_cache"
+    require(continues, KernelError, subject, "use_cache=True with a ShardedCache", "use_cache=False", fix)
 
 
 def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
@@ -142,6 +131,26 @@ def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
 
 
+@cached_per_world(64)
+def _compared_layers(mesh: Mesh) -> WeakSet[nn.Module]:
+    """Return the layers that `check_same_weights` has compared on this mesh."""
+    return WeakSet()
+
+
+def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) -> None:
+    """Raise on all ranks if they train a layer with different weights: compare some values of each, once per layer.
+
+    Wrappers that shard the weights keep their shards in one dim or as DTensors, which differ between ranks.
+    """
+    mesh = Mesh.of(shards.mesh)
+    if mesh.shape.ranks == 1 or not may_compare(device) or module in _compared_layers(mesh):
+        return
+    named = {name: x for name, x in module.named_parameters() if x.ndim > 1 and type(x).__name__ != "DTensor"}
+    heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
+    agree(mesh, describe_call(f"{SUBJECT} weights", layer=type(module).__name__, **fingerprints(heads)))
+    _compared_layers(mesh).add(module)
+
+
 def check_local_mask(spec: MaskSpec, keys: int) -> None:
     """Raise if the attention mask does not cover all tokens of a transformers cache."""
     if spec.covered is not None:
@@ -151,12 +160,12 @@ def check_local_mask(spec: MaskSpec, keys: int) -> None:
 
 def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int) -> None:
     """Raise unless the attention mask covers all tokens, and repeats the padding of cached tokens."""
-    fix = "pass the attention_mask of all tokens, cached tokens first"
+    subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
     if token_mask is not None and token_mask.shape[1] != kv.length + new:
         expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
-        raise ShapeError(f"{SUBJECT} attention_mask", expected, given, fix)
-    if kv.padding is None and (token_mask is None or bool(token_mask[:, :-new].all())):
-        return
-    cached = None if kv.padding is None else kv.padding.token_mask[:, : kv.length]
-    if token_mask is None or cached is None or not bool((token_mask[:, :-new] == cached).all()):
-        raise MaskError(f"{SUBJECT} attention_mask", "the padding of the cached tokens", "other padding", fix)
+        raise ShapeError(subject, expected, given, fix)
+    if kv.padding is None:
+        same = token_mask is None or bool(token_mask[:, :-new].all())
+    else:
+        same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
+    require(same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)

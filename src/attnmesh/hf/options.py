@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.models import check_model, check_rope_switch, rope_regime
+from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, rope_regime
 from attnmesh.mesh.axes import Mesh
 
 UNSUPPORTED = {
@@ -116,56 +117,51 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     unsupported = {name: settings[name] for name in UNSUPPORTED} | {"use_cache": options.get("use_cache", True)}
     no_effect = {"use_cache": True, "guidance_scale": 1.0}
     for name, value in unsupported.items():
-        if value not in (None, no_effect.get(name, False)):
-            expected, given = "options that work on a mesh", f"{name}={describe_value(value)}"
-            raise ArgumentError("generate", expected, given, UNSUPPORTED[name])
-    if not isinstance(options.get("checkpoint"), (NoneType, CheckpointSpec)):
-        given, fix = type(options["checkpoint"]).__name__, "pass hf.Checkpoint(path)"
-        raise ArgumentError("generate checkpoint", "an hf.Checkpoint", given, fix)
-    for name in options:
-        if name not in ACCEPTED and name != "chunk_size":
-            fix = "leave it out: prefill takes only input_ids and attention_mask"
-            raise ArgumentError("generate", "options of transformers' generation", f"{name}=", fix)
+        given, supported = f"{name}={describe_value(value)}", value in (None, no_effect.get(name, False))
+        require(supported, ArgumentError, "generate", "options that work on a mesh", given, UNSUPPORTED[name])
+    checkpoint, fix = options.get("checkpoint"), "pass hf.Checkpoint(path)"
+    is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
+    require(is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, fix)
+    fix = "leave it out: prefill takes only input_ids and attention_mask"
+    for name, value in options.items():
+        known = name in ACCEPTED or name == "chunk_size"
+        given = f"{name}={short(value)}"
+        require(known, ArgumentError, "generate", "options of transformers' generation", given, fix)
 
 
 def check_left_padded(attention_mask: Tensor) -> None:
     """Raise unless every sequence ends in a token."""
-    if not bool(attention_mask[:, -1].all()):
-        fix = "set the tokenizer's padding_side to 'left'"
-        raise MaskError("generate attention_mask", "no padding at the end of a sequence", "padding", fix)
+    fits, fix = bool(attention_mask[:, -1].all()), "set the tokenizer's padding_side to 'left'"
+    require(fits, MaskError, "generate attention_mask", "no padding at the end of a sequence", "padding", fix)
 
 
 def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
     """Raise unless it is a cache for this batch."""
-    if not isinstance(cache, ShardedCache):
-        fix = "pass attnmesh.hf.ShardedCache(model.config, mesh)"
-        raise KernelError("generate cache", "a ShardedCache", type(cache).__name__, fix)
-    if cache.get_seq_length() and cache.layers[0].kv.sizes.batch != ids.shape[0]:
-        given, fix = f"{ids.shape[0]} and {cache.layers[0].kv.sizes.batch} in the cache", "pass a new cache"
-        raise ShapeError("generate", "as many sequences as the cache holds", given, fix)
+    given, fix = type(cache).__name__, "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+    require(isinstance(cache, ShardedCache), KernelError, "generate cache", "a ShardedCache", given, fix)
+    cached = cache.layers[0].kv.sizes.batch if cache.get_seq_length() else len(ids)
+    given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
+    require(cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache")
 
 
 def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor | None, ranks: int) -> None:
     """Raise unless these are token ids that fit the model and the mesh, with a matching mask."""
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype != torch.int64:
-        given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        fix = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
-        raise DtypeError("generate input_ids", "int64 token ids (batch, length)", given, fix)
-    if not ids.numel():
-        raise ShapeError("generate input_ids", "at least one token", "an empty prompt", "begin with a token")
-    if ids.shape[1] < ranks:
-        fix = "use fewer ranks, or a longer prompt"
-        raise MeshError("generate", "at least one token per rank", f"{ids.shape[1]} on {ranks} ranks", fix)
+    subject, expected, given = "generate input_ids", "int64 token ids (batch, length)", type_and_shape(ids)
+    valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
+    require(valid, DtypeError, subject, expected, given, USE_TOKENIZER)
+    length = ids.shape[1]
+    require(ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token")
+    given, fix = f"{length} on {ranks} ranks", "use fewer ranks, or a longer prompt"
+    require(length >= ranks, MeshError, "generate", "at least one token per rank", given, fix)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
-        fix = "shorten the prompt, or use a model with a longer context"
-        raise ShapeError("generate input_ids", f"at most {longest} tokens, the model's context", f"{ids.shape[1]}", fix)
+    expected = f"at most {longest} tokens, the model's context"
+    fix = "shorten the prompt, or use a model with a longer context"
+    require(longest is None or length <= longest, ShapeError, subject, expected, length, fix)
     if attention_mask is None:
         return
-    fix = "pass the tokenizer's 2D mask; 4D and additive masks are not supported"
-    if not isinstance(attention_mask, Tensor):
-        raise DtypeError("generate attention_mask", "a tensor", type(attention_mask).__name__, fix)
-    if attention_mask.shape != ids.shape:
-        given = str(tuple(attention_mask.shape))
-        raise ShapeError("generate attention_mask", f"2D, {tuple(ids.shape)}", given, fix)
+    subject, fix = "generate attention_mask", "pass the tokenizer's 2D mask; 4D and additive masks are not supported"
+    given = type(attention_mask).__name__
+    require(isinstance(attention_mask, Tensor), DtypeError, subject, "a tensor", given, fix)
+    shape = tuple(attention_mask.shape)
+    require(shape == ids.shape, ShapeError, subject, f"2D, {tuple(ids.shape)}", shape, fix)
     check_left_padded(attention_mask)

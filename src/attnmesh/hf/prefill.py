@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from inspect import signature
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attnmesh.core.checks import require
 from attnmesh.core.layout import Striped
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache import ShardedCache
@@ -80,13 +81,23 @@ def prefill_rest(
     if token_mask is not None:
         positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
+    layout = Striped(cache.block)
     if chunk_size is None and (start or token_mask is not None):
         chunk_size = CHUNK
     with torch.no_grad():
         for first, stop, sharded in _split_prompt(start, end, cache.block * cache.ranks, chunk_size or end):
-            chunk = PromptChunk(ids[:, first:stop], positions[:, first:stop], last, first, token_mask)
-            (_forward_sharded if sharded and takes_positions else _forward)(model, chunk, cache)
-            _check_all_cached(model, cache, stop)
+            index = torch.arange(first, stop, device=ids.device)
+            mask = None if token_mask is None else token_mask[:, :stop].long()
+            padding = None if token_mask is None else token_mask[:, first:stop]
+            shards = Shards(cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
+            if sharded and takes_positions:
+                index = first + layout.positions(stop - first, cache.ranks, Mesh.of(cache.mesh).shard).to(ids.device)
+                mask = ShardMask.of(torch.ones_like(ids[:, index]), shards)
+            local = ShardPositions.of_sequence(positions[:, index], shards, last)
+            _run_model(model, ids[:, index], mask, local, cache)
+            kept = {layer.get_seq_length() for layer in cache.layers} == {stop}
+            given = f"{type(model).__name__}, in which some layers cache no keys"
+            require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
             cache.tokens = mark_padding(ids[:, :stop], attention_mask)  # to continue from if a rank is lost
             if after is not None:
                 after(stop)
@@ -107,41 +118,6 @@ def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int
     return head + [(first, last, True) for first, last in pairwise(edges)]
 
 
-class PromptChunk(NamedTuple):
-    """Tokens of a prompt for one forward pass."""
-
-    ids: Tensor
-    positions: Tensor
-    last: int
-    """Largest position of the whole prompt."""
-    start: int
-    """Tokens before the chunk."""
-    token_mask: Tensor | None
-    """(batch, tokens of the whole prompt), False for padding; None without padding."""
-
-    @property
-    def stop(self) -> int:
-        """Tokens before the end of the chunk."""
-        return self.start + self.ids.shape[1]
-
-
-def _forward(model: PreTrainedModel, chunk: PromptChunk, cache: ShardedCache) -> None:
-    """Run the model on all tokens of the chunk, on every rank."""
-    mask = None if chunk.token_mask is None else chunk.token_mask[:, : chunk.stop].long()
-    shards = Shards(cache.mesh, Striped(), chunk.ids.shape[1], start=chunk.start, cached=True)
-    _run_model(model, chunk.ids, mask, ShardPositions.of_sequence(chunk.positions, shards, chunk.last), cache)
-
-
-def _forward_sharded(model: PreTrainedModel, chunk: PromptChunk, cache: ShardedCache) -> None:
-    """Run the model on this rank's tokens of the chunk."""
-    layout, length = Striped(cache.block), chunk.ids.shape[1]
-    index = layout.positions(length, cache.ranks, Mesh.of(cache.mesh).shard).to(chunk.ids.device)
-    token_mask = None if chunk.token_mask is None else chunk.token_mask[:, chunk.start : chunk.stop]
-    shards = Shards(cache.mesh, layout, length, start=chunk.start, token_mask=token_mask, cached=True)
-    ids, positions = chunk.ids[:, index], ShardPositions.of_sequence(chunk.positions[:, index], shards, chunk.last)
-    _run_model(model, ids, ShardMask.of(torch.ones_like(ids), shards), positions, cache)
-
-
 def _run_model(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache
 ) -> None:
@@ -153,13 +129,6 @@ def _run_model(
     if "position_ids" in parameters:
         options["position_ids"] = positions
     model(input_ids=ids, **options)
-
-
-def _check_all_cached(model: PreTrainedModel, cache: ShardedCache, tokens: int) -> None:
-    """Raise unless every layer has cached all tokens so far."""
-    if {layer.get_seq_length() for layer in cache.layers} != {tokens}:
-        given = f"{type(model).__name__}, in which some layers cache no keys"
-        raise KernelError("generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
 
 
 def crop_to_shared_prefix(

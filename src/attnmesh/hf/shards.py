@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
 from attnmesh.errors import ArgumentError, KernelError
@@ -112,17 +113,17 @@ class Shards:
         """Count one attention call, of a model of `layers` layers. Raise if the model has not read position_ids."""
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
-        if not self.forward_pass.positions_read and self.ranks > 1:
-            expected = "a model that takes positions from position_ids"
-            raise KernelError(SUBJECT, expected, f"a {layer} that counts them from 0 on each shard", USE_SUPPORTED)
+        fits, expected = self.forward_pass.positions_read, "a model that takes positions from position_ids"
+        given = f"a {layer} that counts them from 0 on each shard"
+        require(fits or self.ranks == 1, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
     def check_all_layers_counted(self) -> None:
         """Raise if a layer has not called attnmesh: it mixed the tokens of this shard alone, or none."""
         calls, layers = self.forward_pass.attention_calls, self.forward_pass.layers
-        if calls < layers and self.ranks > 1:
-            expected = "a model whose layers all call attnmesh for attention"
-            given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
-            raise KernelError(SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
+        expected = "a model whose layers all call attnmesh for attention"
+        given = f"one in which {calls} of {layers} layers do" if calls else "one in which no layer does"
+        fits = calls >= layers or self.ranks == 1
+        require(fits, KernelError, SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
 
 
 class ShardTensor(Tensor):
@@ -239,9 +240,9 @@ class ShardPositions(ShardTensor):
 def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     """Raise if a padding token comes before another token: RoBERTa's positions do not count padding."""
     is_padding = ids == padding
-    if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
-        expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
-        raise KernelError(f"{SUBJECT} input_ids", expected, given, "replace it by another token")
+    at_end = not bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any())
+    expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
+    require(at_end, KernelError, f"{SUBJECT} input_ids", expected, given, "replace it by another token")
 
 
 class GuardedLabels(ShardTensor):
@@ -267,10 +268,10 @@ class ShardLabels(ShardTensor):
             return call()
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
-        if reduction == "mean" and not self.shards.even:
-            expected = "a loss that weighs the tokens of all ranks equally"
-            fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
-            raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "a mean over one rank's tokens", fix)
+        expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
+        fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
+        weighed = reduction != "mean" or self.shards.even
+        require(weighed, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, fix)
         return LossSum.of(call(), self.shards) if reduction == "sum" else call()
 
 
@@ -289,9 +290,9 @@ class LossSum(ShardTensor):
         divisor, count = args[1], self.shards.forward_pass.item_count
         if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
             return call().mul_(self.shards.ranks)
-        if isinstance(divisor, Tensor) and not isinstance(divisor, ItemCount):
-            expected, fix = "the count of the batch", "pass it to shard_batch(..., num_items_in_batch=)"
-            raise ArgumentError(f"{SUBJECT} num_items_in_batch", expected, "another tensor", fix)
+        is_count = isinstance(divisor, ItemCount) or not isinstance(divisor, Tensor)
+        subject, fix = f"{SUBJECT} num_items_in_batch", "pass it to shard_batch(..., num_items_in_batch=)"
+        require(is_count, ArgumentError, subject, "the count of the batch", "another tensor", fix)
         return call()
 
 

@@ -11,10 +11,12 @@ from torch.nn.functional import pad
 
 from attnmesh.attention.sharding import shard
 from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from attnmesh.hf.models import USE_TOKENIZER
 from attnmesh.hf.shards import GuardedLabels, ItemCount, ShardIds, ShardLabels, ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 
@@ -74,17 +76,13 @@ def shard_batch(
 def _agree_on_batch(
     batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout, more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Tensor, Mask]:
-    """Return the batch with all its entries, its positions, and the mask of packed sequences.
-
-    Raise the same error on all ranks unless all pass the same valid batch.
-    """
+    """Return the batch with all entries, its positions and its documents, if all ranks pass the same valid batch."""
     place = Mesh.of(mesh)
 
     def check() -> tuple[dict[str, Any], Tensor, Mask]:
         check_layout("shard_batch layout", layout)
-        if not isinstance(batch, Mapping):
-            given, fix = type(batch).__name__, "pass the collator's output, or a dict"
-            raise DtypeError("shard_batch", "a mapping of names to tensors", given, fix)
+        given, fix = type(batch).__name__, "pass the collator's output, or a dict"
+        require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
         _check_batch(whole, place.shape.ranks)
         positions, documents = _positions(whole)
@@ -140,39 +138,32 @@ def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:
 def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     """Raise unless all entries are known and have matching shapes."""
     accepted = (*TOKEN_ARGUMENTS, "num_items_in_batch")
-    if unknown := [name for name in batch if name not in (*accepted, *PACKING_ARGUMENTS)]:
-        fix = "leave it out, or pass it to the model yourself if it has no value per token"
-        raise ArgumentError("shard_batch", f"some of {', '.join(accepted)}", f"{unknown[0]!r}", fix)
-    ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
-        given = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-        fix = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
-        raise DtypeError("shard_batch input_ids", "token ids (batch, length)", given, fix)
-    if ids.shape[1] < ranks or not ids.shape[0]:
-        given, fix = f"{tuple(ids.shape)} on {ranks} ranks", "use longer sequences, or fewer ranks"
-        raise ShapeError("shard_batch input_ids", "a sequence, and at least one token per rank", given, fix)
-    for name in TOKEN_ARGUMENTS[1:]:
-        x = batch.get(name)
-        shapes = [tuple(ids.shape)] + [(1, ids.shape[1])] * (name == "position_ids")
-        if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) not in shapes):
-            given = str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__
-            hint = "; 4D and additive masks are not supported" if name == "attention_mask" else ""
-            raise ShapeError(
-                f"shard_batch {name}", f"shape {tuple(ids.shape)}", given, "pass one value per token" + hint
-            )
-    _check_count(batch.get("num_items_in_batch"))
+    fix = "leave it out, or pass it to the model yourself if it has no value per token"
+    for name in batch:
+        known = name in (*accepted, *PACKING_ARGUMENTS)
+        require(known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
+    subject, ids = "shard_batch input_ids", batch.get("input_ids")
+    valid = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
+    require(valid, DtypeError, subject, "token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)
+    shape: tuple[int, int] = tuple(batch["input_ids"].shape)
+    given, fix = f"{shape} on {ranks} ranks", "use longer sequences, or fewer ranks"
+    fits = shape[1] >= ranks and shape[0] > 0
+    require(fits, ShapeError, subject, "a sequence, and at least one token per rank", given, fix)
+    for name in TOKEN_ARGUMENTS:
+        x, fix = batch.get(name), "pass one value per token"
+        fix += "; 4D and additive masks are not supported" if name == "attention_mask" else ""
+        shapes: set[Any] = {shape, (1, shape[1])} if name == "position_ids" else {shape}
+        found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        require(x is None or found in shapes, ShapeError, f"shard_batch {name}", f"shape {shape}", found, fix)
+    count = batch.get("num_items_in_batch")
+    is_number = count is None or isinstance(count, Real) or (isinstance(count, Tensor) and count.numel() == 1)
+    fix = "count the labels to learn, or leave it out"
+    require(is_number, DtypeError, "shard_batch num_items_in_batch", "a number", short(count), fix)
     _check_padding(batch)
     positions = batch.get("position_ids")
-    if positions is not None and not torch.equal(positions.diff(), positions[:1].expand_as(positions).diff()):
-        fix = "pack all rows of a batch alike, or into one row"
-        raise MaskError("shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
-
-
-def _check_count(count: object) -> None:
-    """Raise unless it is a number, a tensor of one, or None."""
-    if count is not None and not (isinstance(count, Tensor) and count.numel() == 1) and not isinstance(count, Real):
-        fix = "count the labels to learn, or leave it out"
-        raise DtypeError("shard_batch num_items_in_batch", "a number", repr(count), fix)
+    alike = positions is None or torch.equal(positions.diff(), positions[:1].expand_as(positions).diff())
+    fix = "pack all rows of a batch alike, or into one row"
+    require(alike, MaskError, "shard_batch position_ids", "the same positions in each row", "rows that differ", fix)
 
 
 def _check_padding(batch: Mapping[str, Any]) -> None:
@@ -180,25 +171,27 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
     mask = batch.get("attention_mask")
     if mask is None or bool(mask.all()):
         return
-    if bool((mask.bool().diff() & mask.bool()[:, 1:]).any()):
-        fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
-        raise MaskError("shard_batch attention_mask", "padding on the right, if any", "padding before a token", fix)
-    labels = _shift_labels(batch)
-    if labels is not None and bool(((labels != IGNORE_INDEX) & ~mask.bool()).any()):
-        fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
-        raise MaskError("shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
+    mask, labels = mask.bool(), _shift_labels(batch)
+    on_the_right = not bool((mask.diff() & mask[:, 1:]).any())
+    given, fix = (
+        "padding before a token",
+        "set the tokenizer's padding_side to 'right', or pack sequences by position_ids",
+    )
+    require(on_the_right, MaskError, "shard_batch attention_mask", "padding on the right, if any", given, fix)
+    learned = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
+    fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
+    require(not learned, MaskError, "shard_batch labels", f"{IGNORE_INDEX} at padding", "labels of padding", fix)
 
 
 def _check_packing(batch: Mapping[str, Any], documents: Mask) -> None:
     """Raise unless the packing arguments of a collator match `position_ids`."""
-    packing = {name: batch[name] for name in PACKING_ARGUMENTS if batch.get(name) is not None}
+    no_positions = batch.get("position_ids") is None
+    given = "no position_ids" if no_positions else "attention_mask"
+    fits = not no_positions and batch.get("attention_mask") is None
     fix = "pass the collator's position_ids too, which restart in each sequence"
-    if packing and (batch.get("position_ids") is None or batch.get("attention_mask") is not None):
-        given = "no position_ids" if batch.get("position_ids") is None else "attention_mask"
-        raise MaskError(f"shard_batch {next(iter(packing))}", "position_ids and no attention_mask", given, fix)
-    length = batch["input_ids"].shape[1]
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        edges = torch.as_tensor(packing[name]).flatten().tolist() if name in packing else None
-        expected = [0, *documents.ends] if documents.ends else [0, length]
-        if edges is not None and edges != expected:
-            raise MaskError(f"shard_batch {name}", f"{expected}, as in position_ids", str(edges), fix)
+    expected = [0, *(documents.ends or batch["input_ids"].shape[1:])]
+    for name in (name for name in PACKING_ARGUMENTS if batch.get(name) is not None):
+        require(fits, MaskError, f"shard_batch {name}", "position_ids and no attention_mask", given, fix)
+        if name.startswith("cu_seq_lens"):
+            edges = torch.as_tensor(batch[name]).flatten().tolist()
+            require(edges == expected, MaskError, f"shard_batch {name}", f"{expected}, as in position_ids", edges, fix)

@@ -78,8 +78,9 @@ def attend(
         check_qkv("attend", q, k, v)
         in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
         check_mask("attend mask", mask, *in_order)
-        check_positions("attend q_positions", q_positions, q.shape[2])
-        check_positions("attend k_positions", k_positions, k.shape[2])
+        for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
+            if positions is not None:
+                check_positions(f"attend {name}_positions", positions, x.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
     scale = check_scale("attend", scale, q)

@@ -1,1 +1,1 @@
-"""Meshes as values, without communication: shapes, axes, schedules, reduction trees, figures."""
+"""Meshes as values, without communication: shapes, axes, schedules, reduction trees."""

@@ -123,9 +123,8 @@ class Mesh:
             fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
             raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
         if device_mesh.get_coordinate() is None:
-            raise MeshError(
-                "mesh", "a mesh that holds this rank", str(device_mesh), "call it on the ranks of the mesh alone"
-            )
+            fix = "call it on the ranks of the mesh alone"
+            raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
         return Mesh(*(_axis(device_mesh, name) if name in mine else Axis() for name in AXES))
 
     @staticmethod

@@ -4,7 +4,7 @@ The pair of a query chunk at (r1, c1) and a key chunk at (r2, c2) is computed at
 any mesh. Rank (r, c) receives from its row the queries that see a key of its column. It receives from its column the
 keys that a query of its row sees. Under a full mask these are all queries and keys; under a window, few neighbours'.
 
-A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. Keys arrive in `steps`:
+A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. Keys arrive in `key_steps`:
 all at once, or one step after another around a ring. In a ring each rank forwards the keys that later ranks need.
 Their gradients travel with them, and return to the owner from the last rank.
 """
@@ -64,17 +64,17 @@ class Step:
 class Schedule:
     """The schedule of one rank: gather the queries of its row, then receive the keys of its column in steps."""
 
-    row: Step
-    steps: tuple[Step, ...]
+    query_step: Step
+    key_steps: tuple[Step, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
 
     @property
-    def travelling(self) -> tuple[Step | None, ...]:
-        """For each step, the step with which its dk and dv are sent on.
+    def gradient_steps(self) -> tuple[Step | None, ...]:
+        """For each step of the keys, the step with which its dk and dv are sent on.
 
         None at step 0, as a rank keeps those of its own keys, and at the last step, as they return to the owner.
         """
-        return (None, *self.steps[2:], None)[: len(self.steps)]
+        return (None, *self.key_steps[2:], None)[: len(self.key_steps)]
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,13 @@ class Problem:
 @lru_cache(maxsize=256)
 def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     """Return the schedule of the ranks at (r, c)."""
-    row = _row(problem, r, c)
-    steps = tuple(_ring(problem, r, c) if ring else [_column(problem, r, c)])
-    return Schedule(row, steps, tuple(Band.of(problem.mask, row.positions, step.positions) for step in steps))
+    query_step = _query_step(problem, r, c)
+    key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
+    bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
+    return Schedule(query_step, key_steps, bands)
 
 
-def _row(problem: Problem, r: int, c: int) -> Step:
+def _query_step(problem: Problem, r: int, c: int) -> Step:
     """Return the exchange of queries along row r. A query goes to each column that has a key it sees."""
     chunks = [problem.queries(r, peer) for peer in range(problem.shape.keys)]
     sent = [_queries_that_see(problem.mask, chunks[c], problem.column_keys(peer)) for peer in range(len(chunks))]
@@ -136,7 +137,7 @@ def _row(problem: Problem, r: int, c: int) -> Step:
     return _exchange_at_once(chunks, c, sent, received)
 
 
-def _column(problem: Problem, r: int, c: int) -> Step:
+def _key_step(problem: Problem, r: int, c: int) -> Step:
     """Return the exchange of keys along column c. A key goes to each row that has a query which sees it."""
     chunks = [problem.keys(peer, c) for peer in range(problem.shape.queries)]
     sent = [_keys_seen_by(problem.mask, problem.row_queries(peer), chunks[r]) for peer in range(len(chunks))]
@@ -162,7 +163,7 @@ def _exchange_at_once(chunks: list[Tensor], rank: int, sent: list[Tensor], recei
     )
 
 
-def _ring(problem: Problem, r: int, c: int) -> Iterator[Step]:
+def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
     """Yield the steps of a ring along column c. At step t a rank holds needed keys of the rank t before it."""
     size = problem.shape.queries
     chunks = [problem.keys(peer, c) for peer in range(size)]

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from attnmesh.core.checks import require
 from attnmesh.errors import MeshError
 
 AXES = ("heads", "queries", "keys")
@@ -64,12 +65,9 @@ def mesh_shapes(ranks: int, q_heads: int, kv_heads: int, *, training: bool = Tru
 
 def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     """Raise unless the counts are at least 1 and the heads can be grouped."""
-    counts = ranks, q_heads, kv_heads
-    whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in counts)
-    if not whole or q_heads % kv_heads:
-        given = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads"
-        fix = "pass the model's head counts"
-        raise MeshError(subject, "at least one of each, whole groups of heads", given, fix)
+    fits = all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) and q_heads % kv_heads == 0
+    given, fix = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads", "pass the model's head counts"
+    require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
 
 
 def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:

@@ -1,14 +1,7 @@
-"""Wait for gloo's threads before Python exits: a thread that is still running would abort the process.
+"""Wait for gloo's threads before Python exits: a thread that still releases tensors would abort the process.
 
-A gloo thread reports that a collective is done, and releases its tensors afterwards. To release a Python object it
-needs the GIL. Python below 3.14 ends a thread that requests the GIL at exit with `pthread_exit`. In glibc this unwinds
-the stack through destructors, which C++ does not allow: "terminate called without an active exception". A short delay
-of the thread is enough:
-
-        rank     all_reduce ........... done | prints its results | Python exits ............... SIGABRT
-        gloo     reports the collective done | ... waits for a processor ... | releases tensors |
-
-PyTorch does this with or without attnmesh. Threads are inspected in /proc, which exists on Linux only, as does glibc.
+To release a Python object a thread needs the GIL. Python below 3.14 ends a thread that requests the GIL at exit with
+`pthread_exit`, which in glibc unwinds the stack through destructors: "terminate called without an active exception".
 """
 
 import time
@@ -16,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
-"""Linux's list of the threads of this process."""
+"""Linux's list of the threads of this process. Other systems have neither this list nor glibc."""
 
 NAME = "pt_gloo"
 """Prefix of the names of gloo's threads."""

@@ -30,10 +30,7 @@ MEMORY_SHARE = 1 / 8
 """Share of a rank's memory up to which the fastest exchange is taken, and not the one that needs least memory."""
 
 TYPICAL_PAYLOAD = Payload(128.0, 128)
-"""The message that a merge is chosen for, 32 rows of 128 columns, whatever the size of the actual message.
-
-A rank that raises still takes part in the merge, and does not have that size.
-"""
+"""32 rows of 128 columns. The actual size does not count: a rank that raises takes part in the merge without it."""
 
 
 def best_exchange(cluster: Cluster, tile: Shape, shape: Shape, layout: Layout, workload: Workload) -> Exchange:

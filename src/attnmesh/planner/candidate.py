@@ -1,10 +1,12 @@
-"""Values that the planner compares: one way to run attention, and its predicted cost."""
+"""One way to run attention, its predicted cost, and its predicted bytes per rank in prefill and training."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from attnmesh.core.layout import Layout
+from attnmesh.core.layout import Layout, Zigzag
+from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.workload import Workload
 
 
 class Candidate(NamedTuple):
@@ -17,13 +19,6 @@ class Candidate(NamedTuple):
     tile: Shape
     layout: Layout
     exchange: str
-
-
-class Bytes(NamedTuple):
-    """Bytes that all ranks send in all layers, inside hosts and between hosts."""
-
-    inside: float = 0.0
-    between: float = 0.0
 
 
 @dataclass
@@ -53,3 +48,65 @@ class Cost:
         parts = {name: layers * seconds for name, seconds in self.parts.items()}
         inside, between, messages = layers * self.inside, layers * self.between, layers * self.messages
         return Cost(layers * self.seconds, inside, between, messages, self.memory, parts)
+
+
+def rank_memory(candidate: Candidate, workload: Workload) -> float:
+    """Return the bytes per rank: tensors kept by all layers, and the peak of one exchange.
+
+    A prefill keeps the keys and values of all layers. Training keeps all inputs of the backward pass.
+    The peak is that of the backward pass, which is an upper bound for the forward pass.
+    """
+    tokens = workload.batch * workload.length / candidate.shape.ranks
+    q, k, width = workload.q_heads, workload.kv_heads, workload.head_dim + workload.values
+    queries, keys = q * (width * workload.item + workload.wide), k * width * workload.item
+    kept = workload.layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
+    peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * workload.wide * width / 2
+    return tokens * (kept + peak)
+
+
+def min_memory(workload: Workload) -> float:
+    """Return the bytes of all ranks together in the candidate that needs least: a ring, on many ranks."""
+    if workload.phase == "decode":
+        return workload.kept_bytes
+    ring = Shape(1, 4, 1)
+    return ring.ranks * rank_memory(Candidate(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload)
+
+
+def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:
+    """Return the peak of the backward pass beyond its inputs, under a full mask, with values as wide as keys.
+
+    The unit is float32 elements per token of a rank's shard and per column of a head. Let f be the share of the heads
+    that are exchanged at once, q and k the head counts, C the ranks along keys and R the ranks along queries.
+    Each term is counted where its axis is longer than 1:
+
+        gradients of the shard                q + 2k
+        rows: q, dout, out                    f 3C q      out alone without a keys axis
+        made by a kernel: dq, dk, dv          f (C q + 2R k)
+        gathered keys and values              f 2R k      while the kernel runs, and C q of dout masked
+        sent, received and kept of dk, dv     f (4R - 2) k    after the kernel
+        sent, received and kept of dq         f (2C - 1) q    after that, while the next group's kernel runs
+        the next group's gathers              f (2C q + 2R k)
+
+    Not counted: buffers of the heads axis, and copies that put gathered tokens in order.
+    In a ring, R is 1 for the tensors that a kernel reads and writes. A ring also holds one chunk being sent, one being
+    received, and the same of their gradients, while dq is summed over the steps.
+    """
+    _, rows, columns = shape
+    q, k = q_heads, kv_heads  # a heads axis divides the heads and multiplies the tokens, so the product stays
+    groups = exchange.head_groups(shape, kv_heads)
+    share = 1 / groups
+    at_once = 1 if exchange.ring else rows
+    row = share * columns * q
+    standing = q + 2 * k + row * (3 if columns > 1 else 1)
+    made, gathered = row + share * 2 * at_once * k, share * 2 * at_once * k if rows > 1 else 0
+    back = share * (2 * columns - 1) * q if columns > 1 else 0
+    coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
+    in_flight = 0.0
+    if exchange.ring and rows > 1:
+        in_flight = row + (8 * k if rows > 2 else 2 * k)
+    moments = (
+        standing + row + made + gathered + in_flight + coming + (back if groups > 1 else 0),
+        standing + made + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
+        standing + row + coming + back,
+    )
+    return max(moments)

@@ -4,17 +4,16 @@ Seconds add up over *stages*, in the order of the executor. An exchange takes on
 busiest rank or host link needs to send or to receive. An exchange beside a kernel costs what the kernel does not hide.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnmesh.core.layout import Zigzag
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
-from attnmesh.planner.candidate import Candidate, Cost
+from attnmesh.planner.candidate import Candidate, Cost, rank_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import agree_cost, decode_cost
-from attnmesh.planner.hardware import Link
-from attnmesh.planner.memory import rank_memory
+from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.traffic import Flow, Load, Pairs, PlannedTraffic, traffic
 from attnmesh.planner.workload import Workload
 
@@ -34,9 +33,8 @@ def _attention_cost(candidate: Candidate, workload: Workload, cluster: Cluster) 
     job = _Job(candidate, workload, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
     total = Cost(memory=rank_memory(candidate, workload))
     agree_cost(candidate, cluster, total)
-    _forward(job, total)
-    if workload.phase == "training":
-        _backward(job, total)
+    for one in _passes(workload, cluster.device):
+        _add_pass(job, one, total)
     return total
 
 
@@ -55,32 +53,6 @@ class ExchangeTime(NamedTuple):
         return ExchangeTime(seconds, on_cores, latency, self.head_start / groups)
 
 
-class SharedCores(NamedTuple):
-    """Model of ranks that share processor cores; without sharing it is max(compute, communication).
-
-    A rank computes `alone` times as fast while the other ranks rest. In all presets `alone` is 1; `Cluster.measure`
-    measures it. Sharing changes two terms:
-
-    - Kernel: cores that one rank leaves idle speed up the others. So the average rank's work counts, not the busiest's.
-      Ranks that receive their tokens sooner also compute sooner.
-    - Waiting: the core work of an exchange slows the kernel beside it.
-
-    The plain model is clearly worse where ranks share cores, on 156 measured plans of prefill and training
-    (`benchmarks/results/plan-*.json`). It predicts 77% of the times within 25%; this model predicts 99%. Its pick takes
-    more than 1.10 times as long as the best plan in 6 of 18 workloads; this model's pick never does.
-    """
-
-    alone: float
-
-    def kernel(self, most: float, mean: float, head_start: float) -> float:
-        """Return the seconds of a kernel: `most` of the busiest rank, `mean` on average, when all ranks compute."""
-        return max(mean - head_start, most / self.alone)
-
-    def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
-        """Return the seconds that an exchange adds to the kernel beside it."""
-        return max((1 - 1 / self.alone) * exchange.on_cores, exchange.seconds - kernel)
-
-
 class Transfer(NamedTuple):
     """An exchange of tokens of `size` bytes each, made `times` times."""
 
@@ -89,8 +61,33 @@ class Transfer(NamedTuple):
     times: int = 1
 
 
+class Pass(NamedTuple):
+    """Elements per token that the heads axis swaps, bytes per token of each exchange, and multiply-adds per pair."""
+
+    swaps: tuple[float, float]
+    rows: float
+    keys: float
+    keys_back: float
+    back: float
+    rate: float
+    products: int
+    columns: int  # of the result per query
+
+
 @dataclass(frozen=True)
 class _Job:
+    """A candidate on a cluster, where ranks may share processor cores.
+
+    With `alone` 1, as in all presets, computing and communicating overlap fully. Shared cores change two terms:
+
+    - Kernel: cores that one rank leaves idle speed up the others. So the average rank's work counts, not the busiest's.
+      Ranks that receive their tokens sooner also compute sooner.
+    - Waiting: the core work of an exchange slows the kernel beside it.
+
+    On 156 plans measured on shared cores (`benchmarks/results/plan-*.json`), 99% of the predicted times are within 25%.
+    Without these terms 77% are.
+    """
+
     candidate: Candidate
     workload: Workload
     cluster: Cluster
@@ -103,32 +100,23 @@ class _Job:
         return self.exchange.head_groups(self.candidate.shape, self.workload.kv_heads)
 
     @property
-    def cores(self) -> SharedCores:
-        """The model of kernels and of exchanges beside them."""
-        return SharedCores(self.cluster.device.alone)
-
-    @property
     def copy_rate(self) -> float:
         """Bytes/s that copies read and write."""
         return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
-    def kernel(self, pairs: Pairs, rate: float, products: int, columns: int, head_start: float = 0.0) -> float:
-        """Return the seconds of kernels and of their launches, for `products` multiply-adds per pair.
-
-        `columns` are those of the result per query. A zigzag shard has two runs of queries, so two kernels.
-        """
+    def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
+        """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels."""
         heads = self.workload.batch * self.workload.q_heads / self.candidate.shape.heads
         blocks = 2 if isinstance(self.candidate.layout, Zigzag) else 1
-        most, mean = (2 * products * number * heads / rate for number in pairs)
-        launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self._sum(columns)
-        return self.cores.kernel(most, mean, head_start) + launches
+        most, mean = (2 * one.products * number * heads / one.rate for number in pairs)
+        launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self.sum(one.columns)
+        return max(mean - head_start, most / self.cluster.device.alone) + launches
 
-    def ring_kernels(self, rate: float, products: int, columns: int) -> list[float]:
-        """Return the seconds of each ring step. All steps but the first add to a running sum."""
-        steps = [self.kernel(pairs, rate, products, columns) for pairs in self.traffic.steps]
-        return [steps[0], *(step + self._sum(columns) for step in steps[1:])]
+    def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
+        """Return the seconds that an exchange adds to the kernel beside it."""
+        return max((1 - 1 / self.cluster.device.alone) * exchange.on_cores, exchange.seconds - kernel)
 
-    def _sum(self, columns: int) -> float:
+    def sum(self, columns: int) -> float:
         """Return the seconds of adding results of `columns` columns to a running sum."""
         shape, work = self.candidate.shape, self.workload
         tokens = work.batch * work.length / shape.queries / shape.heads
@@ -141,22 +129,23 @@ class _Job:
             messages = flow.between.messages * self.candidate.shape.heads * self.groups * times
             total.add_traffic(flow.inside.total * size * times, flow.between.total * size * times, messages)
         peers = sum(flow.peers for flow, _, _ in transfers)
-        evenly = moved = latency = inside_time = between_time = 0.0
-        for link, inside in ((self.cluster.inside, True), (self.cluster.between, False)):
-            loads = [(flow.inside if inside else flow.between, flow.peers, size) for flow, size, _ in transfers]
-            busiest = sum([load.rank * size for load, _, size in loads])
-            if not busiest:
-                continue
-            seconds = self._transfer_time(link, loads)
-            inside_time, between_time = (seconds, between_time) if inside else (inside_time, seconds)
-            latency = max(latency, link.latency + (peers - 1) * link.message)
-            average = [(self._average(load), peers, size) for load, peers, size in loads]
-            evenly = max(evenly, self._transfer_time(link, average))
-            moved += busiest / self.candidate.shape.heads
+        moved = latency = 0.0
+        busiest, evenly = [], []
+        for name in ("inside", "between"):
+            link = getattr(self.cluster, name)
+            loads = [(getattr(flow, name), flow.peers, size) for flow, size, _ in transfers]
+            busiest.append(self._transfer_time(link, loads))
+            evenly.append(
+                self._transfer_time(link, [(self._average(load), peers, size) for load, peers, size in loads])
+            )
+            if busiest[-1]:
+                latency = max(latency, link.latency + (peers - 1) * link.message)
+                moved += sum([load.rank * size for load, _, size in loads]) / self.candidate.shape.heads
         if moved:
             latency += self.cluster.device.call  # packing and unpacking
-        longest, core_work = max(inside_time, between_time), latency + COPIES * moved / self.copy_rate
-        return ExchangeTime(core_work + longest, core_work + inside_time, latency, longest - evenly)
+        core_work = latency + COPIES * moved / self.copy_rate
+        head_start = max(busiest) - max(evenly)
+        return ExchangeTime(core_work + max(busiest), core_work + busiest[0], latency, head_start)
 
     def _average(self, load: Load) -> Load:
         """Return the load of an average rank and an average host."""
@@ -175,88 +164,83 @@ class _Job:
         return max(rank / link.rate, host / link.host_rate, pair / (link.peer_rate or link.rate))
 
 
-def _forward(job: _Job, total: Cost) -> None:
-    """Add the forward pass: queries along rows, keys along columns, the kernel, partials back along rows."""
-    work, moves, groups = job.workload, job.traffic, job.groups
+def _passes(work: Workload, device: Device) -> Iterator[Pass]:
+    """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
     q, k = work.batch * work.q_heads, work.batch * work.kv_heads
     width = work.head_dim + work.values
-    rows = Transfer(moves.rows, q * work.head_dim * work.item)
-    keys = Transfer(moves.columns, k * width * work.item)
-    back = Transfer(moves.rows, q * (work.values + 1) * work.wide)
-    rate = job.cluster.device.forward_rate
-    _add_head_swaps(job, (q * work.head_dim + k * width, q * work.values), total)
+    keys = k * width * work.item
+    yield Pass(
+        swaps=(q * work.head_dim + k * width, q * work.values),
+        rows=q * work.head_dim * work.item,
+        keys=keys,
+        keys_back=0,
+        back=q * (work.values + 1) * work.wide,
+        rate=device.forward_rate,
+        products=width,
+        columns=work.values,
+    )
+    if work.phase == "training":
+        yield Pass(
+            swaps=(q * work.values, q * work.head_dim + k * width),
+            rows=q * (width * work.item + 2 * work.wide),
+            keys=keys,
+            keys_back=k * width * work.wide,
+            back=q * work.head_dim * work.wide,
+            rate=device.backward_rate,
+            products=3 * work.head_dim + 2 * work.values,
+            columns=work.head_dim,
+        )
+
+
+def _add_pass(job: _Job, one: Pass, total: Cost) -> None:
+    """Add a pass: queries along rows, keys along columns, the kernel, gradients of keys back, results back."""
+    moves, groups = job.traffic, job.groups
+    rows, back = Transfer(moves.rows, one.rows), Transfer(moves.rows, one.back)
+    keys, keys_back = Transfer(moves.columns, one.keys), Transfer(moves.columns, one.keys_back)
+    _add_head_swaps(job, one.swaps, total)
     if job.exchange.ring:
-        hop = job.exchanged([Transfer(moves.hop, keys.size, job.candidate.shape.queries - 1)], total)
-        total.add_stage("gather", job.exchanged([rows], total).seconds)
-        steps = job.ring_kernels(rate, width, work.values)
-        _add_ring(job, steps, [hop] * (len(steps) - 1), total)
+        _add_ring(job, one, rows, total)
     else:
         gather = job.exchanged([rows, keys], total).of_group(groups)
         total.add_stage("gather", gather.seconds)
-        kernel = job.kernel(moves.pairs, rate, width, work.values, gather.head_start)
-        _add_groups(job, kernel, _both_ways(job, rows, back, keys), total)
+        kernel = job.kernel(moves.pairs, one, gather.head_start)
+        total.add_stage("kernel", kernel)
+        # Beside each group's kernel run the next group's gather and the last group's return, counted elsewhere.
+        both_ways = Transfer(moves.both_ways, (one.rows + one.back) / 2)
+        overlapped = job.exchanged([both_ways, keys], Cost()).of_group(groups)
+        total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
+        if one.keys_back:
+            total.add_stage("give back", job.exchanged([keys_back], total).seconds)
     total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
 
 
-def _backward(job: _Job, total: Cost) -> None:
-    """Add the backward pass: queries and their gradients along rows, keys along columns, the kernel, gradients back."""
-    work, moves, groups = job.workload, job.traffic, job.groups
-    q, k = work.batch * work.q_heads, work.batch * work.kv_heads
-    width = work.head_dim + work.values
-    rows = Transfer(moves.rows, q * (width * work.item + 2 * work.wide))
-    keys, keys_back = Transfer(moves.columns, k * width * work.item), Transfer(moves.columns, k * width * work.wide)
-    back = Transfer(moves.rows, q * work.head_dim * work.wide)
-    rate, products = job.cluster.device.backward_rate, 3 * work.head_dim + 2 * work.values
-    _add_head_swaps(job, (q * work.values, q * work.head_dim + k * width), total)
-    if job.exchange.ring:
-        steps = job.ring_kernels(rate, products, work.head_dim)
-        further = len(steps) - 1
-        hops = Transfer(moves.hop, keys.size, further), Transfer(moves.hop_back, keys_back.size, further)
-        keys_hop, gradients_hop = (job.exchanged([hop], total) for hop in hops)
-        total.add_stage("gather", job.exchanged([rows], total).seconds)
+def _add_ring(job: _Job, one: Pass, rows: Transfer, total: Cost) -> None:
+    """Add a gather of queries and the steps of a ring, with one exchange beside each step."""
+    steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
+    steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
+    further = len(steps) - 1
+    hops = Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)
+    keys_hop = job.exchanged(hops[:1], total)
+    overlapped, last = [keys_hop] * further, 0.0
+    if one.keys_back and further:
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
+        gradients_hop = job.exchanged(hops[1:], total)
         overlapped = [keys_hop, keys_hop, *[job.exchanged(hops, Cost())] * (further - 2), gradients_hop]
-        _add_ring(job, steps, overlapped[: further + (further > 1)], total)
-        total.add_stage("give back", gradients_hop.seconds if further else 0.0)
-    else:
-        gather = job.exchanged([rows, keys], total).of_group(groups)
-        total.add_stage("gather", gather.seconds)
-        kernel = job.kernel(moves.pairs, rate, products, work.head_dim, gather.head_start)
-        _add_groups(job, kernel, _both_ways(job, rows, back, keys), total)
-        total.add_stage("give back", job.exchanged([keys_back], total).seconds)
-    total.add_stage("give back", job.exchanged([back], total).of_group(groups).seconds)
-
-
-def _add_groups(job: _Job, kernel: float, overlapped: ExchangeTime, total: Cost) -> None:
-    """Add groups of heads. Beside each group's kernel run the next group's gather and the last group's return."""
-    total.add_stage("kernel", kernel)
-    waiting = job.cores.waiting(overlapped.of_group(job.groups), kernel / job.groups)
-    total.add_stage("waiting", (job.groups - 1) * waiting)
-
-
-def _both_ways(job: _Job, rows: Transfer, back: Transfer, keys: Transfer) -> ExchangeTime:
-    """Return the time of a gather and a return that run together. Other calls count their bytes."""
-    rows_both_ways = Transfer(job.traffic.both_ways, (rows.size + back.size) / 2)
-    return job.exchanged([rows_both_ways, keys], Cost())
-
-
-def _add_ring(job: _Job, steps: Sequence[float], overlapped: Sequence[ExchangeTime], total: Cost) -> None:
-    """Add the steps of a ring, and one exchange beside each step."""
+        overlapped, last = overlapped[: further + (further > 1)], gradients_hop.seconds
+    total.add_stage("gather", job.exchanged([rows], total).seconds)
     total.add_stage("kernel", sum(steps))
-    total.add_stage("waiting", sum(job.cores.waiting(hop, step) for hop, step in zip(overlapped, steps, strict=False)))
+    total.add_stage("waiting", sum(job.waiting(hop, step) for hop, step in zip(overlapped, steps, strict=False)))
+    total.add_stage("give back", last)
 
 
-def _add_head_swaps(job: _Job, widths: Sequence[float], total: Cost) -> None:
+def _add_head_swaps(job: _Job, widths: tuple[float, float], total: Cost) -> None:
     """Add the all-to-alls of the heads axis that swap tokens for heads: elements per token, before and after."""
     shape, tile, workload = job.candidate.shape, job.candidate.tile, job.workload
-    if shape.heads == 1:
-        total.add_stage("heads", 0.0)
-        return
     tokens = workload.length / shape.ranks  # every other rank of the heads axis receives its heads of these
-    lines = shape.ranks / shape.heads, tile.ranks / tile.heads
-
-    def load(peers: int) -> Load:
-        return Load(peers * tokens * lines[0], peers * tokens, peers * tokens * lines[1], peers * lines[0])
-
-    flow = Flow(load(tile.heads - 1), load(shape.heads - tile.heads), shape.heads - 1)
+    lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
+    inside, between = (
+        Load(peers * tokens * lines, peers * tokens, peers * tokens * host_lines, peers * lines)
+        for peers in (tile.heads - 1, shape.heads - tile.heads)
+    )
+    flow = Flow(inside, between, shape.heads - 1)
     total.add_stage("heads", sum(job.exchanged([Transfer(flow, x * workload.item)], total).seconds for x in widths))

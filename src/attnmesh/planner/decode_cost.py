@@ -1,6 +1,6 @@
 """Predicted cost of a decode step: attention of each rank, one merge, and an all-gather of split heads."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
 from functools import lru_cache
 from math import ceil, log2
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 
 from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.core.layout import Striped
-from attnmesh.mesh.reduction_tree import Round, tree
+from attnmesh.mesh.reduction_tree import tree
 from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.workload import Workload
@@ -152,30 +152,26 @@ class TreeRound(NamedTuple):
     most: int  # of the busiest rank
     messages: int  # of all ranks
     host: int  # out of the busiest host
-    between: bool  # some go between hosts
 
 
 @lru_cache(maxsize=256)
 def tree_rounds(ranks: int, near: int) -> tuple[TreeRound, ...]:
     """Return the rounds of the reduction tree of `ranks` ranks, `near` of them on each host."""
     whole = tree([list(range(start, start + near)) for start in range(0, ranks, near)])
-    return tuple(_count_rounds(whole, near))
-
-
-def _count_rounds(whole: Mapping[int, list[Round]], near: int) -> Iterator[TreeRound]:
+    found = []
     for index in range(max(map(len, whole.values()))):
         sent = {rank: rounds[index].send for rank, rounds in whole.items() if index < len(rounds)}
-        hosts: dict[int, int] = {}
-        for rank, peers in sent.items():
-            hosts[rank // near] = hosts.get(rank // near, 0) + sum(peer // near != rank // near for peer in peers)
+        leaving = Counter(a // near for a, peers in sent.items() for b in peers if a // near != b // near)
         most, messages = max(map(len, sent.values())), sum(map(len, sent.values()))
-        yield TreeRound(most, messages, max(hosts.values()), any(hosts.values()))
+        found.append(TreeRound(most, messages, max(leaving.values(), default=0)))
+    return tuple(found)
 
 
 def _round(one: TreeRound, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of one round of a tree merge, and add its traffic."""
-    link = cluster.between if one.between else cluster.inside
+    link = cluster.between if one.host else cluster.inside
     messages = group.groups * one.messages
-    total.add_traffic(messages * size * (not one.between), messages * size * one.between, messages * one.between)
+    inside, between = (0, messages) if one.host else (messages, 0)
+    total.add_traffic(inside * size, between * size, between)
     transfer = max(one.most * size / link.rate, one.host * group.groups_per_host * size / link.host_rate)
     return link.merge_latency + (one.most - 1) * link.message + transfer

@@ -2,21 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import ceil
+from itertools import product
+from math import ceil, gcd
+from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Bytes, Candidate, Cost
+from attnmesh.planner.candidate import Candidate, min_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES
-from attnmesh.planner.memory import min_memory
-from attnmesh.planner.traffic import tiles
+from attnmesh.planner.traffic import divisors, tiles
 from attnmesh.planner.workload import Workload
 
 MAX_RANKS = 2048
@@ -26,9 +28,18 @@ BLOCK = 16
 """Tokens of a cache block, as in `KVCache` by default."""
 
 
+class Bytes(NamedTuple):
+    """Bytes that all ranks send in all layers, inside hosts and between hosts."""
+
+    inside: float = 0.0
+    between: float = 0.0
+
+
 @dataclass(frozen=True)
 class Plan:
     """One way to run a workload on a cluster, with its predicted time, bytes and memory. `plan` makes them.
+
+    `print(plan)` is one line. `explain` gives the reasons, `parts` the seconds of each stage.
 
     Args:
         shape: Ranks along heads, queries and keys.
@@ -42,12 +53,15 @@ class Plan:
         parts: Pairs of a stage and its seconds, which add up to `seconds`.
         workload: The workload that is planned for.
         cluster: The cluster that is planned for.
-        runner_up: The plan that `explain` compares with: the best other plan.
+        runner_up: The plan that `explain` compares with. It is the best plan of another shape if there is one. For
+            all plans but the fastest, it is the fastest.
 
     >>> import attnmesh as am
     >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
     >>> best.shape, best.name, best.known_as
     (Shape(heads=4, queries=1, keys=1), '4x1x1 bulk', 'Ulysses')
+    >>> print(best)  # doctest: +ELLIPSIS
+    Plan(4x1x1 bulk; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
     """
 
     shape: Shape
@@ -61,7 +75,12 @@ class Plan:
     parts: tuple[tuple[str, float], ...]
     workload: Workload
     cluster: Cluster
-    runner_up: "Plan | None" = field(default=None, repr=False, compare=False)
+    runner_up: "Plan | None" = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        memory = f"{in_bytes(self.memory)} per rank"
+        figures = self.name, self.layout, in_seconds(self.seconds), self._sent(), memory, self.cluster.title
+        return f"Plan({'; '.join(map(str, figures))})"
 
     @property
     def name(self) -> str:
@@ -82,7 +101,21 @@ class Plan:
         >>> am.plan(am.Workload(8, 1, 128, 4_000_000, phase="decode"), am.Cluster.preset("a100x4"))[0].known_as
         'Helix, DCP'
         """
-        return known_as(self.shape, self.exchange)
+        heads, queries, keys = self.shape
+        if self.exchange in MERGES:
+            names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}
+            return names.get(self.exchange, "gathered partials") + (" with split heads" if heads > 1 else "")
+        if self.shape.ranks == 1:
+            return "one device"
+        if heads == self.shape.ranks:
+            return "Ulysses"
+        if heads > 1:
+            return "USP" if keys == 1 else "heads x queries x keys"
+        if keys == 1:
+            return "Ring Attention" if self.exchange == "ring" else "KV all-gather"
+        if queries == 1:
+            return "query all-gather"
+        return "ATTENTION2D" if queries == keys else "rectangular 2D"
 
     def init_mesh(self, device_type: str) -> DeviceMesh:
         """Return the `DeviceMesh` of this plan, with ranks of one host in one tile. All ranks call it at once.
@@ -106,27 +139,30 @@ class Plan:
         return init_plan_mesh(device_type, self.shape, self.tile)
 
     def explain(self) -> str:
-        """Return, in plain words, what takes most of the time, and a comparison with the best other plan.
+        """Return, in plain words, what takes most of the time, and a comparison with the best plan of another shape.
 
         >>> import attnmesh as am
         >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
         >>> print(best.explain())  # doctest: +ELLIPSIS
+        On a100x4, 1 host of 4 ranks:
         4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
-        4x1x1 bulk in Contiguous() is ... times as fast as ...
+        4x1x1 bulk is ... times as fast as 2x...
         """
-        lines = [self._summary()]
+        lines = [f"On {self.cluster.title}:", self._summary()]
         if self.runner_up is not None:
             lines += [self._comparison(self.runner_up), self.runner_up._summary()]
         return "\n".join(lines)
 
+    def _sent(self) -> str:
+        return f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
+
     def _summary(self) -> str:
         stage, longest = max(self.parts, key=lambda part: part[1])
         share = longest / self.seconds if self.seconds else 0.0
-        sent = f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
         memory = f"{in_bytes(self.memory)} of its {in_bytes(self.cluster.device.memory)} of memory"
         return (
             f"{self.name} ({self.known_as}): {in_seconds(self.seconds)}, of which {share:.0%} {STAGES[stage]}. "
-            f"All ranks together send {sent}; each rank needs {memory}, weights not counted."
+            f"All ranks together send {self._sent()}; each rank needs {memory}, weights not counted."
         )
 
     def _comparison(self, other: "Plan") -> str:
@@ -146,7 +182,7 @@ class Plan:
         sent = [plan.bytes.between for plan in (ahead, behind)]
         if max(sent) > 1.05 * min(sent):
             lines.append(f"It sends {_times(*sent)} as many bytes between hosts.")
-        if ahead.tile != behind.tile and ahead.shape == behind.shape:
+        if (ahead.shape, ahead.exchange, ahead.layout) == (behind.shape, behind.exchange, behind.layout):
             lines.append("They differ only in which ranks share a host.")
         return " ".join(lines)
 
@@ -188,11 +224,7 @@ def in_bytes(count: float) -> str:
 
 
 def by(shape: Shape) -> str:
-    """Return a shape as text.
-
-    >>> by(Shape(1, 4, 2))
-    '1x4x2'
-    """
+    """Return a shape as text, such as "1x4x2"."""
     return "x".join(map(str, shape))
 
 
@@ -222,45 +254,40 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
     >>> best.shape, best.exchange
     (Shape(heads=8, queries=1, keys=16), 'direct')
     """
-    if not isinstance(workload, Workload) or not isinstance(cluster, Cluster):
-        given = f"{type(workload).__name__} and {type(cluster).__name__}"
-        raise ClusterError("plan", "a Workload and a Cluster", given, "call plan(Workload(...), Cluster.preset(...))")
-    if cluster.world > MAX_RANKS:
-        expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
-        raise ClusterError("plan", expected, f"{cluster.world:,}", fix)
+    fits = isinstance(workload, Workload) and isinstance(cluster, Cluster)
+    given = f"{type(workload).__name__} and {type(cluster).__name__}"
+    fix = "call plan(Workload(...), Cluster.preset(...))"
+    require(fits, ClusterError, "plan", "a Workload and a Cluster", given, fix)
+    expected, fix = f"a cluster of at most {MAX_RANKS:,} ranks", "plan for a part of it, with Cluster.sized"
+    require(cluster.world <= MAX_RANKS, ClusterError, "plan", expected, f"{cluster.world:,}", fix)
     found = list(candidates(workload, cluster))
-    priced = []
+    plans = []
     for number, candidate in enumerate(found, 1):
-        priced.append((candidate, cost(candidate, workload, cluster)))
+        shape, tile, layout, exchange = candidate
+        price = cost(candidate, workload, cluster)
+        sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
+        figures = price.seconds, sent, price.messages, price.memory, parts
+        plans.append(Plan(shape, exchange, layout, tile, *figures, workload, cluster))
         if progress is not None:
             progress(number, len(found))
-    _check_memory(priced, workload, cluster)
-    fitting = [(candidate, price) for candidate, price in priced if price.memory <= cluster.device.memory]
-    fitting.sort(key=lambda pair: (pair[1].seconds, pair[1].between, pair[1].memory))
-    plans = [_plan(candidate, price, workload, cluster) for candidate, price in fitting]
-    best = replace(plans[0], runner_up=plans[1]) if len(plans) > 1 else plans[0]
-    return [best, *(replace(other, runner_up=plans[0]) for other in plans[1:])]
-
-
-def _plan(candidate: Candidate, price: Cost, workload: Workload, cluster: Cluster) -> Plan:
-    shape, tile, layout, exchange = candidate
-    sent, parts = Bytes(price.inside, price.between), tuple(price.parts.items())
-    figures = price.seconds, sent, price.messages, price.memory, parts
-    return Plan(shape, exchange, layout, tile, *figures, workload, cluster)
+    fitting = [one for one in plans if one.memory <= cluster.device.memory]
+    if not fitting:
+        raise _memory_error(min(one.memory for one in plans), workload, cluster)
+    best, *others = sorted(fitting, key=lambda one: (one.seconds, one.bytes.between, one.memory))
+    runner_up = next((one for one in others if one.shape != best.shape), others[0] if others else None)
+    return [replace(best, runner_up=runner_up), *(replace(other, runner_up=best) for other in others)]
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
     """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
     world = cluster.world
-    for heads in (n for n in range(1, world + 1) if world % n == 0 and workload.kv_heads % n == 0):
-        for queries in (n for n in range(1, world // heads + 1) if world // heads % n == 0):
+    for heads in divisors(gcd(world, workload.kv_heads)):
+        for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
-            for tile in tiles(shape, cluster.ranks):
-                for layout in _layouts(workload):
-                    for exchange in _exchanges(workload, shape):
-                        yield Candidate(shape, tile, layout, exchange)
+            choices = product(tiles(shape, cluster.ranks), _layouts(workload), _exchanges(workload, shape))
+            yield from (Candidate(shape, *choice) for choice in choices)
 
 
 def _layouts(workload: Workload) -> list[Layout]:
@@ -282,32 +309,12 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     return found + ["ring"] * (shape.queries > 1)
 
 
-def _check_memory(priced: list[tuple[Candidate, Cost]], workload: Workload, cluster: Cluster) -> None:
-    """Raise if no candidate fits, with the number of hosts that would."""
-    least, most = min(price.memory for _, price in priced), cluster.device.memory
-    if least > most:
-        over = f"{(least - most) / 1e9:,.1f} GB too many"
-        given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
-        hosts = ceil(min_memory(workload) / most / cluster.ranks)
-        many = hosts * cluster.ranks > MAX_RANKS
-        fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
-        raise ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
-
-
-def known_as(shape: Shape, exchange: str) -> str:
-    """Return the published scheme of a shape and an exchange."""
-    heads, queries, keys = shape
-    if exchange in MERGES:
-        names = {"tree": "Tree Attention", "allreduce": "Tree Attention by all-reduces", "direct": "Helix, DCP"}
-        return names.get(exchange, "gathered partials") + (" with split heads" if heads > 1 else "")
-    if shape.ranks == 1:
-        return "one device"
-    if heads == shape.ranks:
-        return "Ulysses"
-    if heads > 1:
-        return "USP" if keys == 1 else "heads x queries x keys"
-    if keys == 1:
-        return "Ring Attention" if exchange == "ring" else "KV all-gather"
-    if queries == 1:
-        return "query all-gather"
-    return "ATTENTION2D" if queries == keys else "rectangular 2D"
+def _memory_error(least: float, workload: Workload, cluster: Cluster) -> ClusterError:
+    """Return an error with the number of hosts whose memory would do, where `least` bytes per rank are too many."""
+    most = cluster.device.memory
+    over = f"{(least - most) / 1e9:,.1f} GB too many"
+    given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
+    hosts = ceil(min_memory(workload) / most / cluster.ranks)
+    many = hosts * cluster.ranks > MAX_RANKS
+    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+    return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)

@@ -1,10 +1,9 @@
 """The best plan of each published scheme, also on other cluster sizes and at other lengths."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from attnmesh.core.mask import Causal, Full
 from attnmesh.errors import ClusterError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
@@ -48,9 +47,7 @@ MIN_DEVICES = 128
 """Curves go to this number of devices, or to the cluster's if it has more."""
 
 
-def best_by_scheme(
-    workload: Workload, cluster: Cluster, *, progress: Callable[[int, int], None] | None = None
-) -> Schemes:
+def best_by_scheme(workload: Workload, cluster: Cluster) -> Schemes:
     """Return the best plan of each scheme, fastest first. The result is empty where nothing fits the memory.
 
     >>> import attnmesh as am
@@ -62,10 +59,9 @@ def best_by_scheme(
     {}
     """
     try:
-        plans = plan(workload, cluster, progress=progress)
+        return best_of(plan(workload, cluster))
     except ClusterError:  # workload and cluster were checked before, so the workload does not fit
         return {}
-    return best_of(plans)
 
 
 def best_of(plans: Iterable[Plan]) -> dict[str, Plan]:
@@ -128,26 +124,3 @@ def curves(points: Iterable[tuple[int, Schemes]]) -> dict[str, list[tuple[int, f
         for name, best in schemes.items():
             found[name].append((at, best.seconds))
     return {name: points for name, points in found.items() if points}
-
-
-def cluster_title(cluster: Cluster) -> str:
-    """Return a cluster in a few words.
-
-    >>> cluster_title(Cluster.preset("dgx-h100"))
-    'dgx-h100, 16 hosts of 8'
-    """
-    return f"{cluster.name}, {cluster.hosts} host{'s' * (cluster.hosts > 1)} of {cluster.ranks}"
-
-
-def workload_title(work: Workload) -> str:
-    """Return a workload in a few words.
-
-    >>> workload_title(Workload(32, 8, 128, 5_000_000, phase="decode", batch=4))
-    'decode, 5,000,000 tokens, 32/8 heads of 128, bfloat16, causal, batch of 4'
-    """
-    width = f"{work.head_dim}" if work.value_dim is None else f"{work.head_dim} and {work.value_dim}"
-    mask = {Causal(): "causal", Full(): "no mask"}.get(work.mask, repr(work.mask))
-    counts = {"batch of {}": work.batch, "{} layers": work.layers, "{} new tokens": work.q_len or 1}
-    more = [words.format(count) for words, count in counts.items() if count > 1]
-    heads = f"{work.q_heads}/{work.kv_heads} heads of {width}"
-    return ", ".join((work.phase, f"{work.length:,} tokens", heads, str(work.dtype), mask, *more))

@@ -77,14 +77,15 @@ def tiles(shape: Shape, ranks: int) -> Iterator[Shape]:
     >>> [tuple(tile) for tile in tiles(Shape(1, 4, 4), 4)]
     [(1, 1, 4), (1, 2, 2), (1, 4, 1)]
     """
-    for h in _divisors(math.gcd(ranks, shape.heads)):
-        for r in _divisors(math.gcd(ranks // h, shape.queries)):
+    for h in divisors(math.gcd(ranks, shape.heads)):
+        for r in divisors(math.gcd(ranks // h, shape.queries)):
             c, rest = divmod(ranks, h * r)
             if rest == 0 and shape.keys % c == 0:
                 yield Shape(h, r, c)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -103,19 +104,18 @@ def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     flows = {name: _scaled(getattr(counted, name), scale) for name in FLOWS}
     wider = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
     pairs = repeats * scale * wider
-    return PlannedTraffic(
-        **flows, pairs=counted.pairs.times(pairs), steps=tuple(step.times(pairs) for step in counted.steps)
-    )
+    steps = tuple(step.times(pairs) for step in counted.steps)
+    return PlannedTraffic(**flows, pairs=counted.pairs.times(pairs), steps=steps)
 
 
 FLOWS = ("rows", "both_ways", "columns", "hop", "hop_back")
 
 
 def _scaled(flow: Flow, scale: float) -> Flow:
-    def longer(load: Load) -> Load:
-        return load._replace(total=load.total * scale, rank=load.rank * scale, host=load.host * scale)
-
-    return Flow(longer(flow.inside), longer(flow.between), flow.peers)
+    """Return the flow of a longer problem, which has as many messages."""
+    loads = flow.inside, flow.between
+    inside, between = (Load(x.total * scale, x.rank * scale, x.host * scale, x.messages) for x in loads)
+    return Flow(inside, between, flow.peers)
 
 
 @lru_cache(maxsize=4096)
@@ -129,16 +129,16 @@ def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
     onward = [_shift(ring[:, :, t], at[t - 1], at[t], across) for t in range(1, size)]
     further = [*ring.unbind(2)[2:], torch.zeros_like(ring[:, :, 0])][: size - 1]
     back = [
-        _at_once(_shift(on, at[t], at[t + 1], across), _shift(ring[:, :, t] - on, at[t], source, across))
+        _shift(on, at[t], at[t + 1], across) + _shift(ring[:, :, t] - on, at[t], source, across)
         for t, on in zip(range(1, size), further, strict=True)
     ]
     whole, steps = pairs.sum(1), [pairs[source, (source - t) % size] for t in range(size)]
     return PlannedTraffic(
-        rows=_flow([_lines(rows, down)], tile),
-        both_ways=_flow([_lines(rows + rows.mT, down)], tile),
-        columns=_flow([_lines(columns, across, columns=True)], tile),
-        hop=_flow(onward, tile),
-        hop_back=_flow(back, tile),
+        rows=_flow([_lines(rows, down)], problem.shape.keys - 1, tile),
+        both_ways=_flow([_lines(rows + rows.mT, down)], problem.shape.keys - 1, tile),
+        columns=_flow([_lines(columns, across, columns=True)], size - 1, tile),
+        hop=_flow(onward, 1, tile),
+        hop_back=_flow(back, 1, tile),
         pairs=Pairs(float(whole.max()), float(whole.mean())),
         steps=tuple(Pairs(float(step.max()), float(step.mean())) for step in steps),
     )
@@ -200,7 +200,9 @@ def _count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of runs, and the keys of a column that a query sees are a difference of two cumulative counts.
     """
     _, rows, columns = problem.shape
-    q_chunk, k_chunk = _owners(problem, queries=True), _owners(problem, queries=False)
+    ranks = problem.shape.ranks
+    q_chunk = _shards(problem.layout, problem.length, ranks) % (rows * columns)  # r * C + c
+    k_chunk = _shards(problem.key_layout, problem.key_length, ranks) % (rows * columns)
     first, last = problem.mask.bounds(torch.arange(problem.length))
     stop = (last + 1).clamp(max=problem.key_length)
     first = torch.minimum(first, stop)
@@ -217,12 +219,6 @@ def _count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     queries = _by_chunk(visible > 0.5, q_chunk, problem.shape).permute(1, 2, 0)
     keys = _by_chunk(seen, k_chunk, problem.shape).permute(2, 1, 0)
     return queries, keys, _ring_tokens(seen, k_chunk, problem.shape), pairs
-
-
-def _owners(problem: Problem, *, queries: bool) -> Tensor:
-    """Return the chunk, r * C + c, of each position."""
-    layout, length = (problem.layout, problem.length) if queries else (problem.key_layout, problem.key_length)
-    return _shards(layout, length, problem.shape.ranks) % (problem.shape.queries * problem.shape.keys)
 
 
 @lru_cache(maxsize=64)
@@ -251,50 +247,34 @@ def _ring_tokens(seen: Tensor, chunk: Tensor, shape: Shape) -> Tensor:
     return counts
 
 
-class RankCounts(NamedTuple):
-    """Tokens of one exchange per rank, as (tokens out, tokens in, messages out; r; c), for both classes of links."""
-
-    inside: Tensor
-    between: Tensor
-    peers: int
+# An exchange is a tensor (inside or between hosts; tokens out, tokens in or messages out; r; c).
 
 
-def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> RankCounts:
+def _lines(counts: Tensor, tile: int, *, columns: bool = False) -> Tensor:
     """Return the exchange of tokens (line, from, to) along one axis, without those that stay."""
-    size = counts.shape[1]
-    host = torch.arange(size) // tile
+    host = torch.arange(counts.shape[1]) // tile
     near = host[:, None] == host
-    moving = counts * (1 - torch.eye(size))
+    moving = counts * (1 - torch.eye(len(host)))
     parts = [torch.stack((x.sum(2), x.sum(1), (x > 0.5).float().sum(2))) for x in (moving * near, moving * ~near)]
-    inside, between = (x.mT if columns else x for x in parts)
-    return RankCounts(inside, between, size - 1)
+    return torch.stack(parts).mT if columns else torch.stack(parts)
 
 
-def _shift(held: Tensor, source: Tensor, target: Tensor, tile: int) -> RankCounts:
+def _shift(held: Tensor, source: Tensor, target: Tensor, tile: int) -> Tensor:
     """Return the exchange of tokens (column, n), sent from row `source[n]` to row `target[n]`."""
     near = source // tile == target // tile
-
-    def over(links: Tensor) -> Tensor:
-        moving = held * links
+    parts = []
+    for moving in (held * near, held * ~near):
         sides = ((source, moving), (target, moving), (source, (moving > 0.5).float()))
-        return torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]).mT
-
-    return RankCounts(over(near), over(~near), 1)
-
-
-def _at_once(one: RankCounts, other: RankCounts) -> RankCounts:
-    """Return two exchanges as one."""
-    return RankCounts(one.inside + other.inside, one.between + other.between, one.peers)
+        parts.append(torch.stack([torch.zeros_like(held).index_copy_(1, place, x) for place, x in sides]))
+    return torch.stack(parts).mT
 
 
-def _flow(exchanges: list[RankCounts], tile: Shape) -> Flow:
+def _flow(exchanges: list[Tensor], peers: int, tile: Shape) -> Flow:
     """Return the average of several exchanges. Each ends when its busiest rank or host is done."""
     if not exchanges:
         return Flow(Load(), Load(), 0)
-    inside, between = (
-        _load(torch.stack([getattr(one, links) for one in exchanges]), tile) for links in ("inside", "between")
-    )
-    return Flow(inside, between, exchanges[0].peers)
+    inside, between = (_load(counts, tile) for counts in torch.stack(exchanges, 1))
+    return Flow(inside, between, peers)
 
 
 def _load(both: Tensor, tile: Shape) -> Load:

@@ -4,9 +4,9 @@ from dataclasses import KW_ONLY, dataclass
 
 import torch
 
-from attnmesh.core.checks import DTYPES
-from attnmesh.core.mask import Causal, Mask, check_mask
-from attnmesh.errors import ClusterError, DtypeError, KernelError, ShapeError
+from attnmesh.core.checks import DTYPES, check_choice, check_count, require
+from attnmesh.core.mask import Causal, Full, Mask, check_mask
+from attnmesh.errors import ClusterError, DtypeError, ShapeError
 
 MAX_COUNT = 10**15
 """Largest count that a workload takes, of tokens, heads, layers or anything else."""
@@ -58,27 +58,21 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         for name in ("q_heads", "kv_heads", "head_dim", "length", "value_dim", "batch", "q_len", "layers"):
-            self._check_count(name, getattr(self, name))
-        if self.q_heads % self.kv_heads:
-            given = f"{self.q_heads} query heads on {self.kv_heads} key heads"
-            raise ShapeError("Workload", "whole groups of query heads", given, "pass the model's head counts")
-        if self.dtype not in DTYPES:
-            expected = f"one of {', '.join(DTYPES)}"
-            raise DtypeError("Workload dtype", expected, repr(self.dtype), "name the dtype of q, k and v")
-        if self.phase not in PHASES:
-            raise KernelError("Workload phase", f"one of {', '.join(PHASES)}", repr(self.phase), 'pass "training"')
-        if self.q_len is not None and self.phase != "decode":
-            given = f"q_len={self.q_len} in {self.phase}"
-            raise ShapeError("Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
+            given = getattr(self, name)
+            if given is None and name in ("value_dim", "q_len"):
+                continue
+            count = check_count(f"Workload {name}", given, "pass a positive integer", error=ClusterError)
+            expected = f"no more than {MAX_COUNT:.0e}"
+            require(count <= MAX_COUNT, ClusterError, f"Workload {name}", expected, "a larger number", "check the unit")
+            object.__setattr__(self, name, count)
+        given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
+        require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
+        expected, fix = f"one of {', '.join(DTYPES)}", "name the dtype of q, k and v"
+        require(self.dtype in DTYPES, DtypeError, "Workload dtype", expected, repr(self.dtype), fix)
+        check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
+        fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
+        require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
         check_mask("Workload mask", self.mask, self.length)
-
-    def _check_count(self, name: str, value: int | None) -> None:
-        if value is None and name in ("value_dim", "q_len"):
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ClusterError(f"Workload {name}", "a whole number, 1 or more", repr(value), "pass a positive integer")
-        if value > MAX_COUNT:
-            raise ClusterError(f"Workload {name}", f"no more than {MAX_COUNT:.0e}", "a larger number", "check the unit")
 
     @property
     def values(self) -> int:
@@ -99,3 +93,17 @@ class Workload:
     def kept_bytes(self) -> int:
         """Bytes of the keys and values of all tokens in all layers."""
         return self.layers * self.batch * self.length * self.kv_heads * (self.head_dim + self.values) * self.item
+
+    @property
+    def title(self) -> str:
+        """The workload in a few words.
+
+        >>> Workload(32, 8, 128, 5_000_000, phase="decode", batch=4).title
+        'decode, 5,000,000 tokens, 32/8 heads of 128, bfloat16, causal, batch of 4'
+        """
+        width = f"{self.head_dim}" if self.value_dim is None else f"{self.head_dim} and {self.value_dim}"
+        mask = {Causal(): "causal", Full(): "no mask"}.get(self.mask, repr(self.mask))
+        counts = {"batch of {}": self.batch, "{} layers": self.layers, "{} new tokens": self.q_len or 1}
+        more = [words.format(count) for words, count in counts.items() if count > 1]
+        heads = f"{self.q_heads}/{self.kv_heads} heads of {width}"
+        return ", ".join((self.phase, f"{self.length:,} tokens", heads, str(self.dtype), mask, *more))

@@ -6,6 +6,7 @@ import warnings
 import matplotlib
 import pytest
 import torch
+from benchmarks.mesh_figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from hypothesis import given, settings
 from torch import Tensor
 
@@ -13,7 +14,6 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.layout import Layout
 from attnmesh.errors import InputError
-from attnmesh.mesh.figures import _colours, computed_blocks, draw_mesh, draw_tree, pairs_of_ranks, tree_messages
 from attnmesh.mesh.schedule import Problem
 from tests.mesh.test_schedule import problems
 

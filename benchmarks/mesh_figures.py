@@ -1,4 +1,4 @@
-"""Figures: the rank that computes each pair of query and key on a mesh, and the messages of a merge tree."""
+"""Figures of the documentation: the rank that computes each pair of query and key, and the messages of a merge tree."""
 
 import colorsys
 from collections.abc import Iterator, Sequence
@@ -61,9 +61,9 @@ def computed_blocks(problem: Problem) -> Iterator[tuple[int, Tensor, Tensor, Ten
     for r in range(problem.shape.queries):
         for c in range(problem.shape.keys):
             plan = schedule(problem, r, c, ring=False)
-            for step, band in zip(plan.steps, plan.bands, strict=True):
+            for step, band in zip(plan.key_steps, plan.bands, strict=True):
                 visible = band.visible(len(step.positions))
-                yield r * problem.shape.keys + c, plan.row.positions, step.positions, visible
+                yield r * problem.shape.keys + c, plan.query_step.positions, step.positions, visible
 
 
 def draw_mesh(mask: Mask, shape: Shape, layouts: Sequence[Layout], length: int) -> "Figure":

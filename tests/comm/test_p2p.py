@@ -1,0 +1,24 @@
+"""Posting of messages to backends that a machine without several GPUs does not have."""
+
+import pytest
+import torch
+
+from attnmesh.comm import p2p
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.reduction_tree import tree
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_nccl_receives_only_the_messages_of_the_round_that_it_sends(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL ends no message of a batch before all of them: a receive of a later round would wait for itself."""
+    batches: list[list[tuple[str, int]]] = []
+
+    def post(posts: list[p2p.Post], axis: Axis, step: str) -> list[p2p.Wait]:
+        batches.append([(call.__name__, peer) for call, peer, _ in posts])
+        return [lambda: None]
+
+    monkeypatch.setattr(p2p, "post_messages", post)
+    message = torch.empty(8, dtype=torch.uint8, device="meta")
+    rounds = tree([range(4)])[rank]
+    p2p.tree_exchange(message, rounds, Axis(4, rank), lambda rows: rows[0])
+    assert batches == [[("irecv", step.recv), *(("isend", peer) for peer in step.send)] for step in rounds]
