@@ -210,9 +210,7 @@ def test_bad_arguments_raise(call: Callable[[], Any], kind: type[Exception], mes
     assert str(caught.value).count("Fix: ") == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["dropout_p", "softcap", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"]
-)
+@pytest.mark.parametrize("name", ["dropout_p", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"])
 def test_options_of_other_attention_functions_raise(name: str) -> None:
     for call in (attention, attend):
         with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=0.1. Fix: "):

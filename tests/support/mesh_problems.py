@@ -13,7 +13,7 @@ from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
-from tests.support.problems import DTYPES, LAYOUTS
+from tests.support.problems import CAPS, DTYPES, LAYOUTS
 from tests.support.problems import mask as draw_mask
 
 EXCHANGES = ("bulk", "pipelined", "ring", "auto")
@@ -38,6 +38,7 @@ class MeshProblem:
     scale: float | None
     say_length: bool
     axes: tuple[str, ...]
+    softcap: float | None = None
 
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
@@ -76,6 +77,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         scale=random.choice((None, None, 0.3, -0.5)),
         say_length=cross or random.random() < 0.5,
         axes=tuple(axes),
+        softcap=random.choice(CAPS),
     )
 
 
@@ -92,6 +94,7 @@ def run(problem: MeshProblem) -> list[Tensor]:
         "layout": problem.layouts[0],
         "key_layout": problem.layouts[1],
         "scale": problem.scale,
+        "softcap": problem.softcap,
     }
     sink = inputs[3] if sinks else None
     out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
@@ -130,7 +133,7 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     q, k, v, dout, *sinks = problem.whole()
     positions = [torch.arange(n) for n in problem.lengths]
     scale = problem.widths[0] ** -0.5 if problem.scale is None else problem.scale
-    expected = truth([q, k, v, *sinks], problem.mask.visible(*positions), scale, dout)
+    expected = truth([q, k, v, *sinks], problem.mask.visible(*positions), scale, dout, softcap=problem.softcap)
     ranks = problem.shape.ranks
     places = _places(problem)
     shares = {}

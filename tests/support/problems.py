@@ -14,6 +14,7 @@ from tests.support.dense import truth
 LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 127, 130, 200, 257, 333)
 WIDTHS = (1, 3, 8, 16, 20)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CAPS = (None, None, None, 50.0, 2.0, 0.3)
 LAYOUTS: tuple[Layout, ...] = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(5))
 
 
@@ -35,6 +36,7 @@ class Problem:
     sinks: bool
     lse_matters: bool
     memory: str
+    softcap: float | None = None
 
     def tensors(self, device: str = "cpu") -> list[Tensor]:
         """q, k, v and the sinks if any."""
@@ -74,12 +76,12 @@ class Problem:
             loss = loss + torch.where(torch.isinf(given["lse"]), 0.0, given["lse"] * dlse).sum()
         gradients = torch.autograd.grad(loss, tensors)
         given |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
-        expected = truth(tensors, visible, scale, dout, dlse)
+        expected = truth(tensors, visible, scale, dout, dlse, self.softcap)
         return {name: expected.check(name, x, self) for name, x in given.items()}
 
     def _attend(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, *sinks = tensors
-        options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel}
+        options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
         if sinks:
             return {"out": am.attention(q, k, v, sinks=sinks[0], **options)}
         return am.attend(q, k, v, q_positions=self.q_positions, k_positions=self.k_positions, **options)._asdict()
@@ -116,6 +118,7 @@ def draw(
         sinks=sinks,
         lse_matters=not sinks and random.random() < 0.5,
         memory=random.choice(("plain", "heads inside", "columns first")),
+        softcap=random.choice(CAPS),
     )
 
 

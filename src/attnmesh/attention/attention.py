@@ -29,6 +29,7 @@ def attention(
     layout: Layout | None = None,
     exchange: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     length: int | None = None,
@@ -40,7 +41,7 @@ def attention(
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
 
     The result does not depend on the mesh, the layout or the exchange. Each rank passes its own shard, and gets the
-    shard of the output. Dropout, soft-capped logits and other departures from exact softmax raise an error.
+    shard of the output. Dropout and other departures from exact softmax raise an error.
 
     Args:
         q: Queries of this rank, (batch, heads, tokens, dim).
@@ -55,6 +56,7 @@ def attention(
         exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under
             way while the last is attended), or "auto".
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
@@ -80,7 +82,8 @@ def attention(
     True
     """
     key_layout = layout if key_layout is None else key_layout
-    options = Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, unsupported or None)
+    layouts, lengths = (layout, key_layout), (length, key_length)
+    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
     call = Call(q, k, v, sinks, options)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
@@ -101,9 +104,9 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
             return attend_shards(Call(q, k, v, sinks, options), mesh, checked)
     problem = agree_on_problem(mesh, call, checked)
     if mesh.shape.ranks == 1:
-        out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.scale, options.kernel)[0]
+        out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.logits, options.kernel)[0]
         return out
-    run = Run(mesh, problem, options.exchange, options.kernel, call.scale)
+    run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
     q, k, v = tokens_to_heads(q, k, v, run)
     if sinks is not None:
         sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]

@@ -11,13 +11,13 @@ from attnmesh.comm.consensus import compares_always, describe_call, may_compare,
 from attnmesh.core.checks import (
     check_checked,
     check_qkv,
-    check_scale,
     check_sinks,
     check_unknown_options,
     heads_and_length,
     with_swap_hint,
 )
 from attnmesh.core.layout import Contiguous, Layout, check_layout
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.select import check_kernel
@@ -39,6 +39,7 @@ class Options(NamedTuple):
     exchange: str
     kernel: str
     scale: float | None
+    softcap: float | None
     length: int | None
     key_length: int | None
     unsupported: dict[str, Never] | None  # keywords of other attention functions, refused by name
@@ -76,9 +77,9 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def scale(self) -> float:
-        """The scale of the logits: 1/sqrt(dim) unless it was given."""
-        return check_scale("attention", self.options.scale, self.q)
+    def logits(self) -> Logits:
+        """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
+        return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of their shards."""
@@ -148,7 +149,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_exchange("attention exchange", options.exchange)
         _check_lengths(call, mesh.shape.ranks)
         check_kernel(options.kernel)
-        check_scale("attention", options.scale, q)
+        Logits.of("attention", options.scale, options.softcap, q)
         check_sinks("attention sinks", sinks, q)
         if k.shape[1] % mesh.shape.heads:
             given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"

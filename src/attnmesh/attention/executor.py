@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
+from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, join, wide
 from attnmesh.kernels.driver import Gradients, Kernel, SavedForward, identity
 from attnmesh.kernels.driver import backward as kernel_backward
@@ -26,13 +27,13 @@ Returned = list[tuple[Tensor, Tensors]]
 
 @dataclass(frozen=True)
 class Task:
-    """This rank's schedule, with the mesh, kernel and scale to run it."""
+    """This rank's schedule, with the mesh, kernel and logits to run it."""
 
     mesh: Mesh
     schedule: Schedule
     head_groups: int
     kernel: Kernel
-    scale: float
+    logits: Logits
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _attended(arrivals: "Arrivals", task: Task) -> Partial:
     total: Partial | None = None
     for band in task.schedule.bands:
         keys, values = next(arrivals.keys)
-        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.scale)
+        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.logits)
         del keys, values  # else they would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
@@ -96,7 +97,7 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
         task.schedule.bands, task.schedule.key_steps, task.schedule.gradient_steps, strict=True
     ):
         keys, values = next(arrivals.keys)
-        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.scale)
+        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.logits)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)

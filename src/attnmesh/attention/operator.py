@@ -81,7 +81,7 @@ def _task(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Task:
         exchange = EXCHANGES[run.exchange]
     steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
     head_groups = exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
-    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v), run.scale)
+    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v, run.logits.capped), run.logits)
 
 
 @cached_per_world(1024)

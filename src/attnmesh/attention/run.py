@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from attnmesh.core.logits import Logits
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.world import cached_per_world, decode_cached
@@ -18,11 +19,11 @@ class Run(NamedTuple):
     problem: Problem
     exchange: str
     kernel: str
-    scale: float
+    logits: Logits
 
     def encode(self) -> Code:
         """Return the run as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, repr(self.scale)]
+        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
 
@@ -34,6 +35,6 @@ class Run(NamedTuple):
 
 @cached_per_world(1024)
 def _decoded(names: str, numbers: tuple[int, ...]) -> Run:
-    *groups, exchange, kernel, scale = names.split(",")
+    *groups, exchange, kernel, scale, softcap = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
-    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, float(scale))
+    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))

@@ -29,7 +29,7 @@ _MASK_FIX = "pass mask=, a function of positions: Causal(), Window(left), Docume
 
 UNSUPPORTED_OPTIONS = {
     "dropout": "leave it out, and drop elsewhere in the layer",
-    "softcap": "use a model without soft-capped logits",
+    "softcap": "pass softcap=",
     "score": _SCORE_FIX,
     "bias": _SCORE_FIX,
     "alibi": _SCORE_FIX,

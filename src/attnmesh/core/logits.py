@@ -37,6 +37,10 @@ class Logits(NamedTuple):
         """Return the logits of scaled products."""
         return self.softcap * torch.tanh(products / self.softcap) if self.capped else products
 
+    def slope(self, products: Tensor) -> Tensor | float:
+        """Return the derivative of the logits with respect to the scaled products."""
+        return 1.0 - torch.tanh(products / self.softcap).square() if self.capped else 1.0
+
 
 def check_softcap(subject: str, softcap: float | None) -> float:
     """Return the soft cap; inf for None. Its size must fit in float32, which kernels use."""

@@ -18,13 +18,13 @@ from attnmesh.comm.merge import MergeChecker, check_merge, send_poison
 from attnmesh.core.checks import (
     check_checked,
     check_same_kind,
-    check_scale,
     check_sinks,
     check_unknown_options,
     swap_hint,
     warn_if_swapped,
 )
 from attnmesh.core.digest import fingerprints
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import wide
 from attnmesh.decode.cache import KVCache
@@ -49,6 +49,7 @@ def decode(
     *,
     mask: Mask = Causal(),
     scale: float | None = None,
+    softcap: float | None = None,
     sinks: Tensor | None = None,
     merge: str = "auto",
     output: str = "replicated",
@@ -64,6 +65,7 @@ def decode(
         cache: The sharded cache, which holds the keys and values of these tokens too.
         mask: Which keys a query sees.
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
         merge: "tree", "direct", "gather", "allreduce" or "auto".
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
@@ -92,7 +94,8 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    step = DecodeStep(*placement, mask, cast(float, scale), merge, output, reproducible, kernel)
+    logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
+    step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
     checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
@@ -141,7 +144,8 @@ def _call_number(kind: tuple[Any, ...], history_checksum: int) -> int:
 
 def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep) -> str:
     """Return the text of the call that ranks compare."""
-    options = dict(zip(step._fields[4:], step.options, strict=True))
+    options = dict(zip(step._fields[4:], step.options, strict=True)) | step.logits._asdict()
+    del options["logits"]
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
     return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
 
@@ -165,7 +169,7 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
 def check_step(
     q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, unsupported: Mapping[str, Never]
 ) -> DecodeStep:
-    """Return the step with its scale, or raise unless each argument can be served."""
+    """Return the step with its logits, or raise unless each argument can be served."""
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})
     check_unknown_options("decode", unsupported)
@@ -182,7 +186,7 @@ def check_step(
     check_mask("decode mask", step.mask)
     check_merge("decode", step.merge, step.output)
     check_kernel(step.kernel)
-    scale = check_scale("decode", step.scale, q)
+    step = step._replace(logits=Logits.of("decode", *step.logits, q))
     check_sinks("decode sinks", sinks, q)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
@@ -193,7 +197,7 @@ def check_step(
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
         raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
     if not may_compare(q.device):  # a graph does not read the length
-        return step._replace(scale=scale)
+        return step
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
@@ -201,7 +205,7 @@ def check_step(
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if step.mask.ends:
         step.mask.check_length("decode mask", cache.length)
-    return step._replace(scale=scale)
+    return step
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:

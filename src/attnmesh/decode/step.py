@@ -12,6 +12,7 @@ from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide, with_sinks
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
@@ -31,7 +32,7 @@ class DecodeStep(NamedTuple):
     block: int
     capacity: int
     mask: Mask
-    scale: float
+    logits: Logits
     merge: str
     output: str
     reproducible: bool
@@ -44,9 +45,10 @@ class DecodeStep(NamedTuple):
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel, repr(self.scale)]
+        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
         axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        return ",".join(names), [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        numbers = [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        return ",".join([*names, *map(repr, self.logits)]), numbers
 
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
@@ -64,12 +66,11 @@ class DecodeStep(NamedTuple):
 
 @cached_per_world(1024)
 def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
-    heads, tokens, merge, output, kernel, scale = names.split(",")
+    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, reproducible, *mask = numbers[4:]
-    return DecodeStep(
-        *axes, block, capacity, Mask.decode(mask), float(scale), merge, output, bool(reproducible), kernel
-    )
+    logits = Logits(float(scale), float(softcap))
+    return DecodeStep(*axes, block, capacity, Mask.decode(mask), logits, merge, output, bool(reproducible), kernel)
 
 
 def run_step(
@@ -78,7 +79,7 @@ def run_step(
     """Return this rank's output, and the merged checksum of the call if there are other ranks."""
     heads = step.heads.share_of(q.shape[1])
     rank_q, alone = q[:, heads], step.tokens.size == 1
-    kernel = choose_for_cache(step.kernel, q, view.keys, view.values)
+    kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
     shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), wide(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
@@ -90,7 +91,7 @@ def run_step(
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
-    query = DecodeQuery(rank_q, step.mask, step.scale, step.capacity, rank_sinks, block, into)
+    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into)
     partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
         tensors = [q] if sinks is None else [q, sinks]
@@ -159,14 +160,14 @@ def view_of(tensors: Sequence[Tensor]) -> CacheView:
 
 
 BoundKernel = Callable[..., Partial]
-"""A kernel at a scale: (q, keys, values, band) -> the partial."""
+"""A kernel with its logits: (q, keys, values, band) -> the partial."""
 
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
     if isinstance(kernel, CacheKernel):
         return kernel.attend_cache(query, view)
-    run = partial(forward, kernel, scale=query.scale)
+    run = partial(forward, kernel, logits=query.logits)
     result = _attend_tokens(run, query.q, view, query.mask, query.block)
     return copied(with_sinks(result, query.sinks), query.into)
 

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from attnmesh.attention.attention import attention
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.checks import autocast, check_scale
+from attnmesh.core.checks import autocast
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
@@ -29,6 +30,7 @@ class LayerCall(NamedTuple):
     mask: Mask
     scale: float | None
     sinks: Tensor | None
+    softcap: float | None
 
 
 def attention_function(
@@ -42,13 +44,14 @@ def attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
-    layer = LayerCall(spec.mask, scaling, s_aux)
+    layer = LayerCall(spec.mask, scaling, s_aux, softcap)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     with torch.autocast(q.device.type, enabled=False):
@@ -67,7 +70,8 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
     mask = layer.mask & shards.documents
-    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence, **options)
+    kind: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
+    return attention(q, k, v, mask=mask, **kind, **sequence, **options)
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
@@ -116,6 +120,6 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    scale = check_scale(SUBJECT, layer.scale, q)
-    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), scale, "auto")[0]
+    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
+    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), logits, "auto")[0]
     return out

@@ -15,12 +15,12 @@ from attnmesh.core.checks import (
     autocast_enabled,
     check_positions,
     check_qkv,
-    check_scale,
     check_unknown_options,
     heads_and_length,
     warn_if_swapped,
     with_swap_hint,
 )
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, wide, with_sinks
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
@@ -37,6 +37,7 @@ def attend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     kernel: str = "auto",
     **more: Never,
 ) -> Partial:
@@ -53,6 +54,7 @@ def attend(
         q_positions: Position of each query, int64, (q_len,).
         k_positions: Position of each key, int64, (k_len,).
         scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         kernel: Name of a kernel: "cpu", "cuda", "triton" or "reference". "auto" takes the first that supports q, k, v.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
@@ -70,7 +72,8 @@ def attend(
     """
     check_unknown_options("attend", more)
     if autocast_enabled(q, k, v):
-        options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions, "scale": scale}
+        options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions}
+        options |= {"scale": scale, "softcap": softcap}
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return attend(q, k, v, mask=mask, kernel=kernel, **options)
@@ -83,10 +86,10 @@ def attend(
                 check_positions(f"attend {name}_positions", positions, x.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    scale = check_scale("attend", scale, q)
+    logits = Logits.of("attend", scale, softcap, q)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
-    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), logits, kernel))
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -98,12 +101,14 @@ def attend_op(
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     mask: Sequence[int],
-    scale: float,
+    logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
-    partial = forward(choose(kernel, q, k, v), _sort(q, q_order), _sort(k, k_order), _sort(v, k_order), band, scale)
+    kind = Logits(*logits)
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind)
     out, lse = with_sinks(partial, sinks)
     return placed(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
@@ -124,14 +129,15 @@ def attend_backward_op(
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     mask: Sequence[int],
-    scale: float,
+    logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
     band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
     saved = SavedForward(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    gradients = backward(choose(kernel, q, k, v), *qkv, saved, band, scale)
+    kind = Logits(*logits)
+    gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (placed(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
@@ -155,24 +161,19 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *options)
     if dlse is not None:
-        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, options)
+        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
     return dq, dk, dv, dsinks, None, None, None, None, None
 
 
-def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of lse: `dlse/dq` is attention with k as values, and `dlse/dk` is its transpose."""
-    *_, scale, _ = options
-    values, lse_without_sinks = attend_op(q, k, k, None, *options)
+def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of lse: those of attention to values of 1, if its output is taken to be 0."""
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    # The weight of all keys: 1 without sinks, less with them.
-    share = torch.exp(lse_without_sinks - lse.masked_fill(lse == -torch.inf, torch.inf))
-    dq = (dlse * scale * share).unsqueeze(-1) * values
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
-    dout = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # divided by size: a loss scale overflows half precision
-    dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, dout, *options)[2]
-    return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
+    dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
+    dq, dk, _ = attend_backward_op(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
 
 
 def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

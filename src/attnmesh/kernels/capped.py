@@ -72,9 +72,7 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits)
     return Partial(out, lse)
 
 
-def backward_capped(
-    q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits
-) -> Gradients:
+def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
     """Return the block's share of the gradients, in float32 or wider. `dlogit` has the factor `1 - tanh^2` more."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
     delta = (saved.out.to(dq.dtype) * saved.dout).sum(-1, keepdim=True)
@@ -161,7 +159,8 @@ class Tiles:
         """
         polynomial, result = self.buffer(1, x.shape), self.buffer(2, x.shape)
         if x.dtype == torch.float64:
-            return torch.tanh(x, out=result)
+            torch.tanh(x, out=result)
+            return result
         low, high = x.aminmax()
         all_small = max(-float(low), float(high)) <= SMALL  # False for NaN
         if not all_small:
@@ -169,8 +168,8 @@ class Tiles:
             x.sub_(result)
             result.mul_(2 * LOG2E).exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
         torch.mul(x, x, out=polynomial).mul_(TAYLOR[2]).add_(TAYLOR[1])
-        polynomial.mul_(x).mul_(x).add_(TAYLOR[0]).mul_(x).mul_(x).mul_(x).add_(x)
-        return result.copy_(polynomial) if all_small else result.add_(polynomial)
+        polynomial.mul_(x).mul_(x).add_(TAYLOR[0]).mul_(x).mul_(x).mul_(x)
+        return torch.add(x, polynomial, out=result) if all_small else result.add_(polynomial.add_(x))
 
 
 def _flat(x: Tensor) -> Tensor:

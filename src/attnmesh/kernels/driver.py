@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, join, wide
 from attnmesh.kernels.blocks import Block
@@ -49,19 +50,19 @@ class Kernel(Protocol):
         """The kernel's name, as in `kernel=`."""
         ...
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Return why the kernel does not support such tensors, or None if it does."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+        """Return why the kernel does not support such tensors, with capped logits or not, or None if it does."""
         ...
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the blocks into which such a problem is cut for this kernel."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         ...
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, scale: float) -> Gradients:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
         """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
         ...
 
@@ -74,34 +75,34 @@ class CacheKernel(ABC):
         """Return the partial of the last queries; NaN if there are more tokens than capacity or fewer than queries."""
 
 
-def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, scale: float) -> Partial:
+def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
     Without a band every row sees every key.
     """
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
     blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
-    sign, scale = _sign_and_size(scale)
+    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     with _without_autocast(q):
         if _is_one_block(blocks, q, k):
-            return _attend(kernel, q, k, v, blocks[0], scale)
-        return _merged(kernel, q, k, v, blocks, scale)
+            return _attend(kernel, q, k, v, blocks[0], logits)
+        return _merged(kernel, q, k, v, blocks, logits)
 
 
 def backward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, band: Band, scale: float
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, band: Band, logits: Logits
 ) -> Gradients:
     """Return the gradients over the band, in the inputs' dtype or wider."""
     blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
-    sign, scale = _sign_and_size(scale)
+    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     saved = _without_empty_rows(saved)
     with _without_autocast(q):
         if _is_one_block(blocks, q, k):
-            dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], scale)
+            dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], logits)
         else:
-            dq, dk, dv = _summed(kernel, q, k, v, saved, blocks, scale)
+            dq, dk, dv = _summed(kernel, q, k, v, saved, blocks, logits)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
@@ -118,13 +119,13 @@ def _without_empty_rows(saved: SavedForward) -> SavedForward:
     return SavedForward(saved.out, lse, dout)
 
 
-def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
+def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
     total = identity(q, v, wide(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet: blocks are in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
-        partial = _attend(kernel, *_part(q, k, v, block), block, scale)
+        partial = _attend(kernel, *_part(q, k, v, block), block, logits)
         if block.queries.start < done:
             partial = join([rows, partial])
         rows.out.copy_(partial.out)
@@ -134,24 +135,19 @@ def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block]
 
 
 def _summed(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, blocks: list[Block], scale: float
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, blocks: list[Block], logits: Logits
 ) -> Gradients:
     total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
     for block in blocks:
-        part = kernel.backward(*_part(q, k, v, block), saved.rows(block.queries), block, scale)
+        part = kernel.backward(*_part(q, k, v, block), saved.rows(block.queries), block, logits)
         for gradient, share in zip(_part(*total, block), part, strict=True):
             gradient.add_(share)
     return total
 
 
-def _sign_and_size(scale: float) -> tuple[int, float]:
-    """Return the sign of the scale, for q, and its size. Kernels need it positive: they scale after adding -inf."""
-    return (0, 1.0) if scale == 0 else (1 if scale > 0 else -1, abs(scale))
-
-
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the block's partial, with the identity in empty rows, for which kernels differ."""
-    out, lse = kernel.attend(q, k, v, block, scale)
+    out, lse = kernel.attend(q, k, v, block, logits)
     empty = block.empty_rows().to(out.device)
     if len(empty):
         out, lse = out.index_fill(2, empty, 0.0), lse.index_fill(2, empty, -torch.inf)

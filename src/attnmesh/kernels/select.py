@@ -17,8 +17,8 @@ NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 """Values of `kernel=`."""
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """Return the kernel of that name, or for "auto" the first that supports the tensors.
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
+    """Return the kernel of that name, or for "auto" the first that supports the tensors, with capped logits or not.
 
     >>> import torch
     >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
@@ -26,20 +26,20 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """
     check_kernel(name)
     if name == "auto":
-        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v) is None)
+        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v, capped) is None)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    if (reason := kernel.unsupported_reason(q, k, v)) is not None:
+    if (reason := kernel.unsupported_reason(q, k, v, capped)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
     return kernel
 
 
-def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
     """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
     if name == "auto" and q.device.type != "cpu":
         for kernel in KERNELS:
-            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v) is None:
+            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v, capped) is None:
                 return kernel
-    return choose(name, q, k, v)
+    return choose(name, q, k, v, capped)
 
 
 def check_kernel(name: str) -> None:
