@@ -23,10 +23,10 @@ HEADS = 8
 ROWS = 128
 """Rows of a tile: queries times the query heads that share a key head."""
 
-AREA = ROWS * 512
+AREA = ROWS * 256
 """Logits of a tile per key head: fewer rows take more keys."""
 
-CONVERTED_KEYS = 2048
+CONVERTED_KEYS = 1024
 """The most keys of a tile that are converted to float32."""
 
 LOG2E = math.log2(math.e)
@@ -35,6 +35,10 @@ SMALL = 0.35
 """Size up to which `x + x * p(x * x)` is tanh(x) in float32; `TAYLOR` are the coefficients of p without a constant."""
 
 TAYLOR = (-0.3333321807416144, 0.13316219962652273, -0.05017072210863177)
+
+
+LOW_CAP, LOW_CAP_OF_HALF = 4.0, 256.0
+"""Soft caps up to which an error of tanh of 1e-7 is a rounding of the logits, of float32 and of half precision."""
 
 
 class Step(NamedTuple):
@@ -49,7 +53,7 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits)
     out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
     queries, outs, lses = (_by_key_head(x, k) for x in (q, out, lse.unsqueeze(-1)))
     keys, values, factor = _flat(k), _flat(v), logits.softcap * LOG2E
-    tiles = Tiles(q, k, v, block)
+    tiles = Tiles(q, k, v, block, logits.softcap)
     for heads, rows, steps in tiles.loop():
         x = _rows_of(queries, heads, rows).mul_(logits.scale / logits.softcap)
         peak = x.new_full((*x.shape[:2], 1), -factor)
@@ -79,7 +83,7 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block:
     lse = saved.lse.to(dq.dtype).unsqueeze(-1) * LOG2E
     queries, dout, delta, lse, dqs = (_by_key_head(x, k) for x in (q, saved.dout, delta, lse, dq))
     keys, values, dks, dvs = (_flat(x) for x in (k, v, dk, dv))
-    tiles, factor = Tiles(q, k, v, block), logits.softcap * LOG2E
+    tiles, factor = Tiles(q, k, v, block, logits.softcap), logits.softcap * LOG2E
     for heads, rows, steps in tiles.loop():
         x = _rows_of(queries, heads, rows).mul_(logits.scale / logits.softcap)
         arriving, shares, peak = (_rows_of(each, heads, rows) for each in (dout, delta, lse))
@@ -87,7 +91,7 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block:
         for run, hidden in steps:
             some_keys = tiles.converted(keys, heads, run, 0)
             tanh = tiles.tanh(tiles.product(x, some_keys, 0))
-            weights = torch.add(-peak, tanh, alpha=factor, out=tiles.buffer(0, tanh.shape)).exp2_()
+            weights = torch.add(-peak, tanh, alpha=factor, out=tiles.buffer(3, tanh.shape)).exp2_()
             if hidden is not None:
                 weights.masked_fill_(hidden, 0.0)
             dvs[heads, run].baddbmm_(weights.mT, arriving)
@@ -102,15 +106,17 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block:
 class Tiles:
     """The tiles of a block, and memory for one tile at a time, since new memory costs more than its use."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float) -> None:
         self.group, self.count, self.dtype = q.shape[1] // k.shape[1], k.shape[0] * k.shape[1], wide(q.dtype)
         bounds = block.bounds()
         self.low, self.high = bounds.low.clamp(min=0), bounds.high.clamp(max=k.shape[2])
-        self.queries = max(1, ROWS // self.group)
+        self.queries = max(1, (ROWS if k.dtype == self.dtype else 2 * ROWS) // self.group)  # to convert keys less often
         rows = self.group * min(self.queries, q.shape[2])
         self.keys = max(1, min(AREA // rows, k.shape[2], k.shape[2] if k.dtype == self.dtype else CONVERTED_KEYS))
         heads = min(HEADS, self.count)
-        self.logits = torch.empty(3, heads * rows * self.keys, dtype=self.dtype)
+        self.is_low = softcap <= (LOW_CAP if q.dtype == torch.float32 else LOW_CAP_OF_HALF)
+        self.taylor = torch.tensor(TAYLOR, dtype=self.dtype)
+        self.logits = torch.empty(4, heads * rows * self.keys, dtype=self.dtype)
         self.copies = [torch.empty(0 if x.dtype == self.dtype else heads * self.keys * x.shape[3]) for x in (k, v)]
 
     def loop(self) -> Iterator[tuple[slice, slice, list[Step]]]:
@@ -139,7 +145,7 @@ class Tiles:
         return steps
 
     def buffer(self, number: int, shape: torch.Size) -> Tensor:
-        """Return one of three tensors of a tile's shape."""
+        """Return one of four tensors of a tile's shape."""
         return self.logits[number, : shape.numel()].view(shape)
 
     def converted(self, x: Tensor, heads: slice, keys: slice, number: int) -> Tensor:
@@ -152,24 +158,32 @@ class Tiles:
         return torch.bmm(rows, keys.mT, out=self.buffer(number, torch.Size((*rows.shape[:2], keys.shape[1]))))
 
     def tanh(self, x: Tensor) -> Tensor:
-        """Return tanh of buffer 0, in buffer 2; buffers 0 and 1 are overwritten.
+        """Return tanh of buffer 0, in buffer 0 or 2; the others are overwritten. `torch.tanh` takes twice as long.
 
-        Small values take a polynomial, and others `1 - 2 / (1 + e^2x)`: half as long as `torch.tanh`. Each value is in
+        Large values are `1 - 2 / (1 + e^2x)`. Small ones take a polynomial too, if the cap is large: each value is in
         one of two parts and 0 in the other, so that it does not depend on the other values of its tile.
         """
-        polynomial, result = self.buffer(1, x.shape), self.buffer(2, x.shape)
+        square, result = self.buffer(1, x.shape), self.buffer(2, x.shape)
         if x.dtype == torch.float64:
             torch.tanh(x, out=result)
             return result
+        if self.is_low:
+            return _large_tanh(x)
         low, high = x.aminmax()
-        all_small = max(-float(low), float(high)) <= SMALL  # False for NaN
-        if not all_small:
-            torch.ops.aten.hardshrink.out(x.clamp_(-10.0, 10.0), SMALL, out=result)
-            x.sub_(result)
-            result.mul_(2 * LOG2E).exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
-        torch.mul(x, x, out=polynomial).mul_(TAYLOR[2]).add_(TAYLOR[1])
-        polynomial.mul_(x).mul_(x).add_(TAYLOR[0]).mul_(x).mul_(x).mul_(x)
-        return torch.add(x, polynomial, out=result) if all_small else result.add_(polynomial.add_(x))
+        large = None
+        if not max(-float(low), float(high)) <= SMALL:  # also where one is NaN
+            large = torch.ops.aten.hardshrink.out(x.clamp_(-10.0, 10.0), SMALL, out=self.buffer(3, x.shape))
+            x.sub_(large)
+        torch.mul(x, x, out=square)
+        torch.add(self.taylor[1], square, alpha=TAYLOR[2], out=result)
+        torch.addcmul(self.taylor[0], result, square, out=result).mul_(square)
+        torch.addcmul(x, x, result, out=result)
+        return result if large is None else result.add_(_large_tanh(large))
+
+
+def _large_tanh(x: Tensor) -> Tensor:
+    """Replace x by tanh(x), with an error of float32's rounding of 1."""
+    return x.mul_(2 * LOG2E).exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
 
 
 def _flat(x: Tensor) -> Tensor:
