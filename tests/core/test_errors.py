@@ -71,6 +71,10 @@ BAD = [
     ),
     (attend(scale=float("nan")), errors.DtypeError, r"number of size 1e-30 to 1e30, given nan"),
     (attend(scale=T(1)), errors.DtypeError, r"number of size 1e-30 to 1e30, given tensor"),
+    *(
+        (attend(softcap=cap), errors.DtypeError, r"attend softcap: expected None or a number from 1e-30 to 1e30, given")
+        for cap in (0, -2.0, float("inf"), float("nan"), "50", True, T(1), 1e-40, 10**400)
+    ),
     (
         attend(kernel="fast"),
         errors.KernelError,

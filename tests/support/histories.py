@@ -15,7 +15,7 @@ from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import device, named_mesh
 from tests.support.pool import SIZES, Pool
-from tests.support.problems import DTYPES
+from tests.support.problems import CAPS, DTYPES
 
 LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4))
 
@@ -153,6 +153,7 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
         "output": random.choice(("replicated", "replicated", "heads")),
         "scale": random.choice((None, None, 0.3, -0.5)),
         "kernel": kernel,
+        "softcap": CAPS[seed % len(CAPS)],
     }
     return Event(
         "decode",
@@ -254,7 +255,8 @@ def _check_decoded(
     q, sink = history.queries(event), history.sink()
     scale = dict(event.options)["scale"] or history.widths[0] ** -0.5
     tensors = [q, k, v] if sink is None else [q, k, v, sink]
-    expected = truth(tensors, visible, scale, torch.zeros(*q.shape[:-1], history.widths[1]))
+    dout = torch.zeros(*q.shape[:-1], history.widths[1])
+    expected = truth(tensors, visible, scale, dout, softcap=dict(event.options)["softcap"])
     if dict(event.options)["output"] == "heads":
         outs = [torch.cat(outs, dim=1)]
     for out in outs:

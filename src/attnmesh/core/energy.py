@@ -7,12 +7,15 @@ logsumexp is associative. This implementation is dense; tests compare the kernel
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_qkv, check_same_kind, check_scale
+from attnmesh.core.checks import check_qkv, check_same_kind
+from attnmesh.core.logits import Logits
 from attnmesh.core.partial import wide
 from attnmesh.errors import ShapeError
 
 
-def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None) -> Tensor:
+def energy(
+    q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
     """Return the energy `F(source)` of each query. `dF/dsource` at 0 is attention.
 
     Args:
@@ -21,6 +24,7 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
         v: Values, (batch, kv_heads, k_len, value_dim).
         source: The point at which the energy is taken, (batch, heads, q_len, value_dim).
         scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
 
     Returns:
         The energies, (batch, heads, q_len), in float32 or wider; differentiable to any order.
@@ -41,8 +45,9 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
     if tuple(source.shape) != shape:
         fix = f"use torch.zeros{shape}"
         raise ShapeError("energy", f"source of the output's shape {shape}", str(tuple(source.shape)), fix)
+    kind = Logits.of("energy", scale, softcap, q)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(wide(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
-        logits = q.to(keys.dtype) @ keys * check_scale("energy", scale, q) + source.to(keys.dtype) @ values
+        logits = kind.cap(q.to(keys.dtype) @ keys * kind.scale) + source.to(keys.dtype) @ values
     return torch.logsumexp(logits, dim=-1)

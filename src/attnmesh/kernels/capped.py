@@ -170,7 +170,7 @@ class Tiles:
         if self.is_low:
             return _large_tanh(x)
         low, high = x.aminmax()
-        large = None
+        large: Tensor | None = None
         if not max(-float(low), float(high)) <= SMALL:  # also where one is NaN
             large = torch.ops.aten.hardshrink.out(x.clamp_(-10.0, 10.0), SMALL, out=self.buffer(3, x.shape))
             x.sub_(large)
