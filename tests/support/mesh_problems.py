@@ -1,6 +1,6 @@
 """Random problems for a mesh of ranks: any shape, exchange, mask, layout, dtype, lengths and widths, told by a seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -14,6 +14,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.problems import CAPS, DTYPES, LAYOUTS
+from tests.support.problems import key_lengths as draw_key_lengths
 from tests.support.problems import mask as draw_mask
 
 EXCHANGES = ("bulk", "pipelined", "ring", "auto")
@@ -39,6 +40,7 @@ class MeshProblem:
     say_length: bool
     axes: tuple[str, ...]
     softcap: float | None = None
+    key_lengths: Tensor | None = None
 
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
@@ -62,7 +64,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     # In order and complete, or the other way round and without the axes of size 1: each mesh has groups of its own.
     named = [name for name, size in zip(AXES, shape, strict=True) if size > 1] or ["keys"]
     axes = list(AXES) if random.random() < 0.7 else named[::-1]
-    return MeshProblem(
+    problem = MeshProblem(
         seed=seed,
         shape=shape,
         exchange=random.choice(EXCHANGES),
@@ -79,6 +81,8 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         axes=tuple(axes),
         softcap=random.choice(CAPS),
     )
+    few = draw_key_lengths(random, problem.batch, problem.lengths[1])
+    return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
 
 
 def run(problem: MeshProblem) -> list[Tensor]:
@@ -95,6 +99,7 @@ def run(problem: MeshProblem) -> list[Tensor]:
         "key_layout": problem.layouts[1],
         "scale": problem.scale,
         "softcap": problem.softcap,
+        "key_lengths": problem.key_lengths,
     }
     sink = inputs[3] if sinks else None
     out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
@@ -133,7 +138,10 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     q, k, v, dout, *sinks = problem.whole()
     positions = [torch.arange(n) for n in problem.lengths]
     scale = problem.widths[0] ** -0.5 if problem.scale is None else problem.scale
-    expected = truth([q, k, v, *sinks], problem.mask.visible(*positions), scale, dout, softcap=problem.softcap)
+    visible = problem.mask.visible(*positions)
+    if problem.key_lengths is not None:
+        visible = visible & (positions[1] < problem.key_lengths[:, None, None, None])
+    expected = truth([q, k, v, *sinks], visible, scale, dout, softcap=problem.softcap)
     ranks = problem.shape.ranks
     places = _places(problem)
     shares = {}

@@ -1,6 +1,6 @@
 """Random problems for one device: any shape, mask, layout, dtype and kernel, told by a seed alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -37,6 +37,7 @@ class Problem:
     lse_matters: bool
     memory: str
     softcap: float | None = None
+    key_lengths: Tensor | None = None
 
     def tensors(self, device: str = "cpu") -> list[Tensor]:
         """q, k, v and the sinks if any."""
@@ -70,6 +71,9 @@ class Problem:
         visible = self.mask.visible(
             *(torch.arange(n) if p is None else p for p, n in zip(positions, self.lengths, strict=True))
         )
+        if self.key_lengths is not None:
+            positions_of_keys = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
+            visible = visible & (positions_of_keys < self.key_lengths[:, None, None, None])
         scale = self.widths[0] ** -0.5 if self.scale is None else self.scale
         loss = (given["out"] * dout.to(self.dtype)).sum()
         if dlse is not None:
@@ -82,6 +86,7 @@ class Problem:
     def _attend(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, *sinks = tensors
         options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
+        options["key_lengths"] = self.key_lengths
         if sinks:
             return {"out": am.attention(q, k, v, sinks=sinks[0], **options)}
         return am.attend(q, k, v, q_positions=self.q_positions, k_positions=self.k_positions, **options)._asdict()
@@ -103,7 +108,7 @@ def draw(
     kv_heads = random.randint(1, 3)
     width = random.choice(WIDTHS)
     dtype, *widths = random.choice(kinds or ((random.choice(dtypes), width, random.choice((width, width, *WIDTHS))),))
-    return Problem(
+    problem = Problem(
         seed=seed,
         dtype=dtype,
         kernel=random.choice(kernels),
@@ -120,6 +125,13 @@ def draw(
         memory=random.choice(("plain", "heads inside", "columns first")),
         softcap=random.choice(CAPS),
     )
+    few = key_lengths(random, problem.batch, lengths[1])
+    return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
+
+
+def key_lengths(random: Random, batch: int, keys: int) -> Tensor:
+    """Real keys of each sequence: none, some or all."""
+    return torch.tensor([random.choice((0, random.randint(0, keys), keys)) for _ in range(batch)], dtype=torch.int64)
 
 
 def _positions(random: Random, total: int) -> Tensor | None:

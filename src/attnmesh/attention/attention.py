@@ -10,7 +10,7 @@ from attnmesh.attention.call import Call, Options, agree_on_problem
 from attnmesh.attention.operator import mesh_op
 from attnmesh.attention.run import Run
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, autocast_enabled, warn_if_swapped
+from attnmesh.core.checks import autocast, autocast_enabled, check_most_keys, warn_if_swapped
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.attend import attend_op
@@ -30,6 +30,7 @@ def attention(
     exchange: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
+    key_lengths: Tensor | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     length: int | None = None,
@@ -57,6 +58,8 @@ def attention(
             way while the last is attended), or "auto".
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
+            invisible, as padding on the right under `Full()`.
         kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
@@ -84,7 +87,7 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
-    call = Call(q, k, v, sinks, options)
+    call = Call(q, k, v, sinks, key_lengths, options)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
@@ -97,18 +100,21 @@ def attention(
 
 def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
     """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back."""
-    q, k, v, sinks, options = call
+    q, k, v, sinks, key_lengths, options = call
     if autocast_enabled(q, k, v):
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
-            return attend_shards(Call(q, k, v, sinks, options), mesh, checked)
+            return attend_shards(call._replace(q=q, k=k, v=v), mesh, checked)
     problem = agree_on_problem(mesh, call, checked)
+    check_most_keys("attention key_lengths", key_lengths, problem.key_length)
     if mesh.shape.ranks == 1:
-        out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.logits, options.kernel)[0]
+        out: Tensor = attend_op(
+            q, k, v, sinks, None, None, key_lengths, problem.mask.encode(), call.logits, options.kernel
+        )[0]
         return out
     run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
     q, k, v = tokens_to_heads(q, k, v, run)
     if sinks is not None:
         sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-    out, _ = mesh_op(q, k, v, sinks, *run.encode())
+    out, _ = mesh_op(q, k, v, sinks, key_lengths, *run.encode())
     return heads_to_tokens(out, run)

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnmesh.comm.consensus import compares_always, describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
     check_checked,
+    check_key_lengths,
     check_qkv,
     check_sinks,
     check_unknown_options,
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    key_lengths: Tensor | None
     options: Options
 
     @property
@@ -81,12 +83,14 @@ class Call(NamedTuple):
         """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
-    def describe(self) -> str:
-        """Return the text that ranks compare: all but the lengths of their shards."""
+    def describe(self, *, values: bool = True) -> str:
+        """Return the text that ranks compare: all but the lengths of shards, and with `values` key_lengths."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
         learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
+        if self.key_lengths is not None:
+            fields["key_lengths"] = self.key_lengths.tolist() if values else True
         return describe_call("attention", **fields, gradients=learned)
 
 
@@ -104,7 +108,7 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
         return _counted_problem(mesh, options, call.heads, table)
     check_call(mesh, call, checked)
     if checked is None and may_compare(device):
-        return _agreed_once(mesh, call.describe(), options, call.heads, call.tokens)
+        return _agreed_once(mesh, call.describe(values=False), options, call.heads, call.tokens)
     problem = fitting_problem(mesh.shape, options, call.heads, (options.length, options.length))
     _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
     return problem
@@ -139,7 +143,7 @@ def fitting_problem(
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, options = call
+    q, k, v, sinks, key_lengths, options = call
     check_checked("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
@@ -151,6 +155,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_kernel(options.kernel)
         Logits.of("attention", options.scale, options.softcap, q)
         check_sinks("attention sinks", sinks, q)
+        check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         if k.shape[1] % mesh.shape.heads:
             given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
             fix = "give those ranks to the queries or the keys axis"

@@ -27,7 +27,7 @@ def attend_dtensors(
     q: Any  # as the record of a call has plain tensors
     k: Any
     v: Any
-    q, k, v, sinks, options = call
+    q, k, v, *_, options = call
     place = Mesh.of(first_of(q, k, v).device_mesh)
     try:
         local = unwrap(q, k, v, mesh, (options.layout, options.key_layout))
@@ -37,7 +37,7 @@ def attend_dtensors(
         raise
     options = options._replace(layout=Contiguous(), length=local.length)
     options = options._replace(key_layout=Contiguous(), key_length=local.key_length)
-    out = attend_shards(Call(local.q, local.k, local.v, sinks, options), place, checked)
+    out = attend_shards(call._replace(q=local.q, k=local.k, v=local.v, options=options), place, checked)
     return wrap(out, q, v.shape[-1])
 
 

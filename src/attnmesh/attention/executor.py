@@ -15,7 +15,7 @@ from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import Partial, join, wide
-from attnmesh.kernels.driver import Gradients, Kernel, SavedForward, identity
+from attnmesh.kernels.driver import Counts, Gradients, Kernel, SavedForward, identity
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh
@@ -34,6 +34,7 @@ class Task:
     head_groups: int
     kernel: Kernel
     logits: Logits
+    counts: tuple[Counts, ...]  # of the keys of each step
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ def _attended(arrivals: "Arrivals", task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (rows,) = arrivals.rows()
     total: Partial | None = None
-    for band in task.schedule.bands:
+    for band, counts in zip(task.schedule.bands, task.counts, strict=True):
         keys, values = next(arrivals.keys)
-        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.logits)
+        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
@@ -93,11 +94,12 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     answer = SavedForward(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
-    for band, step, onward in zip(
-        task.schedule.bands, task.schedule.key_steps, task.schedule.gradient_steps, strict=True
+    schedule = task.schedule
+    for band, counts, step, onward in zip(
+        schedule.bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True
     ):
         keys, values = next(arrivals.keys)
-        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.logits)
+        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)

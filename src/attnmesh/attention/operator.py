@@ -15,7 +15,7 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import wide, with_sinks
 from attnmesh.kernels.attend import empty_placed, placed, sink_gradient
-from attnmesh.kernels.driver import SavedForward
+from attnmesh.kernels.driver import SavedForward, visible_counts
 from attnmesh.kernels.select import choose
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
@@ -26,10 +26,16 @@ from attnmesh.planner.workload import Workload
 
 @torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
 def mesh_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, names: str, numbers: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    partial = with_sinks(forward(q, k, v, _task(q, k, v, Run.decode(names, numbers))), sinks)
+    partial = with_sinks(forward(q, k, v, _task(q, k, v, key_lengths, Run.decode(names, numbers))), sinks)
     return placed(partial.out, q.dtype), partial.lse
 
 
@@ -40,11 +46,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
 def mesh_backward_op(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, names: str, numbers: Sequence[int]
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    dout: Tensor,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
-    task = _task(q, k, v, Run.decode(names, numbers))
+    task = _task(q, k, v, key_lengths, Run.decode(names, numbers))
     dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, SavedForward(out, lse, dout), task))
     return dq, dk, dv
 
@@ -56,22 +67,22 @@ def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, *ctx.code = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output)
+    q, k, v, sinks, key_lengths, *ctx.code = inputs
+    ctx.save_for_backward(q, k, v, sinks, key_lengths, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse = ctx.saved_tensors
-    dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, *ctx.code)
+    q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
+    dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.code)
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, None
+    return dq, dk, dv, dsinks, None, None, None
 
 
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Task:
+def _task(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, run: Run) -> Task:
     """Return this rank's schedule, and the kernel that serves its tensors."""
     mesh, problem = run.mesh, run.problem
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # without tokens, of which a rank may have none
@@ -81,7 +92,8 @@ def _task(q: Tensor, k: Tensor, v: Tensor, run: Run) -> Task:
         exchange = EXCHANGES[run.exchange]
     steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
     head_groups = exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
-    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v, run.logits.capped), run.logits)
+    counts = tuple(visible_counts(step.positions, key_lengths) for step in steps.key_steps)
+    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v, run.logits.capped), run.logits, counts)
 
 
 @cached_per_world(1024)

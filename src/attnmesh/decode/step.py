@@ -16,7 +16,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide, with_sinks
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity
+from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity, visible_counts
 from attnmesh.kernels.merge import copied, merged_along_tree
 from attnmesh.kernels.select import choose_for_cache
 from attnmesh.kernels.triton_runtime import interpreted
@@ -74,7 +74,12 @@ def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
 
 
 def run_step(
-    q: Tensor, view: CacheView, sinks: Tensor | None, step: DecodeStep, call_number: int
+    q: Tensor,
+    view: CacheView,
+    sinks: Tensor | None,
+    step: DecodeStep,
+    call_number: int,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks."""
     heads = step.heads.share_of(q.shape[1])
@@ -91,7 +96,7 @@ def run_step(
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
-    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into)
+    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
     partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
         tensors = [q] if sinks is None else [q, sinks]
@@ -134,17 +139,31 @@ def nan_unless_equal(out: Tensor, checksum: Tensor, shape: tuple[int, ...]) -> T
 
 
 @torch.library.custom_op("attnmesh::decode", mutates_args=())
-def decode_op(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+def decode_op(
+    q: Tensor,
+    cache: Sequence[Tensor],
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     step, view = DecodeStep.decode(names, numbers), view_of(cache)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, checksum = run_step(q, view, sinks, step, call_number)
+    out, checksum = run_step(q, view, sinks, step, call_number, key_lengths)
     out = out if checksum is None else nan_unless_equal(out, checksum, step.output_shape(q, view.values))
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 
 @decode_op.register_fake
-def _(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+def _(
+    q: Tensor,
+    cache: Sequence[Tensor],
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> Tensor:
     return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q, cache[1]))
 
 
@@ -168,7 +187,7 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
     if isinstance(kernel, CacheKernel):
         return kernel.attend_cache(query, view)
     run = partial(forward, kernel, logits=query.logits)
-    result = _attend_tokens(run, query.q, view, query.mask, query.block)
+    result = _attend_tokens(run, query, view)
     return copied(with_sinks(result, query.sinks), query.into)
 
 
@@ -179,25 +198,28 @@ def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
     return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
 
 
-def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
+def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Partial:
     """Return the partial of a kernel that takes the number of tokens from the host."""
+    q, mask, block = query.q, query.mask, query.block
     length, used = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
-        return _attend_padded(run, q, keys, values, view.padding, length, mask)
-    if q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
+        return _attend_padded(run, query, keys, values, view.padding, length)
+    if query.key_lengths is None and q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
         return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:
         return _attend_blocks(run, q, keys, values, band, block)
-    return _widen(run(q, keys, values, band))
+    counts = visible_counts(torch.arange(used) if used == length else view.token_index[:used], query.key_lengths)
+    return _widen(run(q, keys, values, band, counts=counts))
 
 
 def _attend_padded(
-    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask
+    run: BoundKernel, query: DecodeQuery, keys: Tensor, values: Tensor, padding: Padding, length: int
 ) -> Partial:
     """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
+    q, lengths = query.q, query.key_lengths
     token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
     q_positions = q_positions.cpu()
     partials = []
@@ -205,8 +227,10 @@ def _attend_padded(
         only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
         total = identity(q[only], values[only], wide(q.dtype))
         for start, stop in _runs(k_positions >= 0):
-            band = Band.of(mask, q_positions[row], k_positions[start:stop])
-            total = join([total, _widen(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
+            band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
+            counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
+            some_keys, some_values = (x[only, :, start:stop] for x in (keys, values))
+            total = join([total, _widen(run(q[only], some_keys, some_values, band, counts=counts))])
         partials.append(total)
     out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     blind = ~token_mask[:, None]

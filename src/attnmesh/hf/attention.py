@@ -121,5 +121,5 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
     logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
-    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), logits, "auto")[0]
+    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, None, layer.mask.encode(), logits, "auto")[0]
     return out

@@ -13,6 +13,8 @@ from torch import Tensor
 from attnmesh.core.checks import (
     autocast,
     autocast_enabled,
+    check_key_lengths,
+    check_most_keys,
     check_positions,
     check_qkv,
     check_unknown_options,
@@ -24,7 +26,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, wide, with_sinks
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.kernels.driver import SavedForward, backward, forward
+from attnmesh.kernels.driver import SavedForward, backward, forward, visible_counts
 from attnmesh.kernels.select import check_kernel, choose
 
 
@@ -38,6 +40,7 @@ def attend(
     k_positions: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    key_lengths: Tensor | None = None,
     kernel: str = "auto",
     **more: Never,
 ) -> Partial:
@@ -55,6 +58,7 @@ def attend(
         k_positions: Position of each key, int64, (k_len,).
         scale: Factor of the logits, 1/sqrt(dim) by default.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
         kernel: Name of a kernel: "cpu", "cuda", "triton" or "reference". "auto" takes the first that supports q, k, v.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
@@ -73,7 +77,7 @@ def attend(
     check_unknown_options("attend", more)
     if autocast_enabled(q, k, v):
         options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions}
-        options |= {"scale": scale, "softcap": softcap}
+        options |= {"scale": scale, "softcap": softcap, "key_lengths": key_lengths}
         q, k, v = autocast(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             return attend(q, k, v, mask=mask, kernel=kernel, **options)
@@ -84,12 +88,15 @@ def attend(
         for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
             if positions is not None:
                 check_positions(f"attend {name}_positions", positions, x.shape[2])
+        check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
+        if k_positions is None:
+            check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
     logits = Logits.of("attend", scale, softcap, q)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
-    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), logits, kernel))
+    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel))
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -100,15 +107,16 @@ def attend_op(
     sinks: Tensor | None,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
+    key_lengths: Tensor | None,
     mask: Sequence[int],
     logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     kind = Logits(*logits)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind)
+    partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind, counts)
     out, lse = with_sinks(partial, sinks)
     return placed(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
@@ -128,16 +136,17 @@ def attend_backward_op(
     dout: Tensor,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
+    key_lengths: Tensor | None,
     mask: Sequence[int],
     logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
-    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     saved = SavedForward(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     kind = Logits(*logits)
-    gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind)
+    gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (placed(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
@@ -150,21 +159,21 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, q_positions, k_positions, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, *output)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, q_positions, k_positions, out, lse = ctx.saved_tensors
-    options = (q_positions, k_positions, *ctx.options)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, out, lse = ctx.saved_tensors
+    options = (q_positions, k_positions, key_lengths, *ctx.options)
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *options)
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
-    return dq, dk, dv, dsinks, None, None, None, None, None
+    return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
 def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -195,14 +204,21 @@ attend_backward_op.register_autograd(_no_second_gradients)
 
 
 def _band(
-    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, mask: Sequence[int]
-) -> tuple[Band, Tensor | None, Tensor | None]:
-    """Return the band over sorted tokens, and the orders that sort queries and keys by position."""
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Sequence[int],
+) -> tuple[Band, list[int] | None, Tensor | None, Tensor | None]:
+    """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
     decoded = Mask.decode(mask)
     queries, q_order = _sorted("attend q_positions", q_positions, decoded)
     keys, k_order = _sorted("attend k_positions", k_positions, decoded)
     queries = torch.arange(q.shape[2]) if queries is None else queries
-    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), q_order, k_order
+    positions = torch.arange(k.shape[2]) if keys is None else keys
+    counts = visible_counts(positions, key_lengths)
+    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
 
 
 def _sorted(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

@@ -68,6 +68,7 @@ class DecodeQuery(NamedTuple):
     sinks: Tensor | None = None
     block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
+    key_lengths: Tensor | None = None  # (batch,), real keys per sequence
 
 
 class CacheView(NamedTuple):

@@ -23,7 +23,7 @@ HEADS = 8
 ROWS = 128
 """Rows of a tile: queries times the query heads that share a key head."""
 
-AREA = ROWS * 256
+AREA = ROWS * 512
 """Logits of a tile per key head: fewer rows take more keys."""
 
 CONVERTED_KEYS = 1024
@@ -172,7 +172,8 @@ class Tiles:
         low, high = x.aminmax()
         large: Tensor | None = None
         if not max(-float(low), float(high)) <= SMALL:  # also where one is NaN
-            large = torch.ops.aten.hardshrink.out(x.clamp_(-10.0, 10.0), SMALL, out=self.buffer(3, x.shape))
+            large = self.buffer(3, x.shape)
+            torch.ops.aten.hardshrink.out(x.clamp_(-10.0, 10.0), SMALL, out=large)
             x.sub_(large)
         torch.mul(x, x, out=square)
         torch.add(self.taylor[1], square, alpha=TAYLOR[2], out=result)

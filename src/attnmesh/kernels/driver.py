@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
+from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, wide
 from attnmesh.kernels.blocks import Block
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
@@ -40,6 +40,10 @@ class SavedForward:
     def rows(self, queries: slice) -> "SavedForward":
         """Return the tensors of some of the queries."""
         return SavedForward(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
+
+    def sequences(self, some: slice) -> "SavedForward":
+        """Return the tensors of some sequences."""
+        return SavedForward(*(x[some] for x in (self.out, self.lse, self.dout)))
 
 
 class Kernel(Protocol):
@@ -75,11 +79,37 @@ class CacheKernel(ABC):
         """Return the partial of the last queries; NaN if there are more tokens than capacity or fewer than queries."""
 
 
-def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits) -> Partial:
+Counts = Sequence[int] | None
+"""Keys that each sequence of a batch can see, of the first ones; None for all keys."""
+
+
+def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] | None:
+    """Return how many of ascending key positions are below each sequence's number of real keys."""
+    if key_lengths is None:
+        return None
+    found: list[int] = torch.searchsorted(positions, key_lengths.to(positions.device)).tolist()
+    return found
+
+
+def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
+    """Return runs of sequences with one count."""
+    edges = [0, *(i for i in range(1, len(counts)) if counts[i] != counts[i - 1]), len(counts)]
+    return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
+
+
+def forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits, counts: Counts = None
+) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
     Without a band every row sees every key.
     """
+    if counts:
+        parts = [
+            forward(kernel, q[some], k[some], v[some], (band or _full(q, k)).first(count), logits)
+            for some, count in _sequences(counts)
+        ]
+        return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
     blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
@@ -91,9 +121,22 @@ def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, 
 
 
 def backward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, band: Band, logits: Logits
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: SavedForward,
+    band: Band,
+    logits: Logits,
+    counts: Counts = None,
 ) -> Gradients:
     """Return the gradients over the band, in the inputs' dtype or wider."""
+    if counts:
+        parts = [
+            backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), logits)
+            for some, count in _sequences(counts)
+        ]
+        return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
     blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
@@ -104,6 +147,11 @@ def backward(
         else:
             dq, dk, dv = _summed(kernel, q, k, v, saved, blocks, logits)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+
+
+def _full(q: Tensor, k: Tensor) -> Band:
+    """Return the band under which every row sees every key."""
+    return Band.of(Mask(), torch.arange(q.shape[2]), k.shape[2])
 
 
 def _without_autocast(q: Tensor) -> AbstractContextManager[object]:

@@ -108,8 +108,11 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
     partials = _empty_partials(q, count, view.values.shape[-1])
-    places, bounded = view.places(), view.padding is not None or bool(mask.ends)
+    places, bounded = view.places(), view.padding is not None or bool(mask.ends) or query.key_lengths is not None
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
+    if query.key_lengths is not None:
+        last = torch.minimum(last, query.key_lengths.to(q.device)[:, None] - 1)
+        first = first.expand_as(last).contiguous()
     launch(
         "decode",
         "attend_cache",
