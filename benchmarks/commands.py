@@ -1,4 +1,4 @@
-"""The commands `python -m benchmarks model`, `faults`, `plan` and `gpu-kernels`."""
+"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent` and `gpu-kernels`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +17,13 @@ from attnmesh.errors import ArgumentError
 from attnmesh_command import SETTINGS
 from benchmarks import faults as faults_bench
 from benchmarks import gpu_kernels
+from benchmarks import latent as latent_bench
 from benchmarks import model as model_bench
 from benchmarks import plan as plan_bench
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, whole models, and kernels on a GPU.",
+    help="Measure the planner, recovery from faults, whole models, latent attention, and kernels on a GPU.",
     add_completion=False,
     **SETTINGS,
 )
@@ -153,6 +154,35 @@ def _plan_table(report: plan_bench.Report) -> Table:
         name = f"{'* ' if row.picked else '  '}{row.plan}"
         table.add_row(row.workload, name, f"{row.predicted_ms:.1f}", str(row.timing), f"{row.beside_best}", *bytes_)
     return table
+
+
+LATENT_EXPLAINED = """\
+A step projects one new token, attends over the cache and projects the output. Stock transformers is timed twice. Cached
+bytes are those of all ranks together."""
+
+
+@bench_command(
+    app, "python -m benchmarks latent", "A layer with latent attention, stock and over ranks.", LATENT_EXPLAINED
+)
+def bench_latent(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 2,
+    tokens: Annotated[int, typer.Option(min=64, help="Cached tokens. 32,768 in float32 need 12 GB.")] = 32768,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    steps: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 11,
+) -> list[Table]:
+    """One decode step of a layer of DeepSeek-V3's shape: stock transformers, then latents attended in place."""
+    run.step(f"{tokens:,} tokens, stock and on {ranks} ranks")
+    request = latent_bench.Request(tokens, dtype, steps)
+    latent_bench.rows(request, ranks, torch.get_num_threads(), run.table("rows"))
+    rows: list[latent_bench.Row] = run.tables["rows"]
+    table = titled(f"128 heads, {tokens:,} tokens, {dtype}, {torch.get_num_threads()} threads in all", "decoding")
+    for name in ("ms per step", "beside 1 rank", "cached MB", "rows expanded"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
+        table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
+    return [table]
 
 
 GPU_EXPLAINED = """\

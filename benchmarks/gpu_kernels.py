@@ -17,9 +17,8 @@ import attnmesh as am
 from attnmesh.cli.timing import Call, Comparison, Timing, race
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import Logits
-from attnmesh.kernels.cache_view import DecodeQuery
-from attnmesh.kernels.driver import CacheKernel
-from attnmesh.kernels.select import choose_for_cache
+from attnmesh.kernels.cache_view import CacheKernel, DecodeQuery
+from attnmesh.kernels.driver import choose_for_cache
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 

@@ -149,8 +149,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text").write_text("word " * 9000)
     (place / "bytes").write_bytes(bytes(range(128, 256)))
     (place / "no.gguf").write_bytes(b"GGUF but not really")
-    (place / "chunks").mkdir()
-    (place / "chunks" / "config.json").write_text('{"model_type": "llama4_text", "num_hidden_layers": 2}')
+    (place / "recurrent").mkdir()
+    (place / "recurrent" / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
     return place
 
 
@@ -173,7 +173,10 @@ WRONG = {
     "empty": (("--model", "{}/empty", "--prompt", "a"), "model: expected a model of transformers, given"),
     "not gguf": (("--model", "{}/no.gguf", "--prompt", "a"), "model: expected a GGUF file of a language model, given"),
     "t5": (("--model", "{}/t5", "--prompt", "a"), "model: expected a causal language model, given"),
-    "chunks": (("--model", "{}/chunks", "--prompt", "a"), "attnmesh.hf: expected a model of layers of full_attention"),
+    "recurrent": (
+        ("--model", "{}/recurrent", "--prompt", "a"),
+        "attnmesh.hf: expected a model of layers of full_attention",
+    ),
     "no tokenizer": (
         ("--model", "{}/no-tokenizer", "--prompt", "a"),
         "tokenizer: expected the model's tokenizer, given",

@@ -132,7 +132,9 @@ def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     exchanges, share = [], p2p.all_gather_ints
     with (
-        mock.patch("attnmesh.comm.consensus.cheap_to_compare", return_value=on_cpu),
+        mock.patch(
+            "attnmesh.attention.call.compares_always", return_value=checked is True or (checked is None and on_cpu)
+        ),
         mock.patch(
             "attnmesh.comm.consensus.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
         ),

@@ -114,6 +114,11 @@ def append(at: Place, **changes: Any) -> None:
     filled(at).append(**{"k": k, "v": v} | changes)
 
 
+def append_latents(at: Place, **changes: Any) -> None:
+    cache = new_cache(at, checked=True, values="prefix")
+    cache.append(**{"k": numbers(1, HEADS, 1, WIDTH)} | changes)
+
+
 def append_shard(at: Place, **changes: Any) -> None:
     cache = filled(at)
     k, v = numbers(2, 1, HEADS, 2, WIDTH)
@@ -374,6 +379,22 @@ ALIKE: Table = {
             r"attention softcap: expected None or a number .*, given 0\.0 of type float\. Fix",
         ),
         ({"softcap": float("inf")}, DtypeError, r"attention softcap: expected None or a number .*, given inf of type"),
+        (
+            {"key_lengths": [1]},
+            DtypeError,
+            r"attention key_lengths: expected a tensor of torch.int64, given list\. Fix",
+        ),
+        (
+            {"key_lengths": torch.tensor([1, 2])},
+            ShapeError,
+            r"key_lengths: expected shape \(1,\), .*given shape \(2,\)",
+        ),
+        (
+            {"key_lengths": torch.tensor([-1])},
+            ShapeError,
+            r"key_lengths: expected numbers of 0 or more, given -1\. Fix",
+        ),
+        ({"key_lengths": torch.tensor([3])}, MeshError, r"shards  key_lengths\n(.*\n)*.*\[3\]\n"),
         ({"softcap": 30}, MeshError, r"the same call on every rank, given:\n    shards  softcap\n(.*\n)*.*  30\n"),
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),
         ({"mask": am.Causal()}, MeshError, r"shards  mask\n(.*\n)*.*Causal\(\)\n"),
@@ -404,7 +425,7 @@ ALIKE: Table = {
         ({"q": "plain"}, MeshError, r"q, k and v as DTensors of one mesh and one placement, given q Tensor"),
         ({"layout": am.Zigzag()}, LayoutError, r"expected layout=Contiguous\(\), .*, given Zigzag\(\)\. Fix: leave"),
         ({"key_layout": am.Striped()}, LayoutError, r"expected key_layout=Contiguous\(\), .*, given Striped.*: leave"),
-        ({"placed": "by heads"}, LayoutError, r"expected S\(2\) along axis \w+, given S\(1\)\. Fix: redistribute"),
+        ({"placed": "by heads"}, LayoutError, r"expected S\(2\) along axis \w+, given S\(1\)\. Fix: .*redistribute"),
         ({"mesh": "cpu"}, MeshError, r"attention mesh: expected the DTensors' own mesh, given cpu beside"),
         ({"scale": "big"}, DtypeError, r"attention scale: expected None, 0 or a number .*, given 'big' of type"),
     ],
@@ -418,6 +439,17 @@ ALIKE: Table = {
         ({"block": None}, ShapeError, r"KVCache block: expected a whole number, 1 or more, given None"),
         ({"dtype": "float32"}, DtypeError, r"KVCache dtype: expected one of .*, given 'float32'\. Fix: pass"),
         ({"dtype": torch.int8}, DtypeError, r"KVCache dtype: expected one of .*, given torch.int8\. Fix: pass"),
+        (
+            {"values": "first"},
+            ArgumentError,
+            r"KVCache values: expected one of separate, prefix, given 'first'\. Fix: ",
+        ),
+        ({"values": "prefix"}, MeshError, r"KVCache: expected the same call .*:\n    shards  values\n(.*\n)*.*prefix"),
+        (
+            {"values": "prefix", "value_dim": 5},
+            ShapeError,
+            r"KVCache value_dim: expected no more than head_dim 4 for a prefix of the keys, given 5\. Fix: ",
+        ),
         ({"device": "foo"}, DeviceError, r"KVCache device: expected a device that PyTorch knows, given 'foo'"),
         ({"device": "meta"}, MeshError, r"KVCache: expected the same call .*:\n    shards  device\n(.*\n)*.*meta"),
         ({"device": "xpu"}, DeviceError, r"KVCache device: expected a device that is there, given 'xpu' \(.*XPU"),
@@ -427,9 +459,10 @@ ALIKE: Table = {
     append: [
         ({"k": T(6, 1, 4)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(6, 1, 4\)\. Fix"),
         ({"v": T(1, 5, 1, 4)}, ShapeError, r"append v: expected shape \(1, 6, tokens, 4\), given \(1, 5, 1, 4\)"),
-        ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*; if these are \(batch, length, heads, dim\), pass x"),
+        ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*Fix: if these are \(batch, length, heads, dim\), pass x"),
         ({"v": T(1, 6, 2, 4)}, ShapeError, r"append: expected k and v of the same tokens, given 1 and 2 tokens"),
         ({"k": [1.0]}, DtypeError, r"append k: expected a tensor of floats, given list\. Fix: use torch"),
+        ({"v": None}, DtypeError, r"append v: expected a tensor of floats, given NoneType\. Fix: use torch"),
         ({"k": T(1, 6, 1, 4).half()}, DtypeError, r"append: expected one dtype of .*, given k float16, v float32"),
         (
             {"k": T(1, 6, 1, 4).double(), "v": T(1, 6, 1, 4).double()},
@@ -454,6 +487,10 @@ ALIKE: Table = {
             MeshError,
             r"append: expected the same call .*:\n    shards  token_mask\n(.*\n)*.*bool",
         ),
+    ],
+    append_latents: [
+        ({"v": T(1, 6, 1, 4)}, ArgumentError, r"append v: expected None, for values are columns of k, given \(1, 6, 1"),
+        ({"k": T(1, 6, 1, 3)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(1, 6, 1, 3\)"),
     ],
     append_shard: [
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
@@ -514,7 +551,11 @@ ALIKE: Table = {
         ({"q": [1.0]}, DtypeError, r"decode q: expected a tensor of floats, given list\. Fix: use torch"),
         ({"q": T(12, 1, 4)}, ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 4\), given \(12, 1, 4\)"),
         ({"q": T(1, 12, 0, 4)}, ShapeError, r"decode q: expected shape .*, given \(1, 12, 0, 4\)\. Fix: pass"),
-        ({"q": T(1, 1, 12, 4)}, ShapeError, r"given 1 query heads on 6 .*; if these are \(batch, length, heads, dim\)"),
+        (
+            {"q": T(1, 1, 12, 4)},
+            ShapeError,
+            r"given 1 query heads on 6 .*Fix: if these are \(batch, length, heads, dim\)",
+        ),
         ({"q": T(1, 7, 1, 4)}, ShapeError, r"query heads a multiple of key heads, given 7 query heads on 6"),
         ({"q": T(1, 12, 1, 4).double()}, DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
         ({"q": T(1, 12, 11, 4)}, ShapeError, r"as many queries as tokens in .*, given 11 queries and 10 of 32"),
@@ -534,6 +575,13 @@ ALIKE: Table = {
             DtypeError,
             r"decode softcap: expected None or a number .*, given -1 of type int\. Fix: pass",
         ),
+        ({"key_lengths": torch.tensor([3], dtype=torch.int32)}, DtypeError, r"torch.int64, given torch.int32\. Fix"),
+        (
+            {"key_lengths": torch.tensor([99])},
+            ShapeError,
+            r"key_lengths: expected at most 10, the number of keys, given 99",
+        ),
+        ({"key_lengths": torch.tensor([3])}, MeshError, r"decode: .*:\n    shards  key_lengths\n(.*\n)*.*\[3\]\n"),
         ({"softcap": 9.0}, MeshError, r"decode: .*:\n    shards  softcap\n(.*\n)*.*  9.0\n"),
         ({"sinks": T(3)}, ShapeError, r"decode sinks: expected shape \(12,\), given shape \(3,\)\. Fix: give each"),
         ({"sinks": T(12)}, MeshError, r"decode: .*:\n    shards  sinks\n(.*\n)*.*torch.float32 \[12\] of digest"),
@@ -772,6 +820,9 @@ ALONE: Table = {
         ({"length": 0}, ClusterError, r"Workload length: expected a whole number, 1 or more, given 0\. Fix: pass"),
         ({"dtype": "int8"}, DtypeError, r"Workload dtype: expected one of .*, given 'int8'\. Fix: name"),
         ({"phase": "dreaming"}, KernelError, r"Workload phase: expected one of training, .*, given 'dreaming'\. Fix"),
+        ({"latent": 512}, ShapeError, r"Workload latent: expected two numbers of columns, given 512\. Fix: pass"),
+        ({"latent": (0, 4)}, ClusterError, r"Workload latent: expected a whole number, 1 or more, given 0\. Fix: pass"),
+        ({"latent": (8, 64)}, ShapeError, r"Workload latent: expected fewer rotated .*, given 64 of 64\. Fix: pass"),
         ({"mask": None}, MaskError, r"Workload mask: expected Full.*, given None\. Fix: use Full"),
     ],
     preset: [

@@ -192,9 +192,9 @@ BAD = [
     (
         lambda: am.Mask(left=-1),
         errors.MaskError,
-        r"Mask: expected reaches of 0 or more .* given left -1.*Fix: make masks with",
+        r"Mask: expected reaches of 0 or more, ascending ends and ascending chunks, given left -1.*Fix: make masks",
     ),
-    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends of documents, given .*ends \(5, 3\)"),
+    (lambda: am.Mask(ends=(5, 3)), errors.MaskError, r"ascending ends and ascending chunks, given .*ends \(5, 3\)"),
     (lambda: am.Zigzag().positions("10", 2, 0), errors.LayoutError, r"whole numbers .*, given '10', 2, 0\. Fix: pass"),
     (
         lambda: am.merge([T(1), T(1)]),

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh import Causal, Documents, Full, Mask, Window, errors
+from attnmesh import Causal, Chunks, Documents, Full, Mask, Window, errors
 
 pytestmark = pytest.mark.quick
 
@@ -22,6 +22,7 @@ def masks(draw: st.DrawFn) -> Mask:
         st.builds(Window, reach, reach),
         st.builds(Window, reach),
         lengths.map(Documents),
+        st.integers(1, TOTAL + 3).map(Chunks),
     )
     mask = Full()
     for part in draw(st.lists(one, max_size=4)):
@@ -55,7 +56,7 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 @given(masks())
 def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
-    names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents")}
+    names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents", "Chunks")}
     tokens = torch.arange(TOTAL)
     assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
     assert Mask.decode(mask.encode()) == mask
@@ -70,6 +71,8 @@ def test_each_mask_equals_its_definition() -> None:
         Window(3): (i - 3 <= j) & (j <= i),
         Window(3, 2): (i - 3 <= j) & (j <= i + 2),
         Documents((7, 0, 33)): document[:, None] == document,
+        Chunks(7): i // 7 == j // 7,
+        Chunks(6) & Causal() & Chunks(4) & Chunks(12): (i // 6 == j // 6) & (i // 4 == j // 4) & (j <= i),
         Causal() & Window(5, 5) & Documents((7, 33)): (document[:, None] == document) & (j <= i) & (i - 5 <= j),
     }
     for mask, visible in expected.items():
@@ -91,6 +94,8 @@ def test_lengths_may_be_any_integers() -> None:
         (lambda: Window(2, -3), r"Window right: expected a whole number, 0 or more, given -3\. Fix"),
         (lambda: Window(2.0), r"Window left: expected a whole number, 0 or more, given 2\.0\. Fix"),
         (lambda: Window(True), r"Window left: expected a whole number, 0 or more, given True\. Fix"),
+        (lambda: Chunks(0), r"Chunks size: expected a whole number, 1 or more, given 0\. Fix: count the tokens"),
+        (lambda: Chunks(2.5), r"Chunks size: expected a whole number, 1 or more, given 2\.5\. Fix"),
         (lambda: Documents((3, -2)), r"Documents length: expected a whole number, 0 or more, given -2\. Fix"),
         (lambda: Documents(()), r"Documents: expected at least one token, given lengths \[\]\. Fix: use Full"),
         (lambda: Documents((0, 0)), r"Documents: expected at least one token, given lengths \[0, 0\]\. Fix: use Full"),

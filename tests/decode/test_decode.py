@@ -157,6 +157,24 @@ def test_step_is_one_graph_for_all_lengths(pool: Pool, shape: tuple[int, ...]) -
     assert pool.run(ranks, compiles_to_one_graph, shape) == [True] * ranks
 
 
+def compiled_latent_steps() -> bool:
+    sizes = {"batch": 1, "kv_heads": 1, "head_dim": WIDTH, "value_dim": WIDTH - 2, "capacity": 40, "values": "prefix"}
+    caches = [am.KVCache(named_mesh(Shape(1, 1, 2), AXES), dtype=torch.float32, **sizes) for _ in range(2)]
+
+    def step(cache: am.KVCache, q: Tensor, latents: Tensor) -> Tensor:
+        cache.append(latents)
+        return am.decode(q, cache)
+
+    compiled_step = torch.compile(step, fullgraph=True, backend="eager")
+    new = torch.randn(20, 1, 1, 1, WIDTH, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        return all(torch.equal(step(caches[0], query(1), x), compiled_step(caches[1], query(1), x)) for x in new)
+
+
+def test_a_step_over_latents_compiles(pool: Pool) -> None:
+    assert pool.run(2, compiled_latent_steps) == [True] * 2
+
+
 def compiled_steps_past_capacity_are_nan() -> bool:
     cache = cache_of((1, 1, 2), 30, capacity=32)
     step = torch.compile(lambda q, k: (cache.append(k, k), am.decode(q, cache))[1], fullgraph=True, backend="eager")

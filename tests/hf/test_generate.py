@@ -15,7 +15,6 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     GenerationConfig,
-    Llama4TextConfig,
     MambaConfig,
     Qwen3NextConfig,
 )
@@ -299,7 +298,7 @@ ERRORS = {
     "assisted on a full cache": "KernelError: generate: expected an empty cache for assisted decoding, given 39 toke",
     "another batch": "ShapeError: generate: expected as many sequences as the cache holds, given 2 and 1 in the cach",
     "forward with a 4D mask": "MaskError: attnmesh.hf attention_mask: expected one made by transformer",
-    "forward of packed sequences": "MaskError: attention mask: expected a causal mask or a sliding window, given pac",
+    "forward of packed sequences": "MaskError: attention mask: expected a causal mask, a sliding window or chunks, gi",
     "a clock": "ArgumentError: generate: expected options that work on a mesh, given max_time=0.5. Fix: p",
     "no cache at all": "ArgumentError: generate: expected options that work on a mesh, given use_cache=Fa",
     "a static cache": "ArgumentError: generate: expected options that work on a mesh, given cache_impleme",
@@ -336,18 +335,15 @@ UNSUPPORTED = {
         Gemma2Config(**TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16),
         "KernelError: attnmesh.hf softcap: expected exact softmax attention",
     ),
-    "chunks": (
-        Llama4TextConfig(**TINY, num_key_value_heads=1, head_dim=8, attention_chunk_size=8, num_local_experts=1),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given llama4",
-    ),
     "recurrent states": (
         MambaConfig(**{**TINY, "num_attention_heads": None}),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given mamba",
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
+        "chunked_attention, given mamba",
     ),
     "linear attention": (
         Qwen3NextConfig(**TINY, num_key_value_heads=1, head_dim=8, num_experts=2, layer_types=["linear_attention"] * 2),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention and sliding_attention, given "
-        "qwen3_next with layers of linear_attention",
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
+        "chunked_attention, given qwen3_next with layers of linear_attention",
     ),
     "attention of its own": (
         BloomConfig(**TINY),

@@ -12,8 +12,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.kernels import cuda
-from attnmesh.kernels.blocks import Block, cut
-from attnmesh.kernels.driver import SavedForward
+from attnmesh.kernels.blocks import BackwardInputs, Block, cut
 from attnmesh.kernels.reference import Reference
 from tests.support.interpreted import interpreting
 from tests.support.problems import draw
@@ -51,7 +50,7 @@ def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, wid
     out, lse = cuda.CUDA().attend(q, k, v, block, Logits(0.1))
     assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
-    gradients = cuda.CUDA().backward(q, k, v, SavedForward(out, lse, out), block, Logits(0.1))
+    gradients = cuda.CUDA().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -73,7 +72,7 @@ def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
     out, lse = cuda.Cudnn().attend(q, k, v, block, Logits(0.1))
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
     assert not cuda.Cudnn().takes(q, k, v, block)  # on recent GPUs only, once checked
-    gradients = cuda.Cudnn().backward(q, k, v, SavedForward(out, lse, out), block, Logits(0.1))
+    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 

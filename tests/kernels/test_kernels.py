@@ -10,7 +10,7 @@ import attnmesh as am
 from attnmesh.cli.timing import peak_memory
 from attnmesh.core.mask import Band
 from attnmesh.kernels.blocks import cut
-from attnmesh.kernels.select import KERNELS, choose
+from attnmesh.kernels.driver import KERNELS, choose
 from tests.support.dense import COARSE_EXPONENTIAL, truth
 from tests.support.problems import DTYPES, draw
 
@@ -37,7 +37,9 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
 
 @each_kernel
 @each_dtype
-@pytest.mark.parametrize("mask", [am.Full(), am.Causal(), am.Window(70), am.Causal() & am.Documents((150, 250, 200))])
+@pytest.mark.parametrize(
+    "mask", [am.Full(), am.Causal(), am.Window(70), am.Causal() & am.Documents((150, 250, 200)), am.Chunks(130)]
+)
 def test_longer_problems_agree_with_float64(kernel: str, dtype: torch.dtype, mask: am.Mask) -> None:
     tensors = [torch.randn(1, h, 600, 32, dtype=dtype, requires_grad=True) for h in (4, 2, 2)]
     tokens = torch.arange(600)

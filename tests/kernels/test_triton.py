@@ -104,7 +104,9 @@ class NoHostReads(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-@pytest.mark.parametrize("mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60])])
+@pytest.mark.parametrize(
+    "mask", [am.Causal(), am.Window(9), am.Causal() & am.Documents([40, 60]), am.Causal() & am.Chunks(30)]
+)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproducible: bool) -> None:
@@ -240,7 +242,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         given, sinks, exact = whole, None, collapse(Partial(*(x.double() for x in partials)))
         rounding = 2**-8 if form.out == torch.bfloat16 else 1e-6
     else:
-        given, rounding = merging.merged(partials, sinks=sinks), 1e-6
+        given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6
     largest = partials.out.abs().max().item()
     assert torch.allclose(given.out.double(), exact.out, rtol=0, atol=2 * rounding * max(1.0, largest))
     assert torch.allclose(given.lse.double(), exact.lse, rtol=1e-6)

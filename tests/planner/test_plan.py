@@ -27,7 +27,7 @@ from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick
 
-MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41])]
+MASKS = [am.Full(), am.Causal(), am.Window(20), am.Causal() & am.Documents([30, 50, 41]), am.Causal() & am.Chunks(30)]
 SHAPES = [Shape(1, 4, 1), Shape(1, 2, 3), Shape(2, 2, 2), Shape(1, 1, 4), Shape(1, 3, 3), Shape(1, 5, 1)]
 
 
@@ -354,3 +354,24 @@ def test_surroundings_of_one_rank() -> None:
     one = Mesh(Axis(), Axis(), Axis())
     cluster, tile = surroundings(one, torch.device("cpu"))
     assert (cluster.world, tile) == (1, Shape(1, 1, 1))
+
+
+def test_latents_have_the_bytes_and_the_memory_of_one_head() -> None:
+    cluster, shape = am.Cluster.preset("dgx-h100", hosts=1), Shape(1, 8, 1)
+    latents = Workload(128, 128, 192, 65536, value_dim=128, latent=(512, 64), phase="decode", mask=am.Full())
+    expanded = replace(latents, latent=None)
+    assert latents.kept_bytes == 65536 * 576 * 2
+    plans = am.plan(latents, cluster)
+    assert {plan.shape.heads for plan in plans} == {1}  # a heads axis has nothing to split
+    assert plans[0].memory == latents.kept_bytes / 8
+    assert dict(plans[0].parts)["kernel"] < dict(am.plan(expanded, cluster)[0].parts)["kernel"] / 10
+    for exchange in ("bulk", "ring"):
+        candidate = Candidate(shape, shape, am.Contiguous(), exchange)
+        few, many = (cost(candidate, replace(work, phase="prefill"), cluster) for work in (latents, expanded))
+        assert few.inside == pytest.approx(7 * 65536 * 576 * 2, rel=1e-3)
+        assert many.inside == pytest.approx(7 * 65536 * 128 * 320 * 2, rel=1e-3)
+        assert few.memory < many.memory
+        assert few.parts["kernel"] > many.parts["kernel"]  # it expands what arrives
+        assert cost(candidate, replace(latents, phase="training"), cluster) == cost(
+            candidate, replace(expanded, phase="training"), cluster
+        )

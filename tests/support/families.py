@@ -10,7 +10,9 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -60,6 +62,24 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES, **CAPPED),
     "gemma2-low-cap": Gemma2Config(**SIZES, **CAPPED, attn_logit_softcapping=1.0, final_logit_softcapping=9.0),
     "vaultgemma": VaultGemmaConfig(**SIZES, **CAPPED, attn_logit_softcapping=3.0),
+    "gemma4": Gemma4TextConfig(
+        **{**SIZES, "num_hidden_layers": 4},
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=97,
+    ),
+    "llama4": Llama4TextConfig(
+        **SIZES,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        attention_chunk_size=24,
+        layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        no_rope_layers=[1, 0, 1],
+        floor_scale=32,  # temperatures that differ between tokens
+    ),
 }
 
 
@@ -110,7 +130,7 @@ AttentionMaskInterface.register("dense-capped", dense_mask)
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
-SAMPLED = dict(zip(CONFIGS, [*SHAPES, Shape(1, 2, 2), Shape(1, 2, 2), Shape(2, 1, 2), Shape(1, 2, 1)], strict=True))
+SAMPLED = dict(zip(CONFIGS, [*SHAPES, *SHAPES[3:], *SHAPES[3:], *SHAPES[1:3]], strict=True))
 """Each family's mesh in `make test`: each mesh has a family, and windows and sinks are on several ranks."""
 
 

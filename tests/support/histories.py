@@ -53,6 +53,7 @@ class History:
     block: int
     sinks: bool
     grows: bool
+    prefix: bool  # values are the first columns of the keys
     phases: tuple[Phase, ...]
 
     CAPACITY = 160
@@ -64,6 +65,7 @@ class History:
             torch.randn(event.batch, self.heads[1], event.number, width, generator=generator).to(self.dtype)
             for width in self.widths
         )
+        v = k[..., : self.widths[1]] if self.prefix else v
         token_mask = torch.rand(event.batch, event.number, generator=generator) < 0.7 if event.padded else None
         return k, v, token_mask
 
@@ -119,15 +121,18 @@ def draw(
             rows = event.number if event.kind == "reorder" else rows
             events.append(event)
         phases.append(Phase(shape, tuple(events)))
+    heads = (kv_heads * random.choice((1, 2, 4)), kv_heads)
+    value_width = random.choice((width, width, 4, 16))
     return History(
         seed=seed,
         batch=batch,
-        heads=(kv_heads * random.choice((1, 2, 4)), kv_heads),
-        widths=(width, random.choice((width, width, 4, 16))),
+        heads=heads,
+        widths=(width, value_width),
         dtype=random.choice(dtypes),
         block=random.choice((1, 4, 16)),
         sinks=random.random() < 0.2,
         grows=random.random() < 0.3,
+        prefix=random.random() < 0.3 and value_width <= width,
         phases=tuple(phases),
     )
 
@@ -147,7 +152,9 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
             return Event("truncate", max(0, length - random.choice((0, 1, 2, 10, 50))), seed, batch)
         case "reorder":
             return Event("reorder", random.choice((batch, batch, random.randint(1, 3))), seed, batch)
-    mask = random.choice((am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2)))
+    mask = random.choice(
+        (am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2), am.Causal() & am.Chunks(12))
+    )
     options = {
         "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
         "output": random.choice(("replicated", "replicated", "heads")),
@@ -180,17 +187,18 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
             capacity=8 if history.grows else history.CAPACITY,
             dtype=history.dtype,
             block=history.block,
+            values="prefix" if history.prefix else "separate",
         )
     else:
         cache = am.KVCache.load(load_from, mesh)
     outs = []
     for event in phase.events:
-        if history.grows and event.kind in ("append", "shard"):
+        if (history.grows and event.kind == "append") or event.kind == "shard":
             cache.reserve(2 * (cache.length + event.number) + 64)  # shards may be uneven
         match event.kind:
             case "append":
                 k, v, token_mask = history.tokens(event)
-                cache.append(k.to(device()), v.to(device()), token_mask=token_mask)
+                cache.append(*on_device(history, k, v), token_mask=token_mask)
             case "shard":
                 _append_shard(history, cache, event)
             case "truncate":
@@ -219,9 +227,13 @@ def _append_shard(history: History, cache: am.KVCache, event: Event) -> None:
     layout = dict(event.options)["layout"]
     mine = layout.positions(event.number, cache.mesh.shape.ranks, cache.mesh.shard)
     mine = mine[torch.randperm(len(mine), generator=torch.Generator().manual_seed(event.seed))]
-    cache.append_shard(
-        k[:, :, mine].to(device()), v[:, :, mine].to(device()), mine + cache.length, token_mask=token_mask
-    )
+    new = on_device(history, k[:, :, mine], v[:, :, mine])
+    cache.append_shard(*new, mine + cache.length, token_mask=token_mask)
+
+
+def on_device(history: History, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return keys and values on the device; no values if they are a prefix of the keys."""
+    return k.to(device()), None if history.prefix else v.to(device())
 
 
 def check(history: History, pool: Pool, folder: Path) -> None:

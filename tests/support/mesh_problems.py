@@ -9,8 +9,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
+from attnmesh.attention.attention import attend_shards
+from attnmesh.attention.call import Call, Options
+from attnmesh.attention.latent import Latents, Projection
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.problems import CAPS, DTYPES, LAYOUTS
@@ -39,8 +43,20 @@ class MeshProblem:
     scale: float | None
     say_length: bool
     axes: tuple[str, ...]
+    latent: bool  # keys and values are expanded from latents, which travel; forward alone
     softcap: float | None = None
     key_lengths: Tensor | None = None
+
+    RANK = 6
+
+    def latents(self) -> Latents:
+        """Latents of all tokens. Each column of a key or value is one of a latent's, so expanding does not round."""
+        generator = torch.Generator().manual_seed(self.seed)
+        plain, values = self.widths[0] - self.widths[0] // 2, self.widths[1]
+        tokens = torch.randn(self.batch, 1, self.lengths[1], self.RANK + self.widths[0] // 2, generator=generator)
+        columns = torch.randint(self.RANK, (self.heads[1], plain + values), generator=generator)
+        matrix = torch.nn.functional.one_hot(columns, self.RANK).to(self.dtype)
+        return Latents(tokens.to(self.dtype), Projection(matrix[:, :plain], matrix[:, plain:]))
 
     def whole(self) -> list[Tensor]:
         """q, k, v and dout of all tokens, and the sinks if any."""
@@ -48,6 +64,9 @@ class MeshProblem:
         (n, m), (hq, hk), (d, e) = self.lengths, self.heads, self.widths
         shapes = [(hq, n, d), (hk, m, d), (hk, m, e), (hq, n, e)]
         tensors = [torch.randn(self.batch, *shape, generator=generator) for shape in shapes]
+        if self.latent:
+            latents = self.latents()
+            tensors[1:3] = latents.projection.expand(latents.tokens)
         return [x.to(self.dtype) for x in [*tensors, *([torch.randn(hq, generator=generator)] if self.sinks else [])]]
 
 
@@ -64,6 +83,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     # In order and complete, or the other way round and without the axes of size 1: each mesh has groups of its own.
     named = [name for name, size in zip(AXES, shape, strict=True) if size > 1] or ["keys"]
     axes = list(AXES) if random.random() < 0.7 else named[::-1]
+    heads = (kv_heads * random.choice((1, 1, 2, 4)), kv_heads)
     problem = MeshProblem(
         seed=seed,
         shape=shape,
@@ -72,21 +92,22 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         mask=am.Window(random.choice((3, 50)), 7) if cross else draw_mask(random, length),
         layouts=(first := random.choice(LAYOUTS), random.choice(LAYOUTS) if cross else first),
         lengths=(length, random.choice(LENGTHS) if cross else length),
-        heads=(kv_heads * random.choice((1, 1, 2, 4)), kv_heads),
+        heads=heads,
         widths=(width, random.choice((width, width, 4, 16))),
         batch=random.choice((1, 1, 2)),
         sinks=random.random() < 0.2,
         scale=random.choice((None, None, 0.3, -0.5)),
         say_length=cross or random.random() < 0.5,
         axes=tuple(axes),
+        latent=shape.heads == 1 and heads[0] == heads[1] and width > 1 and random.random() < 0.3,
         softcap=random.choice(CAPS),
     )
     few = draw_key_lengths(random, problem.batch, problem.lengths[1])
-    return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
+    return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
 
 
 def run(problem: MeshProblem) -> list[Tensor]:
-    """On one rank: its out and the gradients of its shard."""
+    """On one rank: its out and the gradients of its shard; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = (x.to(device()) for x in problem.whole())
     mine = shard_positions(problem, mesh)
@@ -102,6 +123,14 @@ def run(problem: MeshProblem) -> list[Tensor]:
         "key_lengths": problem.key_lengths,
     }
     sink = inputs[3] if sinks else None
+    if problem.latent:
+        said = lengths.get("length"), lengths.get("key_length")
+        exact = Options(
+            problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
+        )
+        call = Call(*inputs[:3], sink, None, exact)
+        tokens, projection = problem.latents()
+        return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]]))]
 
@@ -145,13 +174,14 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     ranks = problem.shape.ranks
     places = _places(problem)
     shares = {}
-    for number, (name, column) in enumerate((("out", 0), ("dq", 0), ("dk", 1), ("dv", 1))):
+    columns = {"out": 0, "dq": 0, "dk": 1, "dv": 1}
+    for number, (name, column) in enumerate([*columns.items()][: 1 if problem.latent else None]):
         layout, length = problem.layouts[column], problem.lengths[column]
         given = torch.empty_like(expected.values[name], dtype=problem.dtype)
         for rank in range(ranks):
             given[:, :, layout.positions(length, ranks, places[rank])] = results[rank][number]
         shares[name] = expected.check(name, given, problem)
-    if sinks:
+    if sinks and not problem.latent:
         shares["dsinks"] = expected.check("dsinks", sum(result[4].double() for result in results), problem)
     return shares
 

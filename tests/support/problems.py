@@ -158,4 +158,6 @@ def mask(random: Random, total: int) -> Mask:
     if total and random.random() < 0.4:
         cuts = sorted(random.randint(0, total) for _ in range(random.choice((0, 1, 3, 20))))
         mask = mask & am.Documents(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
+    if random.random() < 0.2:
+        mask = mask & am.Chunks(random.choice((1, 3, 16, 40, 200)))
     return mask

@@ -12,9 +12,8 @@ CASES = {case.name: case for case in chosen(",".join(QUICK), quick=False)}
 LONG = {case.name: case for case in chosen(None, quick=False) if case.name not in CASES}
 
 EXPECTED = {
-    "deepseek_v3": ("refused", "right"),
     "falcon": ("refused", "refused"),
-    "gemma3n_text": ("refused", "right"),
+    "gemma3n_text": ("right", "right"),
     "qwen3_next": ("refused", "refused"),
     "bamba": ("refused", "refused"),
     "mamba": ("refused", "refused"),

@@ -2,15 +2,14 @@
 
 from typing import Never
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.call import Call, Options, agree_on_problem
-from attnmesh.attention.operator import mesh_op
-from attnmesh.attention.run import Run
+from attnmesh.attention.call import Call, Options, Run, agree_on_problem
+from attnmesh.attention.latent import Latents
+from attnmesh.attention.operator import attend_latents, mesh_op
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, autocast_enabled, check_most_keys, warn_if_swapped
+from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.attend import attend_op
@@ -60,7 +59,7 @@ def attention(
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
             invisible, as padding on the right under `Full()`.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
@@ -98,23 +97,26 @@ def attention(
     return out
 
 
-def attend_shards(call: Call, mesh: Mesh, checked: bool | None) -> Tensor:
-    """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back."""
-    q, k, v, sinks, key_lengths, options = call
-    if autocast_enabled(q, k, v):
-        q, k, v = autocast(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
-            return attend_shards(call._replace(q=q, k=k, v=v), mesh, checked)
+def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None) -> Tensor:
+    """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back.
+
+    With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
+    """
+    *_, sinks, key_lengths, options = call
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = call._replace(q=q, k=k, v=v)
     problem = agree_on_problem(mesh, call, checked)
     check_most_keys("attention key_lengths", key_lengths, problem.key_length)
-    if mesh.shape.ranks == 1:
-        out: Tensor = attend_op(
-            q, k, v, sinks, None, None, key_lengths, problem.mask.encode(), call.logits, options.kernel
-        )[0]
-        return out
-    run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
-    q, k, v = tokens_to_heads(q, k, v, run)
-    if sinks is not None:
-        sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-    out, _ = mesh_op(q, k, v, sinks, key_lengths, *run.encode())
-    return heads_to_tokens(out, run)
+    with without_autocast(q):
+        if mesh.shape.ranks == 1:
+            kind = problem.mask.encode(), call.logits, options.kernel
+            out: Tensor = attend_op(q, k, v, sinks, None, None, key_lengths, *kind)[0]
+            return out
+        run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
+        if latents is not None:
+            return attend_latents(q, k, v, latents, sinks, run)
+        q, k, v = tokens_to_heads(q, k, v, run)
+        if sinks is not None:
+            sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
+        out, _ = mesh_op(q, k, v, sinks, key_lengths, *run.encode())
+        return heads_to_tokens(out, run)

@@ -1,4 +1,4 @@
-"""One call of `attention`: its arguments, their checks, and the problem that all ranks agree to solve."""
+"""One call of `attention`: its arguments, their checks, the problem that all ranks agree to solve, and its code."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,11 +21,11 @@ from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
-from attnmesh.kernels.select import check_kernel
+from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.mesh.world import cached_per_world, decode_cached
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
@@ -94,40 +94,71 @@ class Call(NamedTuple):
         return describe_call("attention", **fields, gradients=learned)
 
 
+class Run(NamedTuple):
+    """All arguments of an operator that are not tensors."""
+
+    mesh: Mesh
+    problem: Problem
+    exchange: str
+    kernel: str
+    logits: Logits
+
+    def encode(self) -> tuple[str, list[int]]:
+        """Return the run as names and numbers, which compiled graphs keep as constants."""
+        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
+        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
+        return ",".join(names), [*places, *self.problem.encode()]
+
+    @staticmethod
+    def decode(names: str, numbers: Sequence[int]) -> "Run":
+        """Return the run that `encode` wrote."""
+        return decode_cached(_decode_run, names, numbers)
+
+
+@cached_per_world(1024)
+def _decode_run(names: str, numbers: tuple[int, ...]) -> Run:
+    *groups, exchange, kernel, scale, softcap = names.split(",")
+    mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
+    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))
+
+
 def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
     """Return the problem that all ranks solve together. Raise the same error on all ranks if there is none."""
     options, device = call.options, call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if mesh.shape.ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys = (count * mesh.shape.ranks for count in call.tokens)
-        return fitting_problem(mesh.shape, options, call.heads, (queries, keys))
+        return _make_problem(mesh.shape, options, call.heads, (queries, keys))
     if options.length is None or compares_always(checked, device):
         _, table = run_agreed_with(
             mesh, lambda: check_call(mesh, call, checked), lambda _: call.describe(), lambda _: call.tokens
         )
-        return _counted_problem(mesh, options, call.heads, table)
+        return _problem_of_table(mesh, options, call.heads, table)
     check_call(mesh, call, checked)
     if checked is None and may_compare(device):
-        return _agreed_once(mesh, call.describe(values=False), options, call.heads, call.tokens)
-    problem = fitting_problem(mesh.shape, options, call.heads, (options.length, options.length))
-    _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+        return _agree_once(mesh, call.describe(values=False), options, call.heads, call.tokens)
+    problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
+    try:
+        _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+    except ShapeError as error:
+        raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     return problem
 
 
 @cached_per_world(1024)
-def _agreed_once(mesh: Mesh, text: str, options: Options, heads: Pair, tokens: Pair) -> Problem:
+def _agree_once(mesh: Mesh, text: str, options: Options, heads: Pair, tokens: Pair) -> Problem:
     """Compare the first call of each kind. Later calls of this kind take its problem."""
     _, table = run_agreed_with(mesh, lambda: None, lambda _: text, lambda _: tokens)
-    return _counted_problem(mesh, options, heads, table)
+    return _problem_of_table(mesh, options, heads, table)
 
 
-def _counted_problem(mesh: Mesh, options: Options, heads: Pair, table: Sequence[Sequence[int]]) -> Problem:
+def _problem_of_table(mesh: Mesh, options: Options, heads: Pair, table: Sequence[Sequence[int]]) -> Problem:
     """Return the problem whose tokens are counted by shard in `table`, (queries, keys) a row."""
     queries, keys = (sum(column) for column in zip(*table, strict=True))
-    return fitting_problem(mesh.shape, options, heads, (queries, keys), table)
+    return _make_problem(mesh.shape, options, heads, (queries, keys), table)
 
 
-def fitting_problem(
+def _make_problem(
     shape: Shape, options: Options, heads: Pair, tokens: Pair, table: Sequence[Sequence[int]] = ()
 ) -> Problem:
     """Return the problem, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
@@ -137,7 +168,7 @@ def fitting_problem(
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1])) from None
+        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1]), first=True) from None
     return problem
 
 
@@ -210,11 +241,8 @@ def _check_own_shard(problem: Problem, shard: int, tokens: Pair) -> None:
     """Raise unless this rank holds as many tokens as its layout gives it."""
     expected = _shard_sizes(problem, shard)
     if tokens != expected:
-        given, fix = (
-            f"{tokens[0]} queries and {tokens[1]} keys",
-            "shard with am.shard and this layout, or correct length",
-        )
-        fix += " and key_length"
+        given = f"{tokens[0]} queries and {tokens[1]} keys"
+        fix = "shard with am.shard and this layout, or correct length and key_length"
         shape = f"a shard of {expected[0]} queries of {problem.length} and {expected[1]} keys of {problem.key_length}"
         raise ShapeError("attention", shape, given, fix)
 

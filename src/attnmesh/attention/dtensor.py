@@ -1,7 +1,7 @@
 """DTensors in and out: the placement `Shard(2)` is the contiguous layout."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.attention.call import Call
 from attnmesh.comm.consensus import agree, compares_always
-from attnmesh.core.checks import swap_hint
-from attnmesh.core.layout import Contiguous, Layout
+from attnmesh.core.checks import swap_first
+from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES
@@ -30,25 +30,15 @@ def attend_dtensors(
     q, k, v, *_, options = call
     place = Mesh.of(first_of(q, k, v).device_mesh)
     try:
-        local = unwrap(q, k, v, mesh, (options.layout, options.key_layout))
+        check_dtensors(call, mesh)
     except InputError as error:
         if compares_always(checked, torch.device(place.kind)) and not torch.compiler.is_compiling():
             agree(place, error)
         raise
-    options = options._replace(layout=Contiguous(), length=local.length)
-    options = options._replace(key_layout=Contiguous(), key_length=local.key_length)
-    out = attend_shards(call._replace(q=local.q, k=local.k, v=local.v, options=options), place, checked)
+    options = options._replace(layout=Contiguous(), length=q.shape[2])
+    options = options._replace(key_layout=Contiguous(), key_length=k.shape[2])
+    out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), place, checked)
     return wrap(out, q, v.shape[-1])
-
-
-class Unwrapped(NamedTuple):
-    """The local shards of q, k and v, and the lengths of their sequences."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    length: int
-    key_length: int
 
 
 def first_of(*tensors: object) -> DTensor:
@@ -56,12 +46,12 @@ def first_of(*tensors: object) -> DTensor:
     return next(x for x in tensors if isinstance(x, DTensor))
 
 
-Layouts = tuple[Layout | None, Layout | None]
-"""Layouts of queries and of keys, as the caller passes them."""
-
-
-def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layouts: Layouts) -> Unwrapped:
-    """Return the local shards of DTensors whose tokens are sharded along the mesh's axes, or raise."""
+def check_dtensors(call: Call, mesh: DeviceMesh | None) -> None:
+    """Raise unless q, k and v are DTensors whose tokens are sharded along the mesh's axes."""
+    q: Any
+    k: Any
+    v: Any
+    q, k, v, *_, options = call
     first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:
@@ -71,10 +61,13 @@ def unwrap(q: DTensor, k: DTensor, v: DTensor, mesh: DeviceMesh | None, layouts:
     if mesh is not None and mesh != q.device_mesh:
         fix = "leave mesh out: DTensors bring their own"
         raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {q.device_mesh}", fix)
-    _check_layouts(layouts)
+    for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
+        if layout is not None and layout != Contiguous():
+            expected = f"{name}=Contiguous(), which is how a Shard lies"
+            fix = "leave it out, or shard with am.shard and pass plain tensors"
+            raise LayoutError("attention of DTensors", expected, repr(layout), fix)
     _check_placements(q)
     _check_nesting(q, k)
-    return Unwrapped(q.to_local(), k.to_local(), v.to_local(), q.shape[2], k.shape[2])
 
 
 def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
@@ -84,15 +77,6 @@ def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
     return DTensor.from_local(out, q.device_mesh, q.placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _check_layouts(layouts: Layouts) -> None:
-    """Raise where a layout contradicts the placement."""
-    for name, layout in zip(("layout", "key_layout"), layouts, strict=True):
-        if layout is not None and layout != Contiguous():
-            expected = f"{name}=Contiguous(), which is how a Shard lies"
-            fix = "leave it out, or shard with am.shard and pass plain tensors"
-            raise LayoutError("attention of DTensors", expected, repr(layout), fix)
-
-
 def _check_placements(q: DTensor) -> None:
     """Raise unless tokens are sharded along attnmesh's axes, and nothing but batch and heads along other axes."""
     names = q.device_mesh.mesh_dim_names or ()
@@ -100,7 +84,7 @@ def _check_placements(q: DTensor) -> None:
         allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
-            fix = "redistribute q, k and v" + swap_hint(placement == Shard(1) and q.shape[1] > q.shape[2])
+            fix = swap_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
             raise LayoutError("attention of DTensors", expected, str(placement), fix)
 
 

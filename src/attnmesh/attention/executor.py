@@ -11,11 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from attnmesh.attention.latent import Projection
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
-from attnmesh.core.partial import Partial, join, wide
-from attnmesh.kernels.driver import Counts, Gradients, Kernel, SavedForward, identity
+from attnmesh.core.mask import Band
+from attnmesh.core.partial import Partial, join, sum_dtype
+from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
+from attnmesh.kernels.driver import Counts, identity
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh
@@ -35,6 +38,14 @@ class Task:
     kernel: Kernel
     logits: Logits
     counts: tuple[Counts, ...]  # of the keys of each step
+    projection: Projection | None = None
+    """Projection of latents, where these travel instead of keys and values."""
+
+    def attend(self, q: Tensor, kv: Tensors, band: Band, counts: Counts) -> Partial:
+        """Return the partial of queries over keys and values, or over latents."""
+        if self.projection is not None:
+            return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
+        return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
 
 
 @dataclass(frozen=True)
@@ -46,52 +57,55 @@ class Arrivals:
     keys: Iterator[Tensors]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Partial:
-    """Return the partial of this rank's queries over the keys of all ranks, in float32 or wider."""
-    total = identity(q, v, wide(q.dtype))
+def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
+    """Return the partial of this rank's queries over the keys of all ranks, in float32 or wider.
+
+    `kv` are this rank's keys and values, or its latents.
+    """
+    total = identity(q, kv[-1] if task.projection is None else task.projection.values.mT, sum_dtype(q.dtype))
     returns = PendingReturns(_merge_in)
-    for arrivals in _arrivals((q,), k, v, task):
-        mine = tuple(x[:, _shared(arrivals.heads, q, k)] for x in total)
-        returns.add(_attended(arrivals, task), task.schedule.query_step, task.mesh.keys, mine)
+    for arrivals in _arrivals((q,), kv, task):
+        mine = tuple(x[:, _shared(arrivals.heads, q, kv[0])] for x in total)
+        returns.add(_attend_heads(arrivals, task), task.schedule.query_step, task.mesh.keys, mine)
     returns.finish()
     return total
 
 
-def _attended(arrivals: "Arrivals", task: Task) -> Partial:
+def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (rows,) = arrivals.rows()
     total: Partial | None = None
     for band, counts in zip(task.schedule.bands, task.counts, strict=True):
-        keys, values = next(arrivals.keys)
-        out, lse = kernel_forward(task.kernel, rows, keys, values, band, task.logits, counts)
-        del keys, values  # else they would live until the next keys have arrived
+        kv = next(arrivals.keys)
+        out, lse = task.attend(rows, kv, band, counts)
+        del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
     assert total is not None  # every schedule has a step
     return total
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, answer: SavedForward, task: Task) -> Gradients:
+def backward(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, task: Task) -> Gradients:
     """Return the gradients of this rank's q, k and v, in float32 or wider."""
-    delta = (answer.out.to(wide(q.dtype)) * answer.dout).sum(-1)
-    own = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
+    delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
+    own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     returns = PendingReturns(_add_in)
-    for arrivals in _arrivals((q, answer.dout, answer.lse, delta), k, v, task):
+    for arrivals in _arrivals((q, saved.dout, saved.lse, delta), (k, v), task):
         mine = own.q[:, _shared(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
-        dq = _differentiated(arrivals, task, returns, mine[1:])
+        dq = _backward_heads(arrivals, task, returns, mine[1:])
         returns.add((dq,), task.schedule.query_step, task.mesh.keys, mine[:1])
     returns.finish()
     return own
 
 
-def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
+def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
     """Return the row's dq from the column's keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
     """
     rows, dout, lse, delta = arrivals.rows()
-    answer = SavedForward(_equivalent_out(dout, delta), lse, dout)
+    saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
@@ -99,7 +113,7 @@ def _differentiated(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
         schedule.bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True
     ):
         keys, values = next(arrivals.keys)
-        part = kernel_backward(task.kernel, rows, keys, values, answer, band, task.logits, counts)
+        part = kernel_backward(task.kernel, rows, keys, values, saved, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
@@ -133,15 +147,15 @@ class PendingReturns:
             self.under_way = None
 
 
-def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arrivals]:
+def _arrivals(rows: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
 
     def begin(heads: slice) -> Arrivals:
-        shared = _shared(heads, rows[0], k)
+        shared = _shared(heads, rows[0], kv[0])
         queries = gather(tuple(x[:, shared] for x in rows), task.schedule.query_step, task.mesh.keys)
-        return Arrivals(heads, queries, _stream(k[:, heads], v[:, heads], task))
+        return Arrivals(heads, queries, _stream(tuple(x[:, heads] for x in kv), task))
 
-    edges = [group * k.shape[1] // task.head_groups for group in range(task.head_groups + 1)]
+    edges = [group * kv[0].shape[1] // task.head_groups for group in range(task.head_groups + 1)]
     groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
     under_way = begin(groups[0])
     for following in groups[1:]:
@@ -150,10 +164,10 @@ def _arrivals(rows: Tensors, k: Tensor, v: Tensor, task: Task) -> Iterator[Arriv
     yield under_way
 
 
-def _stream(k: Tensor, v: Tensor, task: Task) -> Iterator[Tensors]:
+def _stream(kv: Tensors, task: Task) -> Iterator[Tensors]:
     """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
     steps, axis = task.schedule.key_steps, task.mesh.queries
-    first = gather((k, v), steps[0], axis)
+    first = gather(kv, steps[0], axis)
 
     def arrivals() -> Iterator[Tensors]:
         finish = first

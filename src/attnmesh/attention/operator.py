@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
-from attnmesh.attention.run import Run
+from attnmesh.attention.latent import Latents
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import wide, with_sinks
-from attnmesh.kernels.attend import empty_placed, placed, sink_gradient
-from attnmesh.kernels.driver import SavedForward, visible_counts
-from attnmesh.kernels.select import choose
+from attnmesh.core.partial import sum_dtype, with_sinks
+from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
+from attnmesh.kernels.blocks import BackwardInputs
+from attnmesh.kernels.driver import choose, visible_counts
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.mesh.world import cached_per_world
@@ -35,13 +36,13 @@ def mesh_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    partial = with_sinks(forward(q, k, v, _task(q, k, v, key_lengths, Run.decode(names, numbers))), sinks)
-    return placed(partial.out, q.dtype), partial.lse
+    partial = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, Run.decode(names, numbers))), sinks)
+    return length_major(partial.out, q.dtype), partial.lse
 
 
 @mesh_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_placed(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
@@ -56,13 +57,13 @@ def mesh_backward_op(
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
     task = _task(q, k, v, key_lengths, Run.decode(names, numbers))
-    dq, dk, dv = (placed(x, q.dtype) for x in backward(q, k, v, SavedForward(out, lse, dout), task))
+    dq, dk, dv = (length_major(x, q.dtype) for x in backward(q, k, v, BackwardInputs(out, lse, dout), task))
     return dq, dk, dv
 
 
 @mesh_backward_op.register_fake
 def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_placed(x, x.shape[-1]) for x in inputs)
+    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in inputs)
     return dq, dk, dv
 
 
@@ -82,23 +83,43 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, run: Run) -> Task:
+@torch.no_grad()
+def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, run: Run) -> Tensor:
+    """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
+
+    `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
+    """
+    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, None, run, latents)), sinks)
+    return length_major(partial.out, q.dtype)
+
+
+def _task(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, run: Run, latents: Latents | None = None
+) -> Task:
     """Return this rank's schedule, and the kernel that serves its tensors."""
     mesh, problem = run.mesh, run.problem
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # without tokens, of which a rank may have none
     if run.exchange == "auto":
-        exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem)
+        latent = None if latents is None else latents.widths
+        exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
     else:
         exchange = EXCHANGES[run.exchange]
     steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-    head_groups = exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+    head_groups = 1 if latents else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+    projection = None if latents is None else latents.projection
     counts = tuple(visible_counts(step.positions, key_lengths) for step in steps.key_steps)
-    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v, run.logits.capped), run.logits, counts)
+    kernel = choose(run.kernel, q, k, v, run.logits.capped)
+    return Task(mesh, steps, head_groups, kernel, run.logits, counts, projection)
 
 
 @cached_per_world(1024)
 def _fastest_exchange(
-    mesh: Mesh, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], problem: Problem
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    problem: Problem,
+    latent: tuple[int, int] | None,
 ) -> Exchange:
     """Return the planner's pick. It depends on values that are equal on all ranks."""
     if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
@@ -115,5 +136,7 @@ def _fastest_exchange(
         batch=batch,
         dtype=dtype,
         mask=Mask() if cross else problem.mask,
+        phase="training" if latent is None else "prefill",
+        latent=latent,
     )
     return best_exchange(cluster, tile, problem.shape, problem.layout, workload)

@@ -74,11 +74,11 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
     dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
     counts = [row[0] for row in table]
     positions = _positions(layout, sum(counts) if length is None else length, counts)
-    whole = _gathered(x.movedim(dim, 0), place, counts)
+    whole = _gather_shards(x.movedim(dim, 0), place, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
 
-def _gathered(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
+def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
     """Return all shards in order of their number, gathered along one axis after the other, the innermost first."""
     held = 1  # shards gathered so far, from `first` on
     for axis in reversed(place.axes):

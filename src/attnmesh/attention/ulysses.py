@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.attention.run import Run
+from attnmesh.attention.call import Run
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.kernels.attend import empty_placed
+from attnmesh.kernels.attend import empty_length_major
 from attnmesh.mesh.axes import Axis
 
 
@@ -100,4 +100,4 @@ def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]
 
 
 def _empty(x: Tensor, heads: int, tokens: int) -> Tensor:
-    return empty_placed(x.new_empty((x.shape[0], heads, tokens, 1)), x.shape[3])
+    return empty_length_major(x.new_empty((x.shape[0], heads, tokens, 1)), x.shape[3])

@@ -62,6 +62,7 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     """Find the model, read the prompt, and choose the mesh."""
     from transformers.utils import logging
 
+    from attnmesh.hf.latent import latent_widths
     from attnmesh.hf.load import locate, open_config, open_tokenizer
 
     logging.set_verbosity_error()
@@ -78,6 +79,8 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     ids = prompt.ids(tokenizer, text)
     _check_length(len(ids), new, ranks, config)
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if latent_widths(config) is not None:
+        heads = config.num_attention_heads, 1  # latents have one head
     return Prepared(place, tokenizer, tuple(ids), heads, *choose(mesh, ranks, *heads))
 
 

@@ -29,8 +29,7 @@ from attnmesh.cli.plan_page import write_report
 from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import PRESETS
+from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload
@@ -42,6 +41,9 @@ PlotFile = Annotated[Path | None, typer.Option(help="Also draw the schemes to th
 ReportFile = Annotated[
     Path | None,
     typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
+]
+LatentOption = Annotated[
+    str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
 ]
 
 
@@ -57,6 +59,7 @@ def plan(
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
     head_dim: Annotated[int, typer.Option(min=1, help="Columns of a query and of a key.")] = 128,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
+    latent: LatentOption = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
@@ -91,6 +94,7 @@ def plan(
         dtype=dtype,
         phase=_phase(training, prefill, decode),
         mask=_mask(window, full),
+        latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
     )
     _check_files(plot, report)
     with progress.status("pricing") as status:
@@ -158,11 +162,17 @@ def heads_of(text: str) -> tuple[int, int]:
     >>> heads_of("32/8"), heads_of("16")
     ((32, 8), (16, 16))
     """
-    match = re.fullmatch(r"([0-9]{1,15})(?:/([0-9]{1,15}))?", text)
+    if re.fullmatch("[0-9]{1,15}", text):
+        return int(text), int(text)
+    return _numbers("--heads", "query heads / key heads", "32/8, or 32 for 32/32", text)
+
+
+def _numbers(option: str, expected: str, example: str, text: str) -> tuple[int, int]:
+    """Return the two numbers of an option."""
+    match = re.fullmatch("([0-9]{1,15})/([0-9]{1,15})", text)
     if match is None:
-        raise ShapeError("--heads", "query heads / key heads", repr(text), "write 32/8, or 32 for 32/32")
-    q_heads, kv_heads = match.groups()
-    return int(q_heads), int(kv_heads or q_heads)
+        raise ShapeError(option, expected, repr(text), f"write {example}")
+    return int(match[1]), int(match[2])
 
 
 def length_of(text: str) -> int:
@@ -225,6 +235,8 @@ def code_of(plan: Plan) -> str:
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
     if plan.workload.phase == "decode":
         return f'{mesh}\n  out = am.decode(q, cache, merge="{plan.exchange}")'
+    if plan.workload.latent is not None and plan.workload.phase == "prefill":
+        return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
     return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
 
 
@@ -299,4 +311,5 @@ def _command(cluster: str, work: Workload) -> str:
     words += f" --head-dim {work.head_dim} --length {work.length} --{work.phase} --dtype {work.dtype}"
     mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
     counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
+    mask += "" if work.latent is None else f" --latent {work.latent[0]}/{work.latent[1]}"
     return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

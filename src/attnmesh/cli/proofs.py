@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.core.energy import energy
 from attnmesh.core.mask import Band, Causal, Documents, Full, Mask, Window
+from attnmesh.core.partial import energy
 from attnmesh.kernels.attend import attend
+from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cuda import CUDA, operator_name
-from attnmesh.kernels.driver import Kernel
-from attnmesh.kernels.select import KERNELS, choose, choose_for_cache
+from attnmesh.kernels.driver import KERNELS, choose, choose_for_cache
 
 CASES: tuple[Mask, ...] = (Full(), Causal(), Window(40, 7), Causal() & Documents((150, 50, 100)))
 """Masks on 300 tokens, and on their last 3 queries: 6 query heads, 2 key heads of 32, values of 24."""

@@ -42,12 +42,7 @@ def may_compare(device: torch.device) -> bool:
 
 def compares_always(checked: bool | None, device: torch.device) -> bool:
     """Return whether ranks compare every call: by default on CPUs, where that holds up no device."""
-    return checked is True or (checked is not False and cheap_to_compare(device))
-
-
-def cheap_to_compare(device: torch.device) -> bool:
-    """Return whether comparing calls holds up no device."""
-    return device.type == "cpu"
+    return checked is True or (checked is not False and device.type == "cpu")
 
 
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:

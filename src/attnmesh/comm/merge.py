@@ -29,7 +29,7 @@ from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import check_checked, check_choice, check_dtype, check_one_device, check_tensor, require
-from attnmesh.core.partial import Partial, wide
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
@@ -169,7 +169,7 @@ def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
     check_one_device("merge_across", {"out": out, "lse": lse})
-    if not out.is_floating_point() or lse.dtype != wide(out.dtype):
+    if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
     if out.ndim != 4 or lse.shape != out.shape[:-1]:
@@ -203,7 +203,7 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
-    dtype = wide(partial.out.dtype)
+    dtype = sum_dtype(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
     best = best_merge(axis, checksum.device)  # the first call is an all-gather: every rank makes it, whatever its `how`
     if how == "auto":

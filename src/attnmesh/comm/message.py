@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse
-from attnmesh.kernels.merge import launch_checksum, merged, use_triton
+from attnmesh.kernels.merge import launch_checksum, merge_stacked, use_triton
 
 MODULUS = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
@@ -67,7 +67,7 @@ class PartialMessage:
             return self.message(checksums.amax(0), collapse(partials))
         message = self.blank(rows.device)
         checksum, place = self.places(message)
-        merged(partials, place, checksums=checksums, checksum=checksum)
+        merge_stacked(partials, place, checksums=checksums, checksum=checksum)
         return message
 
     def merge(self, rows: Tensor) -> tuple[Tensor, Partial]:
@@ -76,7 +76,7 @@ class PartialMessage:
         if not use_triton(partials.lse):
             return checksums.amax(0), collapse(partials)
         checksum = checksums.new_empty(2)
-        return checksum, merged(partials, checksums=checksums, checksum=checksum)
+        return checksum, merge_stacked(partials, checksums=checksums, checksum=checksum)
 
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:

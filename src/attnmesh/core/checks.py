@@ -3,6 +3,7 @@
 import operator
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Number, Real
 from types import NoneType
 
@@ -216,8 +217,8 @@ def heads_and_length(x: object) -> tuple[int, int]:
     return (x.shape[1], x.shape[2]) if isinstance(x, Tensor) and x.ndim == 4 else (0, 0)
 
 
-def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int]) -> InputError:
-    """Return the error, with `SWAP_HINT` in its fix if q and k seem to be in flash-attn's order.
+def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int], *, first: bool = False) -> InputError:
+    """Return the error, with `SWAP_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
 
     `q` and `k` are (heads, length) as passed. They seem swapped if k has more heads than keys, and the number of keys
     would divide q's length as a number of key heads.
@@ -226,12 +227,12 @@ def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int]) ->
     if not 0 < keys < k[0] or q[1] % keys:
         return error
     subject, expected, given, fix = error.args
-    return type(error)(subject, expected, given, fix + swap_hint(True))
+    return type(error)(subject, expected, given, swap_first(fix, True) if first else f"{fix}; {SWAP_HINT}")
 
 
-def swap_hint(fits: bool) -> str:
-    """Return `SWAP_HINT` to append to a fix, if the dims fit the other way round."""
-    return f"; {SWAP_HINT}" if fits else ""
+def swap_first(fix: str, fits: bool) -> str:
+    """Return the fix, after `SWAP_HINT` if the dims fit the other way round."""
+    return f"{SWAP_HINT}; if not, {fix}" if fits else fix
 
 
 def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
@@ -271,3 +272,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def without_autocast(*tensors: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would round more than the caller's dtype does."""
+    return torch.autocast(tensors[0].device.type, enabled=False) if autocast_enabled(*tensors) else nullcontext()

@@ -27,7 +27,7 @@ def bits(x: Tensor) -> Tensor:
     return x.contiguous().reshape(-1).view(_INTEGERS[x.element_size()])
 
 
-def mixed(numbers: Tensor) -> Tensor:
+def hash_each(numbers: Tensor) -> Tensor:
     """Return a hash of each integer."""
     x = numbers * -7046029254386353131
     x = (x ^ (x >> 29)) * -4658895280553007687
@@ -36,22 +36,22 @@ def mixed(numbers: Tensor) -> Tensor:
 
 def digest(x: Tensor) -> Tensor:
     """Return an int64 digest of a tensor's bits: weighted sums of rows modulo 2^64, then of their sums."""
-    numbers = _folded(bits(x))
+    numbers = _fold(bits(x))
     weights = _cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), ROW), x.device)
     while len(numbers) > ROW:
         rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
-        numbers = _folded((rows * weights).sum(1))
+        numbers = _fold((rows * weights).sum(1))
     return (numbers * weights[: len(numbers)]).sum()
 
 
-def _folded(numbers: Tensor) -> Tensor:
+def _fold(numbers: Tensor) -> Tensor:
     """Copy the high bits of int64 into the low ones: modulo 2^64, changes in high bits alone could cancel."""
     return numbers ^ (numbers >> 32) if numbers.dtype == torch.int64 else numbers
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
     """Return odd weights without a pattern. With 1, 3, 5, ... permuted small numbers would often collide."""
-    return mixed(torch.arange(1, count + 1, device=device)) | 1
+    return hash_each(torch.arange(1, count + 1, device=device)) | 1
 
 
 @lru_cache

@@ -52,7 +52,7 @@ class Contiguous:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the run of shard `index`; see `Layout.positions`."""
-        length, shards, index = _checked(length, shards, index)
+        length, shards, index = _check_range(length, shards, index)
         size = -(-length // shards)
         return torch.arange(min(index * size, length), min((index + 1) * size, length))
 
@@ -68,7 +68,7 @@ class Zigzag:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the two chunks of shard `index`; see `Layout.positions`."""
-        length, shards, index = _checked(length, shards, index)
+        length, shards, index = _check_range(length, shards, index)
         edges = [chunk * length // (2 * shards) for chunk in range(2 * shards + 1)]
         early, late = index, 2 * shards - 1 - index
         return torch.cat([torch.arange(edges[chunk], edges[chunk + 1]) for chunk in (early, late)])
@@ -97,7 +97,7 @@ class Striped:
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the blocks of shard `index`; see `Layout.positions`."""
-        length, shards, index = _checked(length, shards, index)
+        length, shards, index = _check_range(length, shards, index)
         block = min(self.block, max(length, 1))
         starts = torch.arange(index * block, max(length, index * block), shards * block)
         tokens = (starts[:, None] + torch.arange(block)).flatten()
@@ -125,7 +125,7 @@ def check_layout(subject: str, layout: Layout) -> None:
         raise LayoutError(subject, "Contiguous(), Zigzag() or Striped()", repr(layout), fix)
 
 
-def _checked(length: int, shards: int, index: int) -> tuple[int, int, int]:
+def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:
     """Return the three as Python ints, or raise if one is out of range."""
     if not all(hasattr(value, "__index__") for value in (length, shards, index)):
         given = f"{length!r}, {shards!r}, {index!r}"

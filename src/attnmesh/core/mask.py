@@ -1,18 +1,18 @@
 """Masks: functions of token positions. Each query sees one interval of positions, and the intervals move forward.
 
-Every mask is one value, `Mask(left, right, ends)`: the query at position p sees the keys from `p - left` to
-`p + right` inside its document. Both bounds never decrease with p, and an intersection of masks is again a mask.
-A `Band` is a mask applied to the positions of some queries and keys.
+Every mask is one value, `Mask(left, right, ends, chunks)`: the query at position p sees the keys from `p - left` to
+`p + right` inside its document and its chunk. Both bounds never decrease with p, and an intersection of masks is again
+a mask. A `Band` is a mask applied to the positions of some queries and keys.
 
-        Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])
-        # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .
-        # # . . . . . .   # # . . . . . .   # # # . . . . .     # # . . . . . .
-        # # # . . . . .   # # # . . . . .   # # # . . . . .     # # # . . . . .
-        # # # # . . . .   . # # # . . . .   . . . # # # # #     . . . # . . . .
-        # # # # # . . .   . . # # # . . .   . . . # # # # #     . . . # # . . .
-        # # # # # # . .   . . . # # # . .   . . . # # # # #     . . . # # # . .
-        # # # # # # # .   . . . . # # # .   . . . # # # # #     . . . # # # # .
-        # # # # # # # #   . . . . . # # #   . . . # # # # #     . . . # # # # #
+        Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])   Causal() & Chunks(3)
+        # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .                # . . . . . . .
+        # # . . . . . .   # # . . . . . .   # # # . . . . .     # # . . . . . .                # # . . . . . .
+        # # # . . . . .   # # # . . . . .   # # # . . . . .     # # # . . . . .                # # # . . . . .
+        # # # # . . . .   . # # # . . . .   . . . # # # # #     . . . # . . . .                . . . # . . . .
+        # # # # # . . .   . . # # # . . .   . . . # # # # #     . . . # # . . .                . . . # # . . .
+        # # # # # # . .   . . . # # # . .   . . . # # # # #     . . . # # # . .                . . . # # # . .
+        # # # # # # # .   . . . . # # # .   . . . # # # # #     . . . # # # # .                . . . . . . # .
+        # # # # # # # #   . . . . . # # #   . . . # # # # #     . . . # # # # #                . . . . . . # #
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,15 +32,16 @@ FAR = 1 << 60
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that each query sees. Make one with `Full`, `Causal`, `Window` or `Documents`, and combine with `&`.
+    """The keys that each query sees. Make it with `Full`, `Causal`, `Window`, `Documents`, `Chunks`, and join with `&`.
 
     Args:
         left: How many positions before its own a query sees.
         right: How many positions after its own a query sees.
         ends: The end of each document, ascending. Empty if there are no documents.
+        chunks: Sizes of chunks, ascending. A query sees the keys of its own chunk of each size.
 
     Raises:
-        MaskError: If `left` or `right` is negative, or `ends` does not ascend.
+        MaskError: If `left` or `right` is negative, `ends` does not ascend, or a chunk is empty.
 
     >>> import attnmesh as am
     >>> am.Causal() & am.Window(4, 4)
@@ -54,13 +55,27 @@ class Mask:
     left: int = FAR
     right: int = FAR
     ends: tuple[int, ...] = ()
+    chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ends", tuple(self.ends))
-        if self.left < 0 or self.right < 0 or any(stop <= start for start, stop in pairwise((0, *self.ends))):
-            given = f"left {self.left}, right {self.right}, ends {self.ends}"
-            fix = "make masks with Full, Causal, Window and Documents"
-            raise MaskError("Mask", "reaches of 0 or more and ascending ends of documents", given, fix)
+        object.__setattr__(self, "chunks", tuple(self.chunks))
+        ascending = all(start < stop for edges in (self.ends, self.chunks) for start, stop in pairwise((0, *edges)))
+        if self.left < 0 or self.right < 0 or not ascending:
+            given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}"
+            fix = "make masks with Full, Causal, Window, Documents and Chunks"
+            raise MaskError("Mask", "reaches of 0 or more, ascending ends and ascending chunks", given, fix)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document or chunk; `FAR` if there are none."""
+        documents = max((stop - start for start, stop in pairwise((0, *self.ends))), default=FAR)
+        return min((documents, *self.chunks))
+
+    @property
+    def reach(self) -> int:
+        """Distance to the farthest key that a query sees."""
+        return min(max(self.left, self.right), self.longest)
 
     def bounds(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each query sees. Neither decreases along ascending positions.
@@ -76,6 +91,9 @@ class Mask:
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
+        for size in self.chunks:
+            start = positions - positions % size
+            first, last = torch.maximum(first, start), torch.minimum(last, start + (size - 1))
         return first, last
 
     def visible(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -91,13 +109,13 @@ class Mask:
 
     def encode(self) -> list[int]:
         """Return the mask as integers, for the schema of an operator and for messages."""
-        return [self.left, self.right, *self.ends]
+        return [self.left, self.right, len(self.chunks), *self.chunks, *self.ends]
 
     @staticmethod
     def decode(code: Sequence[int]) -> "Mask":
         """Return the mask of a code from `encode`."""
-        left, right, *ends = code
-        return Mask(left, right, tuple(ends))
+        left, right, chunks, *edges = code
+        return Mask(left, right, tuple(edges[chunks:]), tuple(edges[:chunks]))
 
     def check_length(self, subject: str, length: int) -> None:
         """Raise unless the documents, if any, add up to `length` tokens."""
@@ -121,8 +139,9 @@ class Mask:
             return NotImplemented
         if self.ends and other.ends:
             other.check_length("mask &", self.ends[-1])
-        ends = tuple(sorted({*self.ends, *other.ends}))
-        return Mask(min(self.left, other.left), min(self.right, other.right), ends)
+        ends, sizes = tuple(sorted({*self.ends, *other.ends})), sorted({*self.chunks, *other.chunks})
+        chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
+        return Mask(min(self.left, other.left), min(self.right, other.right), ends, chunks)
 
     def __repr__(self) -> str:
         """Return the calls that make the mask."""
@@ -131,7 +150,8 @@ class Mask:
             window = "Causal()" if self.right == 0 else ""
         lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
         documents = f"Documents({lengths})" if lengths else ""
-        return " & ".join(filter(None, (window, documents))) or "Full()"
+        chunks = (f"Chunks({size})" for size in self.chunks)
+        return " & ".join(filter(None, (window, documents, *chunks))) or "Full()"
 
 
 def Full() -> Mask:
@@ -198,10 +218,29 @@ def Documents(lengths: Iterable[int]) -> Mask:
     return Mask(ends=tuple(sorted({*accumulate(sizes)} - {0})))
 
 
+def Chunks(size: int) -> Mask:
+    """Return the mask under which a query sees the keys of its own chunk. Chunks begin at multiples of `size`.
+
+    Combine it with `& Causal()` for language models such as Llama 4.
+
+    Args:
+        size: Tokens of a chunk, 1 or more.
+
+    Raises:
+        MaskError: If it is not a whole number, 1 or more.
+
+    >>> import attnmesh as am
+    >>> (am.Chunks(2) & am.Causal()).draw(4)
+    ['# . . .', '# # . .', '. . # .', '. . # #']
+    """
+    size = check_count("Chunks size", size, "count the tokens of a chunk as a Python int", least=1, error=MaskError)
+    return Mask(chunks=(size,)) if size < FAR else Mask()
+
+
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = "Full(), Causal(), Window(left), Documents(lengths) or a & of them"
+        expected = "Full(), Causal(), Window(left), Documents(lengths), Chunks(size) or a & of them"
         if callable(mask) and hasattr(mask, "__name__"):
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__

@@ -1,6 +1,8 @@
 """Partials: attention over some of the keys. Merging them gives attention over all keys.
 
-Every schedule in this library (ring, tree, mesh) is an order of merges. The softmax arithmetic is here.
+Every schedule in this library (ring, tree, mesh) is an order of merges. The softmax arithmetic is here. Merges along a
+tree are exact since attention is the gradient of an energy, `F(s) = log sum_a exp(q.k_a*scale + s.v_a)`: its value at
+`s = 0` is `lse`, its gradient there is the output, and logsumexp is associative.
 """
 
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_one_device
+from attnmesh.core.checks import check_one_device, check_qkv, check_same_kind
+from attnmesh.core.logits import Logits
 from attnmesh.errors import DtypeError, ShapeError
 
 
@@ -75,14 +78,16 @@ def join(partials: Sequence[Partial]) -> Partial:
     """Return the merge of partials, without checks and without gradients in empty rows."""
     weights, lse = _weights(torch.stack([lse for _, lse in partials]))
     # Summed in order, so that the bits of two terms do not depend on which comes first.
-    out = reduce(add, [out.to(wide(out.dtype)) * weight for (out, _), weight in zip(partials, weights, strict=True)])
+    out = reduce(
+        add, [out.to(sum_dtype(out.dtype)) * weight for (out, _), weight in zip(partials, weights, strict=True)]
+    )
     return Partial(out.to(reduce(torch.promote_types, [out.dtype for out, _ in partials])), lse)
 
 
 def collapse(stacked: Partial) -> Partial:
     """Return the merge of partials stacked along a first dim, in float32 or wider. For two, the bits match `join`."""
     weights, lse = _weights(stacked.lse)
-    return Partial((stacked.out.to(wide(stacked.out.dtype)) * weights).sum(0), lse)
+    return Partial((stacked.out.to(sum_dtype(stacked.out.dtype)) * weights).sum(0), lse)
 
 
 def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +102,7 @@ def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
     return (weights / total.clamp(min=1.0)).unsqueeze(-1), peak + total.log()  # total is 1 or more, 0 in empty rows
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results of this dtype are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -122,3 +127,46 @@ def _check(partials: tuple[Partial, ...]) -> None:
         given = ", ".join(f"out {tuple(out.shape)} lse {tuple(lse.shape)}" for out, lse in partials)
         expected = "out (batch, heads, length, dim) and lse (batch, heads, length) of one shape"
         raise ShapeError("merge", expected, given, "merge partials of the same queries") from None
+
+
+def energy(
+    q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
+    """Return the energy `F(source)` of each query. `dF/dsource` at 0 is attention.
+
+    The computation is dense; tests compare the kernels with it.
+
+    Args:
+        q: Queries, (batch, heads, q_len, dim).
+        k: Keys, (batch, kv_heads, k_len, dim).
+        v: Values, (batch, kv_heads, k_len, value_dim).
+        source: The point at which the energy is taken, (batch, heads, q_len, value_dim).
+        scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+
+    Returns:
+        The energies, (batch, heads, q_len), in float32 or wider; differentiable to any order.
+
+    Raises:
+        InputError: If the tensors do not fit together.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 6, 4).unbind()
+    >>> source = torch.zeros(1, 2, 6, 4, requires_grad=True)
+    >>> (gradient,) = torch.autograd.grad(am.energy(q, k, v, source).sum(), source)
+    >>> torch.allclose(gradient, am.attend(q, k, v).out, atol=1e-6)
+    True
+    """
+    check_qkv("energy", q, k, v)
+    check_same_kind("energy", {"q": q, "source": source})
+    shape = (*q.shape[:-1], v.shape[-1])
+    if tuple(source.shape) != shape:
+        fix = f"use torch.zeros{shape}"
+        raise ShapeError("energy", f"source of the output's shape {shape}", str(tuple(source.shape)), fix)
+    group = q.shape[1] // k.shape[1]
+    kind = Logits.of("energy", scale, softcap, q)
+    keys, values = (x.to(sum_dtype(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        logits = q.to(keys.dtype) @ keys * kind.scale
+        logits = kind.cap(logits) + source.to(keys.dtype) @ values
+    return torch.logsumexp(logits, dim=-1)

@@ -21,7 +21,7 @@ from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.checks import check_checked, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, swap_tokens_for_heads
+from attnmesh.decode.cache_shard import CacheShard, check_cover, position_sum, stored, swap_tokens_for_heads
 from attnmesh.decode.checkpoint import load_layers
 from attnmesh.decode.checkpoint_writer import SavedPieces, Saving, save_layers
 from attnmesh.decode.replicas import CacheProperties, Shards, check_copies
@@ -52,8 +52,10 @@ class KVCache(CacheProperties):
         checked: True compares ranks at every call, False never, None as above.
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
+        values: "separate", or "prefix" for values that are the first columns of the keys, which alone are stored.
 
     Raises:
+        ArgumentError: `values` is neither.
         ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
@@ -63,6 +65,9 @@ class KVCache(CacheProperties):
     >>> cache.truncate(3)
     >>> cache.length
     3
+    >>> sizes = {"batch": 1, "kv_heads": 1, "head_dim": 6, "value_dim": 4, "capacity": 100, "dtype": torch.float32}
+    >>> latents = KVCache(None, **sizes, values="prefix")
+    >>> latents.append(torch.randn(1, 1, 5, 6))
     """
 
     def __init__(
@@ -79,9 +84,10 @@ class KVCache(CacheProperties):
         block: int = 16,
         checked: bool | None = None,
         copies: int = 1,
+        values: str = "separate",
     ) -> None:
         widths = head_dim, head_dim if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
         def check() -> None:
@@ -116,15 +122,16 @@ class KVCache(CacheProperties):
         other.shards, other.saved = self.shards.clone(), SavedPieces()
         return other
 
-    def append(self, k: Tensor, v: Tensor, *, token_mask: Tensor | None = None) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, *, token_mask: Tensor | None = None) -> None:
         """Add new tokens, the same on every rank; each rank keeps its share.
 
         Args:
             k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
-            v: Values with all heads, (batch, kv_heads, tokens, value_dim).
+            v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys.
             token_mask: False for padding, (batch, tokens); None if all tokens are real.
 
         Raises:
+            ArgumentError: `v` is given to a cache whose values are a prefix of its keys.
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
             DtypeError: A dtype or a device is not the cache's.
             KernelError: A tensor requires gradients.
@@ -145,16 +152,16 @@ class KVCache(CacheProperties):
         self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
         self._record_padding(k.shape[2], token_mask)
         with torch.no_grad():
-            self.shards.append(k, v, token_mask)
+            self.shards.append(stored(k, v), token_mask)
 
-    def append_shard(self, k: Tensor, v: Tensor, positions: Tensor, *, token_mask: Tensor | None = None) -> None:
+    def append_shard(self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None) -> None:
         """Keep the tokens that this rank computed in a sharded prefill.
 
         All ranks' positions together continue the cache, each exactly once.
 
         Args:
             k: This rank's keys with all heads, (batch, kv_heads, tokens, head_dim).
-            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim).
+            v: This rank's values with all heads, (batch, kv_heads, tokens, value_dim); None as in `append`.
             positions: Token indices in the whole sequence, (tokens,), as `layout.positions` returns them.
             token_mask: False for padding, (batch, tokens of all ranks), the same on every rank; None without padding.
 
@@ -193,8 +200,8 @@ class KVCache(CacheProperties):
         self._record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
-            k, v, tokens = swap_tokens_for_heads(k, v, positions.to(self.device), per_shard, self.mesh)
-            self.shards.append_at(k, v, tokens, more, token_mask)
+            new, tokens = swap_tokens_for_heads(stored(k, v), positions.to(self.device), per_shard, self.mesh)
+            self.shards.append_at(new, tokens, more, token_mask)
 
     @torch.no_grad()
     def truncate(self, length: int) -> None:

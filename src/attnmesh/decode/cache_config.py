@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import DTYPES, check_same_kind, swap_hint
-from attnmesh.errors import DtypeError, KernelError, ShapeError
+from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+
+VALUES = ("separate", "prefix")
+"""Values of `values=`."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,12 @@ class Sizes:
     capacity: int
     block: int
     dtype: torch.dtype
+    values: str = "separate"
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the tensors that are stored: keys, and values if they are separate."""
+        return (self.head_dim,) if self.values == "prefix" else (self.head_dim, self.value_dim)
 
     def check(self, heads_axis: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
@@ -32,6 +42,12 @@ class Sizes:
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPES:
             fix = "pass the model's dtype"
             raise DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
+        if self.values not in VALUES:
+            fix = 'leave it out, or pass "prefix" for latents'
+            raise ArgumentError("KVCache values", f"one of {', '.join(VALUES)}", repr(self.values), fix)
+        if self.values == "prefix" and self.value_dim > self.head_dim:
+            expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
+            raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
         if self.kv_heads % heads_axis:
             given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
             raise ShapeError(
@@ -40,26 +56,33 @@ class Sizes:
 
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
-        return [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
+        numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
+        return numbers if self.values == "separate" else [*numbers, VALUES.index(self.values)]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":
         """Return the sizes that `encode` wrote."""
-        batch, kv_heads, head_dim, value_dim, capacity, block, dtype = code
-        return Sizes(batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype]))
+        batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *values = code
+        sizes = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
+        return Sizes(*sizes, *(VALUES[number] for number in values))
 
-    def check_new(self, subject: str, k: Tensor, v: Tensor, device: torch.device) -> None:
+    def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""
-        check_same_kind(subject, {"k": k, "v": v})
-        for name, x, width in (("k", k, self.head_dim), ("v", v, self.value_dim)):
+        if v is not None and self.values == "prefix":
+            given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
+            expected = "None, for values are columns of k"
+            raise ArgumentError(f"{subject} v", expected, given, "pass the keys alone")
+        named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
+        check_same_kind(subject, named)
+        for (name, x), width in zip(named.items(), self.widths, strict=True):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
-                fix = "pass what the cache was made for" + swap_hint(fits)
+                fix = swap_first("pass what the cache was made for", fits)
                 raise ShapeError(f"{subject} {name}", expected, f"{tuple(x.shape)}", fix)
             self.check_dtype(f"{subject} {name}", x, device)
-        check_no_gradients(subject, {"k": k, "v": v})
-        if k.shape[2] != v.shape[2]:
+        check_no_gradients(subject, named)
+        if v is not None and k.shape[2] != v.shape[2]:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.digest import mixed
+from attnmesh.core.digest import hash_each
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.errors import LayoutError, ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
@@ -93,22 +94,25 @@ def check_cover(total: int, start: int, more: int) -> None:
 
 def position_sum(positions: Tensor) -> int:
     """Return a sum of hashes, modulo 2^64, that distinguishes sets of positions."""
-    return int(mixed(positions + 1).sum())
+    return int(hash_each(positions + 1).sum())
 
 
-def swap_tokens_for_heads(
-    k: Tensor, v: Tensor, positions: Tensor, counts: Sequence[int], mesh: Mesh
-) -> tuple[Tensor, Tensor, Tensor]:
+def stored(k: Tensor, v: Tensor | None) -> Tensors:
+    """Return the tensors of new tokens that a cache stores."""
+    return (k,) if v is None else (k, v)
+
+
+def swap_tokens_for_heads(new: Tensors, positions: Tensor, counts: Sequence[int], mesh: Mesh) -> tuple[Tensors, Tensor]:
     """Return this rank's heads of the tokens of all ranks along the heads axis; `counts` are tokens per shard."""
     axis, shape = mesh.heads, mesh.shape
     if axis.size == 1:
-        return k, v, positions
-    sends = [(*kv, positions) for kv in zip(k.chunk(axis.size, 1), v.chunk(axis.size, 1), strict=True)]
+        return new, positions
+    sends = [(*part, positions) for part in zip(*(x.chunk(axis.size, 1) for x in new), strict=True)]
     shards = [shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(axis.size)]
     wanted = [tuple(meta_like(x, counts[shard], 2 if x.ndim == 4 else 0) for x in sends[0]) for shard in shards]
     received = zip(*swap(sends, wanted, axis), strict=True)
-    k, v, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
-    return k, v, positions
+    *heads, positions = (torch.cat(x, dim=-2 if x[0].ndim == 4 else 0) for x in received)
+    return tuple(heads), positions
 
 
 SLACK = 2
@@ -116,10 +120,12 @@ SLACK = 2
 
 
 class CacheShard:
-    """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis."""
+    """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    keys: Tensor
-    values: Tensor
+    `stored` has the keys, and the values unless they are the first columns of the keys.
+    """
+
+    stored: list[Tensor]
 
     def __init__(self, sizes: Sizes, heads: Axis, ranks: int, device: torch.device, index: int) -> None:
         self.sizes, self.heads, self.index, self.device = sizes, heads, index, device
@@ -128,11 +134,20 @@ class CacheShard:
         # The extra slot takes writes of other ranks' tokens, so that no step asks the device which rank owns a token.
         shape = sizes.batch, sizes.kv_heads // heads.size, self.slots + 1
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.keys = torch.empty(*shape, sizes.head_dim, dtype=sizes.dtype, device=device)
-            self.values = torch.empty(*shape, sizes.value_dim, dtype=sizes.dtype, device=device)
+            self.stored = [torch.empty(*shape, width, dtype=sizes.dtype, device=device) for width in sizes.widths]
             self.token_index = torch.zeros(self.slots + 1, dtype=torch.int64, device=device)  # the token in each slot
             self.state = torch.zeros(2, dtype=torch.int64, device=device)  # tokens on all ranks, tokens on this rank
         self.padding: Padding | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys, (batch, heads, slots, head_dim)."""
+        return self.stored[0]
+
+    @property
+    def values(self) -> Tensor:
+        """Values, (batch, heads, slots, value_dim)."""
+        return self.stored[1] if len(self.stored) > 1 else self.keys[..., : self.sizes.value_dim]
 
     @property
     def length(self) -> int:
@@ -154,9 +169,9 @@ class CacheShard:
         """Mask of the tokens on all ranks, False for padding, (batch, length); None without padding."""
         return None if self.padding is None else self.padding.token_mask[:, : self.length]
 
-    def append(self, k: Tensor, v: Tensor, token_mask: Tensor | None) -> None:
-        """Add this rank's share of the new tokens; `k` and `v` have all tokens and heads."""
-        more = k.shape[2]
+    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
+        """Add this rank's share of the new tokens; `new` has all tokens and heads."""
+        more = new[0].shape[2]
         if self._owns_none(more, token_mask):
             self.state[0] += more
             return
@@ -164,16 +179,15 @@ class CacheShard:
         tokens = length + torch.arange(more, device=self.device)
         mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        rank_k, rank_v = (x.chunk(self.heads.size, 1)[self.heads.index] for x in (k, v))
-        self._write(rank_k, rank_v, tokens, slots)
+        self._write([x.chunk(self.heads.size, 1)[self.heads.index] for x in new], tokens, slots)
         self._pad(tokens, slots, more, token_mask)
         self.state += torch.stack((torch.full_like(length, more), mine.sum()))
 
-    def append_at(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Add the given tokens with this rank's heads; all ranks together add `more`."""
         order = tokens.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
-        self._write(k.index_select(2, order), v.index_select(2, order), tokens[order], slots)
+        self._write([x.index_select(2, order) for x in new], tokens[order], slots)
         self._pad(tokens[order], slots, more, token_mask)
         self.state += torch.tensor([more, len(order)], device=self.device)
 
@@ -193,11 +207,10 @@ class CacheShard:
         with torch.inference_mode(False):
             token_index = torch.nn.functional.pad(self.token_index, (0, slots + 1 - len(self.token_index)))
             padding = None if self.padding is None else self.padding.grown(sizes.capacity, slots + 1)
-            for name in ("keys", "values"):
-                old = getattr(self, name)
+            for number, old in enumerate(self.stored):
                 new = old.new_empty(*old.shape[:2], slots + 1, old.shape[3])
                 new[:, :, :used] = old[:, :, :used]
-                setattr(self, name, new)
+                self.stored[number] = new
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.sizes, self.slots, self.token_index, self.padding = sizes, slots, token_index, padding
 
@@ -206,11 +219,11 @@ class CacheShard:
         used = self.used
         if len(index) != self.sizes.batch:
             with torch.inference_mode(False):
-                self.keys, self.values = (x.index_select(0, index) for x in (self.keys, self.values))
+                self.stored = [x.index_select(0, index) for x in self.stored]
             self.sizes = replace(self.sizes, batch=len(index))
         else:
             for head in range(self.keys.shape[1]):  # the temporary copy is one head
-                for x in (self.keys, self.values):
+                for x in self.stored:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
@@ -229,8 +242,8 @@ class CacheShard:
         """Return a copy with tensors of its own."""
         other = copy(self)
         with torch.inference_mode(False):
-            for name in ("keys", "values", "token_index", "state"):
-                setattr(other, name, getattr(self, name).clone())
+            other.stored = [x.clone() for x in self.stored]
+            other.token_index, other.state = self.token_index.clone(), self.state.clone()
             if self.padding is not None:
                 other.padding = Padding(*(x.clone() for x in self.padding))
         return other
@@ -249,10 +262,10 @@ class CacheShard:
         first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
         return first == last and first % self.block_cyclic.ranks != self.index
 
-    def _write(self, k: Tensor, v: Tensor, tokens: Tensor, slots: Tensor) -> None:
+    def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write tokens with this rank's heads into slots."""
-        self.keys.index_copy_(2, slots, k)
-        self.values.index_copy_(2, slots, v)
+        for x, tensor in zip(self.stored, new, strict=True):
+            x.index_copy_(2, slots, tensor)
         self.token_index.index_copy_(0, slots, tokens)
 
     def _pad(self, tokens: Tensor, slots: Tensor, more: int, token_mask: Tensor | None) -> None:

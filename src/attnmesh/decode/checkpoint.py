@@ -237,7 +237,7 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
     needed = 0
     for sizes in layers:
         tokens = -(-sizes.capacity // (mesh.queries.size * mesh.keys.size)) + sizes.block
-        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * (sizes.head_dim + sizes.value_dim)
+        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.widths)
         needed += copies * tokens * (elements * sizes.dtype.itemsize + 8)
         needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
     if needed > memory:
@@ -280,8 +280,8 @@ def _copy(
     if to.start >= to.stop:
         return
     sizes, heads = shard.sizes, saved.share_of(shard.sizes.kv_heads)
-    for name, x, width in (("keys", shard.keys, sizes.head_dim), ("values", shard.values, sizes.value_dim)):
-        read = file.read(f"{name} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, width))
+    for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+        read = file.read(f"{kind} {layer}", x.dtype, (sizes.batch, heads.stop - heads.start, tokens, x.shape[3]))
         x[:, to].index_copy_(2, slots.to(shard.device), read[:, source, mine].to(shard.device))
 
 

@@ -185,8 +185,8 @@ def _write(
         for start, stop in pieces(used):
             tensors = {"columns": first.token_index[start:stop]}
             for number, shard in enumerate(shards):
-                tensors[f"keys {number}"] = shard.keys[:, :, start:stop]
-                tensors[f"values {number}"] = shard.values[:, :, start:stop]
+                for kind, x in zip(("keys", "values"), shard.stored, strict=False):
+                    tensors[f"{kind} {number}"] = x[:, :, start:stop]
             name = f"{first.heads.index}.{first.index}.{start}-{stop}.safetensors"
             trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None
             known = saved.get((start, stop))

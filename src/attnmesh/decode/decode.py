@@ -22,13 +22,13 @@ from attnmesh.core.checks import (
     check_same_kind,
     check_sinks,
     check_unknown_options,
-    swap_hint,
+    swap_first,
     warn_if_swapped,
 )
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Mask, check_mask
-from attnmesh.core.partial import wide
+from attnmesh.core.partial import sum_dtype
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.step import (
@@ -41,7 +41,7 @@ from attnmesh.decode.step import (
     tensors_of,
 )
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
-from attnmesh.kernels.select import NAMES, check_kernel
+from attnmesh.kernels.driver import NAMES, check_kernel
 from attnmesh.planner.decode_cost import COLLECTIVE
 
 
@@ -76,7 +76,7 @@ def decode(
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
         reproducible: True gives the same bits on any power of two of ranks. It needs a cache that was filled by
             `append`, and blocks of 128 tokens or more to be fast.
-        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.select.NAMES`.
+        kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
@@ -176,7 +176,7 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
     """Run the exchanges of a step whose arguments are wrong on this rank, so that the others detect it."""
     ranks, reproducible = cache.tokens.size, step.reproducible is True  # other values are invalid on other ranks too
     merge, canonical = "tree" if reproducible else step.merge, reproducible and not ranks & (ranks - 1)
-    like = torch.empty(0, dtype=wide(cache.sizes.dtype), device=cache.device)
+    like = torch.empty(0, dtype=sum_dtype(cache.sizes.dtype), device=cache.device)
     checksum = send_poison(cache.tokens, merge, step.output, like, canonical=canonical)
     if cache.mesh.heads.size > 1:
         highest_checksum(checksum, cache.mesh.heads)
@@ -201,7 +201,7 @@ def check_step(
         raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
     if q.shape[1] % sizes.kv_heads or not q.shape[1]:
         given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
-        fix = "pass the model's heads" + swap_hint(q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
         raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
     sizes.check_dtype("decode q", q, cache.device)
     check_mask("decode mask", step.mask)
@@ -226,7 +226,7 @@ def check_step(
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
-        fix = "append before decode" + swap_hint(fits)
+        fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     check_most_keys("decode key_lengths", key_lengths, cache.length)
     if step.mask.ends:

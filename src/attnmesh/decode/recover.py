@@ -140,11 +140,11 @@ class _Moves:
         wanted, targets = self._receives(layer, empty)
         received = swap(self._sends(layer, empty), wanted, self.axis)
         for peer, first, heads in targets:
-            tokens, k, v = received[peer][first : first + 3]
+            tokens, *new = received[peer][first : first + 1 + len(cache.shard.stored)]
             slots = cache.shard.block_cyclic.slot(tokens)
             cache.shard.token_index.index_copy_(0, slots, tokens)
-            cache.keys[:, heads].index_copy_(2, slots, k)
-            cache.values[:, heads].index_copy_(2, slots, v)
+            for x, tensor in zip(cache.shard.stored, new, strict=True):
+                x[:, heads].index_copy_(2, slots, tensor)
         cache.shards.mark_present(self.length, token_mask)
 
     def _sends(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
@@ -158,8 +158,7 @@ class _Moves:
                 source, _ = self._shared_heads(cache.sizes, old, heads)
                 slots = (owners == index).nonzero().flatten()
                 if source.start < source.stop:
-                    k, v = (x[:, source].index_select(2, slots) for x in (shard.keys, shard.values))
-                    sends[peer] += tokens[slots], k, v
+                    sends[peer] += tokens[slots], *(x[:, source].index_select(2, slots) for x in shard.stored)
         return sends
 
     def _receives(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
@@ -173,8 +172,8 @@ class _Moves:
                 count = self.counts[rank][layer][str(old)][cache.tokens.index]
                 if heads.start < heads.stop:
                     targets.append((peer, len(wanted[peer]), heads))
-                    k, v = (meta_like(x[:, heads], count) for x in (cache.keys, cache.values))
-                    wanted[peer] += meta_like(cache.shard.token_index, count, 0), k, v
+                    kv = (meta_like(x[:, heads], count) for x in cache.shard.stored)
+                    wanted[peer] += meta_like(cache.shard.token_index, count, 0), *kv
         return wanted, targets
 
     def token_mask(self) -> Tensor:

@@ -6,6 +6,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
 from attnmesh.decode.cache_config import Sizes
@@ -59,17 +60,17 @@ class Shards:
             raise ShapeError(subject, "room for the new tokens", given, fix)
         counts.check(subject, self.known_length + more, self.own.slots)
 
-    def append(self, k: Tensor, v: Tensor, token_mask: Tensor | None) -> None:
+    def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""
-        self._advance(k.shape[2])
+        self._advance(new[0].shape[2])
         for shard in self.all:
-            shard.append(k, v, token_mask)
+            shard.append(new, token_mask)
 
-    def append_at(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+    def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Add this rank's tokens with its heads, and send copies; all ranks together add `more`."""
         self._advance(more)
-        self.own.append_at(k, v, tokens, more, token_mask)
-        self._exchange(k, v, tokens, more, token_mask)
+        self.own.append_at(new, tokens, more, token_mask)
+        self._exchange(new, tokens, more, token_mask)
 
     def truncate(self, length: int, table: Sequence[Sequence[int]]) -> None:
         """Remove the tokens from `length` on; rows are (rank, tokens before `length`)."""
@@ -89,28 +90,28 @@ class Shards:
     def mark_present(self, length: int, token_mask: Tensor | None) -> None:
         """Mark the first `length` tokens as present, once written at their block-cyclic slots, and send copies."""
         own, used = self.own, self.own.mark_present(length, token_mask)
-        k, v = (x[:, :, :used] for x in (own.keys, own.values))
-        self._exchange(k, v, own.token_index[:used], length, token_mask)
+        new = tuple(x[:, :, :used] for x in own.stored)
+        self._exchange(new, own.token_index[:used], length, token_mask)
         self.known_length = length
 
     def _advance(self, more: int) -> None:
         if not torch.compiler.is_compiling():
             self.known_length += more
 
-    def _exchange(self, k: Tensor, v: Tensor, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
+    def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
         if not self.keepers and not self.copies:
             return
         counts = [row[0] for row in all_gather_ints([len(tokens)], [self.axis])]
-        sends = dict.fromkeys(self.keepers, (k, v, tokens))
+        sends = dict.fromkeys(self.keepers, (*new, tokens))
         wanted = {
-            index: (meta_like(k, counts[index]), meta_like(v, counts[index]), meta_like(tokens, counts[index], 0))
+            index: (*(meta_like(x, counts[index]) for x in new), meta_like(tokens, counts[index], 0))
             for index in self.copies
         }
-        received = exchange_messages(sends, wanted, self.axis, k.device, "copying")()
+        received = exchange_messages(sends, wanted, self.axis, tokens.device, "copying")()
         for index, shard in self.copies.items():
-            keys, values, token_index = received[index]
-            shard.append_at(keys, values, token_index, more, token_mask)
+            *copied, token_index = received[index]
+            shard.append_at(tuple(copied), token_index, more, token_mask)
 
 
 class CacheProperties:

@@ -14,11 +14,11 @@ from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, join, wide, with_sinks
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import CacheKernel, Kernel, forward, identity, visible_counts
-from attnmesh.kernels.merge import copied, merged_along_tree
-from attnmesh.kernels.select import choose_for_cache
+from attnmesh.core.partial import Partial, join, sum_dtype, with_sinks
+from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible_counts
+from attnmesh.kernels.merge import copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.mesh.world import cached_per_world, decode_cached
@@ -85,7 +85,7 @@ def run_step(
     heads = step.heads.share_of(q.shape[1])
     rank_q, alone = q[:, heads], step.tokens.size == 1
     kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
-    shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), wide(q.dtype)
+    shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
         layout = PartialMessage(shape, dtype, dtype)
@@ -188,7 +188,7 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
         return kernel.attend_cache(query, view)
     run = partial(forward, kernel, logits=query.logits)
     result = _attend_tokens(run, query, view)
-    return copied(with_sinks(result, query.sinks), query.into)
+    return copy_into(with_sinks(result, query.sinks), query.into)
 
 
 def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
@@ -206,7 +206,8 @@ def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Par
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
         return _attend_padded(run, query, keys, values, view.padding, length)
-    if query.key_lengths is None and q.shape[2] == 1 and mask.left >= length - 1 and not mask.ends and block is None:
+    alike = query.key_lengths is None and mask.longest >= length
+    if alike and q.shape[2] == 1 and mask.left >= length - 1 and block is None:
         return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:
@@ -225,7 +226,7 @@ def _attend_padded(
     partials = []
     for row in range(q.shape[0]):
         only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
-        total = identity(q[only], values[only], wide(q.dtype))
+        total = identity(q[only], values[only], sum_dtype(q.dtype))
         for start, stop in _runs(k_positions >= 0):
             band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
             counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
@@ -247,8 +248,8 @@ def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, ba
     """Return the merge, along the tree, of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=wide(q.dtype))
-    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=wide(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=sum_dtype(q.dtype))
+    lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
     whole = range(first, max(first, last))
     full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
@@ -263,7 +264,7 @@ def _attend_blocks(run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, ba
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
         out[number], lse[number] = run(q, keys[:, :, start:stop], values[:, :, start:stop], inside)
-    return merged_along_tree(Partial(out, lse)) if count else identity(q, values, wide(q.dtype))
+    return merge_along_tree(Partial(out, lse)) if count else identity(q, values, sum_dtype(q.dtype))
 
 
 def _widen(partial: Partial) -> Partial:

@@ -3,20 +3,24 @@
 A call is one of four: training on shards, sharded prefill, decoding, or ordinary attention on one device.
 """
 
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnmesh.attention.attention import attention
+from attnmesh.attention.attention import attend_shards, attention
+from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.checks import autocast
+from attnmesh.core.checks import autocast, check_scale
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
+from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
+from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
@@ -48,16 +52,20 @@ def attention_function(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
+    if isinstance(key, LatentStates) and isinstance(value, LatentStates):
+        key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
     layer = LayerCall(spec.mask, scaling, s_aux, softcap)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
+    q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
     with torch.autocast(q.device.type, enabled=False):
         if isinstance(key, PendingKV):
-            pending = PendingKV(k, v, key.layer)
-            out = _decode(q, pending, layer, spec) if spec.shards is None else _prefill(q, pending, layer, spec.shards)
+            is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
+            latents = None if key.latents is None else key.latents.to(k.dtype)
+            out = _attend_cached(q, PendingKV(k, v, key.layer, latents), layer, spec, is_new)
         elif spec.shards is None:
             out = _attend_local(q, k, v, layer, spec)
         else:
@@ -65,41 +73,76 @@ def attention_function(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards, **options: Any) -> Tensor:
-    """Return attention of this rank's tokens to the tokens of all ranks."""
+def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
+    """Return attention with a `ShardedCache`, which stores new keys and values."""
+    if spec.discarded:
+        return q.new_zeros(*q.shape[:3], pending.v.shape[3])
+    if spec.shards is not None:
+        return _prefill(q, pending, layer, spec.shards, is_new)
+    kv = _store(pending, spec, q.shape[2]) if is_new else pending.layer.cached
+    return _attend_cache(q, pending, kv, layer)
+
+
+def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) -> Tensor:
+    """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
+    attend, latents = pending.layer.cache.attend, pending.travelling
+    if latents is None:
+        out: Tensor = attend(q, kv, *layer)
+        return out
+    scale = check_scale(SUBJECT, layer.scale, q)
+    sums = attend(latents.projection.absorb(q), kv, *layer._replace(scale=scale))
+    return latents.projection.project(sums)
+
+
+def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
+    """Return queries with the temperature of their positions. Llama 4 counts a shard's tokens as if they were a run."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return q
+    layer: Any = module
+
+    def temperature(positions: Tensor) -> Any:
+        return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+
+    positions = shards.positions()
+    first, _ = shards.documents.bounds(positions)  # of each token's document
+    ratio: Tensor = temperature(positions - first) / temperature(shards.start + torch.arange(q.shape[2]))
+    return q * ratio.to(q.device, q.dtype)[:, None]
+
+
+def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
-    mask = layer.mask & shards.documents
+    mask = shards.mask_of(layer.mask)
     kind: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
-    return attention(q, k, v, mask=mask, **kind, **sequence, **options)
+    return attention(q, k, v, mask=mask, **kind, **sequence)
 
 
-def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards) -> Tensor:
+def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
     """Return attention of this rank's tokens of a prompt. Each rank stores the keys that it computed."""
-    cache, place = pending.layer.cache, Mesh.of(shards.mesh)
-    positions = shards.start + shards.layout.positions(shards.length, place.shape.ranks, place.shard)
-    kv = pending.layer.reserve(pending, shards.length)
+    cache = pending.layer.cache
+    kv = pending.layer.reserve(pending, shards.length) if is_new else pending.layer.cached
     if not shards.has_prefix:
-        options = {"exchange": cache.exchange, "kernel": cache.kernel, "checked": cache.checked}
-        out = _attend_shards(q, pending.k, pending.v, layer, shards, **options)
-        kv.append_shard(pending.k, pending.v, positions)
+        how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
+        call = Call(q, pending.k, pending.v, layer.sinks, None, Options(layer.mask, shards.layout, shards.layout, *how))
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
+    if is_new:
+        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask)
+    if not shards.has_prefix:
         return out
-    kv.append_shard(pending.k, pending.v, positions, token_mask=shards.token_mask)
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    return shard(cache.attend(all_queries, kv, *layer), shards.mesh, layout=shards.layout)
+    return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
 
 
-def _decode(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec) -> Tensor:
-    """Return attention of tokens that all ranks compute. Each rank stores the keys of its blocks."""
-    new = q.shape[2]
+def _store(pending: PendingKV, spec: MaskSpec, new: int) -> KVCache:
+    """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
     kv = pending.layer.reserve(pending, new)
     try:
         check_cached_padding(kv, spec.token_mask, new)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
-    kv.append(pending.k, pending.v, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
-    out: Tensor = pending.layer.cache.attend(q, kv, *layer)
-    return out
+    kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])
+    return kv
 
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
@@ -107,14 +150,18 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     check_local_mask(spec, k.shape[2])
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
-    if spec.token_mask is None:
+    first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token
+    if spec.token_mask is None and (first is None or not bool(first.any())):
         return _attend(q, k, v, layer, queries, keys)
-    token_mask = pad(spec.token_mask, (0, k.shape[2] - spec.token_mask.shape[1]))
+    token_mask = torch.ones(len(q), 0, dtype=torch.bool) if spec.token_mask is None else spec.token_mask
+    token_mask = pad(token_mask, (0, k.shape[2] - token_mask.shape[1]), value=spec.token_mask is None)
     rows = []
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
-        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, queries, keys[kept.cpu()]))
+        shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
+        positions = queries + shift, keys[kept.cpu()] + shift
+        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, *positions))
     return torch.cat(rows)
 
 

@@ -22,6 +22,7 @@ from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache_layer import ShardedLayer, check_settings
+from attnmesh.hf.models import cached_layers
 from attnmesh.mesh.axes import Mesh
 
 
@@ -82,7 +83,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        super().__init__(layers=[ShardedLayer(self) for _ in range(self.config.num_hidden_layers)])
+        super().__init__(layers=[ShardedLayer(self) for _ in range(cached_layers(self.config))])
 
     def attend(
         self,
@@ -107,7 +108,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def held_bytes(self) -> int:
         """Bytes of keys and values that this rank holds, over all layers."""
         kvs = [layer.kv for layer in self.layers if layer.kv is not None]
-        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in (kv.keys, kv.values))
+        return sum(x[:, :, : kv.used].numel() * x.element_size() for kv in kvs for x in kv.shard.stored)
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths."""

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
+from attnmesh.attention.latent import Latents, Projection
 from attnmesh.comm.consensus import agree
 from attnmesh.comm.merge import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
@@ -15,8 +16,9 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.decode.replicas import check_copies
 from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.hf.latent import latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
-from attnmesh.kernels.select import check_kernel
+from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -26,12 +28,26 @@ from attnmesh.mesh.shapes import Shape
 class PendingKV(Opaque):
     """New keys and values between the cache's `update` and the attention function, which stores them.
 
-    The attention function also has the mask, so it can tell padding and shards.
+    The attention function also has the mask, so it can tell padding and shards. With `latents`, from which the model
+    expanded the keys and values, these are stored instead.
     """
 
     k: Tensor
     v: Tensor
     layer: "ShardedLayer"
+    latents: Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor | None]:
+        """Tensors for the cache to append."""
+        return (self.k, self.v) if self.latents is None else (self.latents, None)
+
+    @property
+    def travelling(self) -> Latents | None:
+        """Latents with their projection; None if there are keys and values alone."""
+        if self.latents is None or self.layer.projection is None:
+            return None
+        return Latents(self.latents, self.layer.projection.to(self.k.dtype))
 
 
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -45,6 +61,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.keys = self.values = Opaque()  # each rank holds a share: a model that reads them raises
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
+        self.projection: Projection | None = None
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
@@ -53,26 +70,45 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: `reserve` allocates, with the number of tokens."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[PendingKV, PendingKV]:
-        """Return the new keys and values with their layer, for the attention function to store."""
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Return the new keys and values, or latents, with their layer, for the attention function to store."""
         check_implementation("ShardedCache", self.cache.config)
+        if (key_states.shape[3], value_states.shape[3]) == latent_widths(self.cache.config):
+            return latent_states(key_states, value_states, self)
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
 
+    def project(self, module: nn.Module, pending: PendingKV) -> None:
+        """Find the projection of the layer's latents, once. Raise unless the model expands them so."""
+        if pending.latents is not None and self.projection is None:
+            widths = latent_widths(self.cache.config)
+            assert widths is not None
+            self.projection = projection_of(module, pending.k, pending.v, pending.latents, widths[0])
+
     def reserve(self, pending: PendingKV, tokens: int) -> KVCache:
         """Return the layer's cache with space for more tokens, counted over all ranks."""
-        k, v = pending.k, pending.v
+        k, v = pending.stored
         kv = self._extended_by(pending)
         if kv is None:
             capacity = self.cache.capacity or _growth_capacity(tokens)
-            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3], "value_dim": v.shape[3]}
+            sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3]}
             options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
+            if v is not None:
+                sizes["value_dim"] = v.shape[3]
+            elif self.projection is not None:
+                sizes["value_dim"], options["values"] = self.projection.rank, "prefix"
             options |= {"checked": self.cache.checked, "copies": self.cache.copies}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
             self.is_initialized = True
         elif self._must_grow(kv, tokens):
             kv.reserve(_growth_capacity(kv.length + tokens))
         return kv
+
+    @property
+    def cached(self) -> KVCache:
+        """The layer's cache, which has tokens."""
+        assert self.kv is not None
+        return self.kv
 
     def _extended_by(self, pending: PendingKV) -> KVCache | None:
         """Return the cache that the tokens extend; None if a new one is made: an empty cache of another batch."""
@@ -114,7 +150,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Drop all tokens."""
-        self.kv, self.is_initialized = None, False
+        self.kv, self.is_initialized, self.projection = None, False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens. Their number is given as a negative int, as transformers passes it."""
@@ -149,6 +185,9 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
     check_layers(config)
     check_keys(config)
+    fits, fix = latent_widths(config) is None or shape.heads == 1, "give its ranks to the keys axis"
+    expected, given = "a mesh without a heads axis for latents, which have one head", f"a heads axis of {shape.heads}"
+    require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
     check_merge("ShardedCache", options["merge"], "replicated")
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])

@@ -46,6 +46,7 @@ def checked_mask(
         if pending is not None:
             _check_cache_used(pending, query.shape[2], more)
             _check_window(pending, spec)
+            pending.layer.project(module, pending)
     except InputError as error:
         _raise_agreed(error, query, pending, shards)
     return spec
@@ -72,7 +73,7 @@ def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> Non
     require(causal, MaskError, f"{SUBJECT} is_causal", "causal attention", given, fix)
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
-            expected = "exact softmax attention under a causal mask or a sliding window"
+            expected = "exact softmax attention under a mask of positions"
             raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
 
 
@@ -82,8 +83,8 @@ def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec
     if not isinstance(given, MaskSpec):
         found = "no mask" if given is None else f"a mask of shape {list(getattr(given, 'shape', []))}"
         raise MaskError(subject, "one made by transformers for attnmesh", found, fix)
-    expected, found, fix = "a causal mask or a sliding window", "a bidirectional mask", "use a causal language model"
-    require(given.mask != Full(), MaskError, subject, expected, found, fix)
+    expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
+    require(given.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
     if window is not None and given.mask != Window(window - 1):
         found = f"{given.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")

@@ -1,7 +1,7 @@
 """Mask function registered with transformers: returns a `MaskSpec`, which every layer gets as its `attention_mask`.
 
 transformers describes a mask by a function of indices and a 2D table of padding. `mask_function` recognises causal
-masks and causal sliding windows from the function's values, and raises on any other mask.
+masks, causal sliding windows and chunks from the function's values, and raises on any other mask.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from attnmesh.core.checks import require
-from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
 from attnmesh.errors import MaskError
 from attnmesh.hf.models import Opaque, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
@@ -36,6 +36,10 @@ class MaskSpec(Opaque):
     """Tokens of this rank; None if every rank has all tokens."""
     covered: int | None = None
     """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
+    left_padding: Tensor | None = None
+    """Tokens of padding before each sequence, (batch,); None if no mask was given."""
+    discarded: bool = False
+    """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
@@ -49,9 +53,11 @@ class MaskSpec(Opaque):
         whole = slice(None)
         rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
         first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
-        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None):
+        in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
+        if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
             self._raise_read("getitem")
-        return replace(self, q_offset=self.q_offset + first, q_length=self.q_length - first)
+        offset, length = self.q_offset + first, self.q_length - first
+        return replace(self, q_offset=offset, q_length=length, discarded=bool(first) and in_prefill)
 
 
 IndexFunction = Callable[..., Tensor]
@@ -76,38 +82,47 @@ def mask_function(
         return attention_mask  # with a static cache, `generate` makes the mask before the model runs
     q_offset, kv_offset = int(q_offset), int(kv_offset)  # a static cache passes tensors
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask) else None
-    token_mask = covered = None
+    token_mask = covered = left_padding = None
     if shards is None:
+        left_padding = _left_padding(attention_mask)
         token_mask = _token_mask(attention_mask, kv_length, kv_offset)
         width = attention_mask.shape[-1] if isinstance(attention_mask, Tensor) else None
         covered = width if width is not None and width < q_offset + q_length else None
     elif config is not None:
         check_layers(config)
-    expected, fix = "a causal mask or a sliding window", "use a text model with a causal mask"
+    expected, fix = "a causal mask, a sliding window or chunks", "use a text model with a causal mask"
     require(not use_vmap, MaskError, "attention mask", expected, "a custom mask function", fix)
-    mask = _recognise(mask_function, local_size, (q_offset, q_length), (kv_offset, kv_length))
-    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered)
+    first = 0 if left_padding is None else int(left_padding[0])
+    mask = _recognise(mask_function, local_size, (q_offset, q_length), (kv_offset, kv_length), first)
+    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding)
 
 
 def _recognise(
-    function: IndexFunction, local_size: int | None, query_range: tuple[int, int], key_range: tuple[int, int]
+    function: IndexFunction,
+    local_size: int | None,
+    query_range: tuple[int, int],
+    key_range: tuple[int, int],
+    first: int,
 ) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
-    Each range is an offset and a length.
+    Each range is an offset and a length. The tokens of the first sequence begin at `first`; chunks are counted from it.
     """
     if local_size == 0 or (local_size is None and function is causal_mask_function):  # size 0 means no window
         return Causal()
     if local_size is None and function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    if local_size is not None and _equals_window(function, local_size, query_range, key_range):
-        return Window(local_size - 1)
+    if local_size is not None:
+        samples = _sample_pairs(query_range, key_range, local_size, first)
+        for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
+            if _equals(function, mask, *samples, first):
+                return mask
     if local_size is None:
         given = "packed sequences (positions that restart) or a block mask"
         fix = "pass packed sequences through attnmesh.hf.shard_batch, also on one device"
     else:
-        given, fix = f"chunks of {local_size} tokens, or another mask of that size", "use a model with sliding windows"
-    raise MaskError("attention mask", "a causal mask or a sliding window", given, fix)
+        given, fix = f"another mask of size {local_size}", "use a model with sliding windows or chunks"
+    raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
 
 
 def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
@@ -121,23 +136,36 @@ def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -
     return None if bool(token_mask.all()) else token_mask
 
 
-def _equals_window(
-    function: IndexFunction, size: int, query_range: tuple[int, int], key_range: tuple[int, int]
-) -> bool:
-    """Return True if a function of indices is the causal window of this size, at some positions of each range."""
-    queries = _sample_positions(*query_range, size)
-    keys = torch.cat((_sample_positions(*key_range, size), queries - size)).clamp(min=key_range[0]).unique()
+def _left_padding(attention_mask: Tensor | MaskSpec | None) -> Tensor | None:
+    """Return the number of zeros before the first token of each sequence of a 2D mask."""
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        return None
+    return (attention_mask.bool().cumsum(1) == 0).sum(1)
+
+
+def _sample_pairs(
+    query_range: tuple[int, int], key_range: tuple[int, int], size: int, first: int
+) -> tuple[Tensor, Tensor]:
+    """Return some positions of queries and keys, from `first` on: in their ranges, and where masks of a size differ.
+
+    A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
+    """
+    edges = first + (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
+    queries = torch.cat((_spread(*query_range), edges)).clamp(min=first)
+    keys = torch.cat((_spread(*key_range), edges, queries - size)).clamp(min=first)
+    return queries.unique(), keys.unique()
+
+
+def _spread(first: int, count: int) -> Tensor:
+    """Return some positions of a range, evenly spread from its first to its last."""
+    return torch.linspace(0, max(count - 1, 0), 17).long() + first
+
+
+def _equals(function: IndexFunction, mask: Mask, queries: Tensor, keys: Tensor, first: int) -> bool:
+    """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
     zero = torch.zeros((), dtype=torch.long)
     try:
         visible = function(zero, zero, queries[:, None], keys[None])
     except (IndexError, RuntimeError):  # a function that looks positions up in a table of the batch
         return False
-    return torch.equal(visible.cpu(), Window(size - 1).visible(queries, keys))
-
-
-def _sample_positions(first: int, count: int, size: int) -> Tensor:
-    """Return some positions: both ends, evenly between, and next to multiples of the window size."""
-    spread = torch.linspace(0, count - 1, 17).long() + first
-    edges = (torch.arange(1, 4)[:, None] * size + torch.arange(-1, 2)).flatten()
-    positions: Tensor = torch.cat((spread, edges[(edges >= first) & (edges < first + count)])).unique()
-    return positions
+    return torch.equal(visible.cpu(), mask.visible(queries - first, keys - first))

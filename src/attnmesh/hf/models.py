@@ -26,8 +26,8 @@ USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 """Fix in errors about token ids."""
 
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention")
-"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by chunk or index."""
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
 RECURRENT_MODELS = ("rwkv", "xlstm")
 """Model types with recurrent layers and without `config.layer_types`."""
@@ -89,30 +89,43 @@ def check_implementation(subject: str, config: PreTrainedConfig) -> None:
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Raise unless every layer attends to all earlier tokens or to a sliding window of them."""
+    """Raise unless every layer attends to all earlier tokens, to a sliding window of them or to a chunk."""
     config = config.get_text_config(decoder=True)
-    unsupported = sorted({*(getattr(config, "layer_types", None) or ())} - {*SUPPORTED_LAYERS})
-    if getattr(config, "attention_chunk_size", None):
-        unsupported.append("chunks")
+    layer_types = getattr(config, "layer_types", None) or ()
+    unsupported = sorted({*layer_types} - {*SUPPORTED_LAYERS})
+    if not layer_types and getattr(config, "attention_chunk_size", None):
+        unsupported.append("chunks in unknown places")
     if config.model_type in RECURRENT_MODELS:
         unsupported.append("recurrent states")
     if unsupported:
-        expected = f"a model of layers of {' and '.join(SUPPORTED_LAYERS)}"
+        expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
         given = f"{config.model_type} with layers of {', '.join(unsupported)}"
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
 def check_keys(config: PreTrainedConfig) -> None:
-    """Raise unless every layer computes keys that a cache can keep."""
+    """Raise unless the layers compute keys that a cache can keep, and the last ones at most share those of others."""
     config = config.get_text_config(decoder=True)
     given = f"{config.model_type} without num_hidden_layers"
     stacked = hasattr(config, "num_hidden_layers")
     require(stacked, KernelError, SUBJECT, "a model of one stack of layers", given, USE_SUPPORTED)
-    shared = getattr(config, "num_kv_shared_layers", None) or "reuse" in (
-        getattr(config, "kv_sharing_modes", None) or []
-    )
-    expected, given = "a model whose layers each compute their keys", f"{config.model_type} with shared keys"
-    require(not shared, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+    modes = _sharing_modes(config)
+    unknown = bool(getattr(config, "num_kv_shared_layers", None)) and not modes
+    expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
+    first = config.num_hidden_layers - modes.count("reuse")
+    require("reuse" not in modes[:first] and not unknown, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def cached_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers that compute keys. The layers after them read the keys of an earlier layer."""
+    config = config.get_text_config(decoder=True)
+    count: int = config.num_hidden_layers
+    return count - _sharing_modes(config).count("reuse")
+
+
+def _sharing_modes(config: PreTrainedConfig) -> list[str | None]:
+    """Return per layer "reuse" if it reads another layer's keys, as transformers says; empty if no layer does."""
+    return getattr(config, "kv_sharing_modes", None) or []
 
 
 def unwrap(model: Any) -> Any:

@@ -23,6 +23,7 @@ UNSUPPORTED = {
     "use_cache": "leave it out",
     "custom_generate": "call it yourself with past_key_values=ShardedCache(model.config, mesh)",
     "max_time": "pass max_new_tokens: the clocks of ranks differ, and ranks would stop at different tokens",
+    "use_mtp": "leave it out: its layers keep a cache of their own",
     "guidance_scale": "leave it out: it runs the model on a second prompt",
     "output_attentions": "leave it out: no rank has all attention weights",
     "output_hidden_states": "leave it out: no rank has all hidden states of the prompt",

@@ -13,6 +13,7 @@ from attnmesh.core.checks import require
 from attnmesh.core.layout import Striped
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
@@ -20,6 +21,9 @@ from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
 """Tokens per chunk after cached tokens or with padding. There, every rank holds the queries of all ranks."""
+
+LATENT_CHUNK = 1024
+"""The same in latent attention, whose queries of cached latents are wide."""
 
 
 def prefill(
@@ -83,7 +87,7 @@ def prefill_rest(
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
     layout = Striped(cache.block)
     if chunk_size is None and (start or token_mask is not None):
-        chunk_size = CHUNK
+        chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
     with torch.no_grad():
         for first, stop, sharded in _split_prompt(start, end, cache.block * cache.ranks, chunk_size or end):
             index = torch.arange(first, stop, device=ids.device)

@@ -13,7 +13,8 @@ are subclasses of `Tensor`, which return what the whole sequence would return, o
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import torch
@@ -104,6 +105,18 @@ class Shards:
         """Ranks that share the sequence."""
         return Mesh.of(self.mesh).shape.ranks
 
+    def positions(self) -> Tensor:
+        """Return the positions of this rank's tokens in the whole sequence, cached tokens included."""
+        return self.start + self.layout.positions(self.length, self.ranks, Mesh.of(self.mesh).shard)
+
+    def mask_of(self, mask: Mask) -> Mask:
+        """Return a layer's mask inside each document. Chunks begin anew with a document."""
+        ends = self.documents.ends
+        if not (mask.chunks and ends):
+            return mask & self.documents
+        pieces = (range(start + size, stop, size) for start, stop in pairwise((0, *ends)) for size in mask.chunks)
+        return replace(mask, chunks=()) & Mask(ends=tuple(sorted({*ends, *chain(*pieces)})))
+
     @property
     def has_prefix(self) -> bool:
         """True if attention reads the cache, for earlier tokens or for padding."""
@@ -148,7 +161,7 @@ class ShardTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
-            shard_tensor = next(x for x in _flatten((*args, *kwargs.values())) if isinstance(x, cls))
+            shard_tensor = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
             return shard_tensor.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,10 +209,34 @@ class ShardMask(ShardTensor):
             return self.wrap(result)
         if name in METADATA_FUNCTIONS and not isinstance(result, Tensor):
             return result
+        if name == "zeros_like":
+            return call()
+        if name == "cumsum":
+            return LeadingZeros.of(self.plain(), self.shards)
+        raise self.read_error(name)
+
+    @staticmethod
+    def read_error(name: str) -> KernelError:
+        """Return the error for a model that reads the mask with the function of this name."""
         expected = "a model whose layers leave attention_mask to attnmesh"
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
         fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
-        raise KernelError(SUBJECT, expected, given, fix)
+        return KernelError(SUBJECT, expected, given, fix)
+
+
+class LeadingZeros(ShardTensor):
+    """Running sum of a `ShardMask`. transformers compares it with 0 to find the token at which chunks begin.
+
+    Shards count chunks from the first token that is not padding, so the whole sequence counts as unpadded.
+    """
+
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return False for every token, if the sum is compared with 0. Raise on all other functions."""
+        if name in METADATA_FUNCTIONS - {"__get__"}:
+            return call()
+        if name not in ("__eq__", "eq") or bool(torch.as_tensor(args[1]).any()):
+            raise ShardMask.read_error("cumsum")
+        return torch.zeros(self.shape, dtype=torch.bool, device=self.device)
 
 
 class ShardPositions(ShardTensor):
@@ -307,7 +344,7 @@ class ItemCount(ShardTensor):
         return self.wrap(result)
 
 
-def _flatten(values: Iterable[Any]) -> Iterable[Any]:
+def flatten(values: Iterable[Any]) -> Iterable[Any]:
     """Yield the values, and those inside of lists and tuples."""
     for value in values:
         yield from value if isinstance(value, (list, tuple)) else (value,)

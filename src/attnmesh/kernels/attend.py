@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attnmesh.core.checks import (
     autocast,
-    autocast_enabled,
     check_key_lengths,
     check_most_keys,
     check_positions,
@@ -21,13 +20,14 @@ from attnmesh.core.checks import (
     heads_and_length,
     warn_if_swapped,
     with_swap_hint,
+    without_autocast,
 )
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
-from attnmesh.core.partial import Partial, wide, with_sinks
+from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
-from attnmesh.kernels.driver import SavedForward, backward, forward, visible_counts
-from attnmesh.kernels.select import check_kernel, choose
+from attnmesh.kernels.blocks import BackwardInputs
+from attnmesh.kernels.driver import backward, check_kernel, choose, forward, visible_counts
 
 
 def attend(
@@ -75,12 +75,7 @@ def attend(
     True
     """
     check_unknown_options("attend", more)
-    if autocast_enabled(q, k, v):
-        options: dict[str, Any] = {"q_positions": q_positions, "k_positions": k_positions}
-        options |= {"scale": scale, "softcap": softcap, "key_lengths": key_lengths}
-        q, k, v = autocast(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
-            return attend(q, k, v, mask=mask, kernel=kernel, **options)
+    q, k, v = autocast(q, k, v)
     try:
         check_qkv("attend", q, k, v)
         in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
@@ -96,7 +91,8 @@ def attend(
     logits = Logits.of("attend", scale, softcap, q)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
-    return Partial(*attend_op(q, k, v, None, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel))
+    with without_autocast(q):
+        return Partial(*attend_op(q, k, v, None, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel))
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -118,12 +114,12 @@ def attend_op(
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind, counts)
     out, lse = with_sinks(partial, sinks)
-    return placed(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
+    return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
 
 @attend_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_placed(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
 
 
 @torch.library.custom_op("attnmesh::attend_backward", mutates_args=())
@@ -143,18 +139,18 @@ def attend_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
-    saved = SavedForward(*(_sort(x, q_order) for x in (out, lse, dout)))
+    saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     kind = Logits(*logits)
     gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind, counts)
     orders = (q_order, k_order, k_order)
-    dq, dk, dv = (placed(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
+    dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
 
 
 @attend_backward_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_placed(x, x.shape[-1]) for x in (q, k, v))
+    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in (q, k, v))
     return dq, dk, dv
 
 
@@ -213,15 +209,15 @@ def _band(
 ) -> tuple[Band, list[int] | None, Tensor | None, Tensor | None]:
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
     decoded = Mask.decode(mask)
-    queries, q_order = _sorted("attend q_positions", q_positions, decoded)
-    keys, k_order = _sorted("attend k_positions", k_positions, decoded)
+    queries, q_order = _sort_positions("attend q_positions", q_positions, decoded)
+    keys, k_order = _sort_positions("attend k_positions", k_positions, decoded)
     queries = torch.arange(q.shape[2]) if queries is None else queries
     positions = torch.arange(k.shape[2]) if keys is None else keys
     counts = visible_counts(positions, key_lengths)
     return Band.of(decoded, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
 
 
-def _sorted(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
     """Return the positions in ascending order, and that order; None if they are ascending already."""
     if positions is None or not len(positions):
         return None, None
@@ -247,13 +243,13 @@ def _unsort(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
 
 
-def empty_placed(x: Tensor, width: int) -> Tensor:
-    """Return an empty tensor like x with another width, in the memory order of `placed`."""
+def empty_length_major(x: Tensor, width: int) -> Tensor:
+    """Return an empty tensor like x with another width, in the memory order of `length_major`."""
     return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
 
 
-def placed(x: Tensor, dtype: torch.dtype) -> Tensor:
+def length_major(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x in memory order (batch, length, heads, dim), which an output projection reads; never a view."""
     if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
         return x
-    return empty_placed(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it
+    return empty_length_major(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it

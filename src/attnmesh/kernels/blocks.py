@@ -1,4 +1,4 @@
-"""Blocks: a local problem, in any layout and under any mask, cut into few rectangles for a plain kernel.
+"""Blocks: a local problem, in any layout and under any mask, cut into few rectangles, and the interface of a kernel.
 
 Queries and keys are sorted by position. Query i then sees one run of keys, from `low[i]` up to `high[i]`, and both
 bounds only move forward: a `Band`. Consecutive rows of one kind become one block, of any length:
@@ -13,11 +13,14 @@ keys are in no block. A dense mask is never larger than one tile's rows by their
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
+from attnmesh.core.partial import Partial
 
 TILE = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
@@ -60,6 +63,58 @@ class Block:
         """Return a block of some of the rows, over the same keys."""
         bounds = self.bounds()
         return Block(slice(0, len(rows)), self.keys, band=Band(bounds.low[rows], bounds.high[rows]))
+
+
+class Gradients(NamedTuple):
+    """The gradients of q, k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class BackwardInputs:
+    """Tensors for the backward pass: out and lse over *all* keys, and the gradient of out."""
+
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+
+    def rows(self, queries: slice) -> "BackwardInputs":
+        """Return the tensors of some of the queries."""
+        return BackwardInputs(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
+
+    def sequences(self, some: slice) -> "BackwardInputs":
+        """Return the tensors of some sequences."""
+        return BackwardInputs(*(x[some] for x in (self.out, self.lse, self.dout)))
+
+
+class Kernel(Protocol):
+    """Attention over one block on one device. q, k and v are those of the block; heads may be grouped."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, as in `kernel=`."""
+        ...
+
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+        """Return why the kernel does not support such tensors, with capped logits or not, or None if it does."""
+        ...
+
+    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+        """Return the blocks into which such a problem is cut for this kernel."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+        """Return the block's partial."""
+        ...
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
+        """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
+        ...
 
 
 def cut(band: Band) -> list[Block]:

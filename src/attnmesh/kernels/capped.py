@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.logits import Logits
-from attnmesh.core.partial import Partial, wide
-from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.driver import Gradients, SavedForward
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
 
 HEADS = 8
 """Key heads of a tile, of one or several sequences. The number is fixed: a batch does not change the sizes of tiles."""
@@ -50,7 +49,7 @@ class Step(NamedTuple):
 
 def attend_capped(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the block's partial. Logits are bounded, so that the least peak is finite and no row needs -inf."""
-    out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide(q.dtype))
+    out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     queries, outs, lses = (_by_key_head(x, k) for x in (q, out, lse.unsqueeze(-1)))
     keys, values, factor = _flat(k), _flat(v), logits.softcap * LOG2E
     tiles = Tiles(q, k, v, block, logits.softcap)
@@ -76,9 +75,9 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits)
     return Partial(out, lse)
 
 
-def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits) -> Gradients:
     """Return the block's share of the gradients, in float32 or wider. `dlogit` has the factor `1 - tanh^2` more."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=wide(x.dtype)) for x in (q, k, v))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v))
     delta = (saved.out.to(dq.dtype) * saved.dout).sum(-1, keepdim=True)
     lse = saved.lse.to(dq.dtype).unsqueeze(-1) * LOG2E
     queries, dout, delta, lse, dqs = (_by_key_head(x, k) for x in (q, saved.dout, delta, lse, dq))
@@ -107,7 +106,7 @@ class Tiles:
     """The tiles of a block, and memory for one tile at a time, since new memory costs more than its use."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, block: Block, softcap: float) -> None:
-        self.group, self.count, self.dtype = q.shape[1] // k.shape[1], k.shape[0] * k.shape[1], wide(q.dtype)
+        self.group, self.count, self.dtype = q.shape[1] // k.shape[1], k.shape[0] * k.shape[1], sum_dtype(q.dtype)
         bounds = block.bounds()
         self.low, self.high = bounds.low.clamp(min=0), bounds.high.clamp(max=k.shape[2])
         self.queries = max(1, (ROWS if k.dtype == self.dtype else 2 * ROWS) // self.group)  # to convert keys less often
@@ -194,13 +193,13 @@ def _flat(x: Tensor) -> Tensor:
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
     """Return (batch * key heads, group, tokens, dim)."""
-    return x.unflatten(1, (k.shape[1], -1)).reshape(-1, x.shape[1] // k.shape[1], *x.shape[2:])
+    return x.reshape(-1, x.shape[1] // k.shape[1], *x.shape[2:])
 
 
 def _rows_of(x: Tensor, heads: slice, rows: slice) -> Tensor:
     """Return a copy of a tile's rows in float32 or wider, (heads, group * queries, dim)."""
     part = x[heads, :, rows]
-    return part.to(wide(x.dtype), copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
+    return part.to(sum_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format).flatten(1, 2)
 
 
 def _write(x: Tensor, heads: slice, rows: slice, tile: Tensor) -> None:

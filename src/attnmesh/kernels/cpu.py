@@ -15,9 +15,8 @@ from torch.nn.functional import pad
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import TILE, Block, cut
+from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.capped import attend_capped, backward_capped
-from attnmesh.kernels.driver import Gradients, SavedForward
 from attnmesh.kernels.reference import Reference
 
 MAX_PACKED_ROWS = 32
@@ -50,22 +49,24 @@ class FlashCPU:
         if logits.capped:
             return attend_capped(q, k, v, block, logits)
         if _use_tiles(q, k, v, block):
-            return _recomputed(_attend_tiles(q, k, v, logits.scale), q, k, v, block, logits)
+            return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, block, logits)
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)
-        rows, keys, values = _converted((queries, k, v), _width(q, v))
+        rows, keys, values = _convert((queries, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             rows, keys, values, **_arguments(rows, block, packed), scale=logits.scale
         )
         shape = q.shape[:-1]
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
-        return _recomputed(partial, q, k, v, block, logits)
+        return _recompute_doubtful(partial, q, k, v, block, logits)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients."""
         if logits.capped:
             return backward_capped(q, k, v, saved, block, logits)
-        dout, *qkv, out = _converted((saved.dout, q, k, v, saved.out), _width(q, v))
+        dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=logits.scale
         )
@@ -86,15 +87,15 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     size = max(TILE, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
     tile = torch.empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # reused: new memory costs more
 
-    def widened(x: Tensor) -> Tensor:
+    def copy_to_tile(x: Tensor) -> Tensor:
         return tile[:, :, : x.shape[2], : x.shape[3]].copy_(x)
 
     logits = torch.empty(*rows.shape[:3], k.shape[2])
     for part, keys in zip(logits.split(size, -1), k.split(size, 2), strict=True):
-        part.copy_(rows @ widened(keys).mT)
+        part.copy_(rows @ copy_to_tile(keys).mT)
     out = torch.zeros(*rows.shape[:3], v.shape[3])
     for part, values in zip(torch.softmax(logits, -1).split(size, -1), v.split(size, 2), strict=True):
-        out += part @ widened(values)
+        out += part @ copy_to_tile(values)
     return Partial(out.to(q.dtype).reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))
 
 
@@ -113,7 +114,7 @@ def _width(q: Tensor, v: Tensor) -> int:
     return max(q.shape[-1], v.shape[-1])
 
 
-def _converted(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
+def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     """Return the tensors with zero columns up to one width, and with unit stride.
 
     float16 is converted to float32: the operator's gradients of logits overflow in float16, and small ones are lost.
@@ -123,7 +124,7 @@ def _converted(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in wider]
 
 
-def _recomputed(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the partial with doubtful rows from the reference: lse 0 may be an empty row, and infinite lse wrong."""
     doubtful = (partial.lse == 0) | partial.lse.isinf()
     if not bool(doubtful.any()):

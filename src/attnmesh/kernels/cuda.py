@@ -24,8 +24,7 @@ from torch.nn.functional import pad
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.blocks import Block, cut
-from attnmesh.kernels.driver import Gradients, SavedForward
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
 
@@ -47,7 +46,9 @@ class Operator(Protocol):
         """Return the block's partial."""
         ...
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients."""
         ...
 
@@ -75,7 +76,9 @@ class Cudnn:
         out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=logits.scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients, from flash attention."""
         return Flash().backward(q, k, v, saved, block, logits)
 
@@ -94,7 +97,9 @@ class Flash:
         out, lse = flash(q, k, v, 0.0, block.causal, False, scale=logits.scale)[:2]
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = (None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused, unused)
@@ -120,16 +125,18 @@ class Efficient:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        k, v = (_repeated(x, q) for x in (k, v))
+        k, v = (_repeat_heads(x, q) for x in (k, v))
         out, lse, *_ = efficient(q, k, v, _bias(q, block), True, 0.0, block.causal, scale=logits.scale)
         return Partial(out, lse[..., : q.shape[2]])
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         lse = pad(saved.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
         efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-        inputs = (q, _repeated(k, q), _repeated(v, q), _bias(q, block))
+        inputs = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, block))
         options = (unused, unused, 0.0, [True, True, True, False], block.causal)
         dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=logits.scale)
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
@@ -171,21 +178,23 @@ class CUDA:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
-        rows, keys, values = _padded((q, k, v), _width(q, v))
+        rows, keys, values = _pad((q, k, v), _width(q, v))
         out, lse = operator_of(rows, keys, values, block).attend(rows, keys, values, block, logits)
         return Partial(out[..., : v.shape[-1]], lse)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients."""
-        rows, keys, values, out, dout = _padded((q, k, v, saved.out, saved.dout), _width(q, v))
+        rows, keys, values, out, dout = _pad((q, k, v, saved.out, saved.dout), _width(q, v))
         operator = operator_of(rows, keys, values, block)
-        gradients = operator.backward(rows, keys, values, SavedForward(out, saved.lse, dout), block, logits)
+        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), block, logits)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 
 def operator_name(q: Tensor, k: Tensor, v: Tensor, block: Block) -> str:
     """Return the name of the operator that computes a block of such tensors."""
-    q, k, v = _padded((q, k, v), _width(q, v))
+    q, k, v = _pad((q, k, v), _width(q, v))
     operator = operator_of(q, k, v, block)
     if isinstance(operator, TritonOperator):
         return "triton"
@@ -232,13 +241,13 @@ def _width(q: Tensor, v: Tensor) -> int:
     return width + -width % ALIGNMENT
 
 
-def _padded(tensors: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
+def _pad(tensors: Sequence[Tensor], width: int) -> tuple[Tensor, ...]:
     """Return the tensors with zero columns up to one width, contiguous and aligned to 16 bytes."""
     wider = [pad(x, (0, width - x.shape[-1])).contiguous() for x in tensors]
     return tuple(x.clone() if x.data_ptr() % 16 else x for x in wider)
 
 
-def _repeated(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 

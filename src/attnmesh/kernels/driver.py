@@ -1,82 +1,62 @@
-"""The interface of a kernel, and the loop that runs a kernel over the blocks of a problem, forward and backward.
+"""The choice of a kernel, and the loop that runs it over the blocks of a problem, forward and backward.
 
 A kernel attends one block. The loop merges the partials and sums the gradients, in float32 or wider. So kernels do not
 depend on masks, layouts or positions.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attnmesh.core.checks import check_choice, without_autocast
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, join, wide
-from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
+from attnmesh.core.partial import Partial, join, sum_dtype
+from attnmesh.errors import KernelError
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
+from attnmesh.kernels.cache_view import CacheKernel
+from attnmesh.kernels.cpu import FlashCPU
+from attnmesh.kernels.cuda import CUDA
+from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.triton import Triton
+
+KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
+"""Best first; the last supports everything."""
+
+NAMES = ("auto", *(kernel.name for kernel in KERNELS))
+"""Values of `kernel=`."""
 
 
-class Gradients(NamedTuple):
-    """The gradients of q, k and v."""
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
+    """Return the kernel of that name, or for "auto" the first that supports the tensors, with capped logits or not.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass(frozen=True)
-class SavedForward:
-    """Tensors for the backward pass: out and lse over *all* keys, and the gradient of out."""
-
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-
-    def rows(self, queries: slice) -> "SavedForward":
-        """Return the tensors of some of the queries."""
-        return SavedForward(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
-
-    def sequences(self, some: slice) -> "SavedForward":
-        """Return the tensors of some sequences."""
-        return SavedForward(*(x[some] for x in (self.out, self.lse, self.dout)))
+    >>> import torch
+    >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
+    'cpu'
+    """
+    check_kernel(name)
+    if name == "auto":
+        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v, capped) is None)
+    kernel = next(kernel for kernel in KERNELS if kernel.name == name)
+    if (reason := kernel.unsupported_reason(q, k, v, capped)) is not None:
+        raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
+    return kernel
 
 
-class Kernel(Protocol):
-    """Attention over one block on one device. q, k and v are those of the block; heads may be grouped."""
-
-    @property
-    def name(self) -> str:
-        """The kernel's name, as in `kernel=`."""
-        ...
-
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
-        """Return why the kernel does not support such tensors, with capped logits or not, or None if it does."""
-        ...
-
-    def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """Return the blocks into which such a problem is cut for this kernel."""
-        ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
-        """Return the block's partial."""
-        ...
-
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
-        """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
-        ...
+def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
+    """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
+    if name == "auto" and q.device.type != "cpu":
+        for kernel in KERNELS:
+            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v, capped) is None:
+                return kernel
+    return choose(name, q, k, v, capped)
 
 
-class CacheKernel(ABC):
-    """A kernel that also attends to a cache in place, and reads its length on the device."""
-
-    @abstractmethod
-    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
-        """Return the partial of the last queries; NaN if there are more tokens than capacity or fewer than queries."""
+def check_kernel(name: str) -> None:
+    """Raise unless name is "auto" or a kernel's."""
+    check_choice("kernel", name, NAMES)
 
 
 Counts = Sequence[int] | None
@@ -114,10 +94,10 @@ def forward(
     blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
-    with _without_autocast(q):
+    with without_autocast(q):
         if _is_one_block(blocks, q, k):
             return _attend(kernel, q, k, v, blocks[0], logits)
-        return _merged(kernel, q, k, v, blocks, logits)
+        return _attend_blocks(kernel, q, k, v, blocks, logits)
 
 
 def backward(
@@ -125,7 +105,7 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    saved: SavedForward,
+    saved: BackwardInputs,
     band: Band,
     logits: Logits,
     counts: Counts = None,
@@ -141,11 +121,11 @@ def backward(
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     saved = _without_empty_rows(saved)
-    with _without_autocast(q):
+    with without_autocast(q):
         if _is_one_block(blocks, q, k):
             dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], logits)
         else:
-            dq, dk, dv = _summed(kernel, q, k, v, saved, blocks, logits)
+            dq, dk, dv = _backward_blocks(kernel, q, k, v, saved, blocks, logits)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
@@ -154,26 +134,20 @@ def _full(q: Tensor, k: Tensor) -> Band:
     return Band.of(Mask(), torch.arange(q.shape[2]), k.shape[2])
 
 
-def _without_autocast(q: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would round more than the caller's dtype does."""
-    on = torch.is_autocast_enabled(q.device.type)
-    return torch.autocast(q.device.type, enabled=False) if on else nullcontext()
-
-
-def _without_empty_rows(saved: SavedForward) -> SavedForward:
+def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     """Return the tensors with lse +inf and dout 0 in empty rows, so that all their weights are e^-inf = 0."""
     empty = saved.lse == -torch.inf
     lse, dout = saved.lse.masked_fill(empty, torch.inf), saved.dout.masked_fill(empty.unsqueeze(-1), 0.0)
-    return SavedForward(saved.out, lse, dout)
+    return BackwardInputs(saved.out, lse, dout)
 
 
-def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
+def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
-    total = identity(q, v, wide(q.dtype) if overlap else q.dtype)
+    total = identity(q, v, sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet: blocks are in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
-        partial = _attend(kernel, *_part(q, k, v, block), block, logits)
+        partial = _attend(kernel, *_select(q, k, v, block), block, logits)
         if block.queries.start < done:
             partial = join([rows, partial])
         rows.out.copy_(partial.out)
@@ -182,13 +156,13 @@ def _merged(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block]
     return total
 
 
-def _summed(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, blocks: list[Block], logits: Logits
+def _backward_blocks(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, blocks: list[Block], logits: Logits
 ) -> Gradients:
-    total = Gradients(*(torch.zeros_like(x, dtype=wide(x.dtype)) for x in (q, k, v)))
+    total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for block in blocks:
-        part = kernel.backward(*_part(q, k, v, block), saved.rows(block.queries), block, logits)
-        for gradient, share in zip(_part(*total, block), part, strict=True):
+        part = kernel.backward(*_select(q, k, v, block), saved.rows(block.queries), block, logits)
+        for gradient, share in zip(_select(*total, block), part, strict=True):
             gradient.add_(share)
     return total
 
@@ -202,14 +176,14 @@ def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logit
     return Partial(out, lse)
 
 
-def _part(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _select(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
 
 
 def identity(q: Tensor, v: Tensor, dtype: torch.dtype) -> Partial:
     """Return the identity `(0, -inf)` for the queries, with `out` in the given dtype."""
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-    return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=wide(q.dtype)))
+    return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q.dtype)))
 
 
 def _is_one_block(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:

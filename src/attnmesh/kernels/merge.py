@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import bits
-from attnmesh.core.partial import Partial, collapse, wide, with_sinks
+from attnmesh.core.partial import Partial, collapse, sum_dtype, with_sinks
 from attnmesh.kernels.triton_runtime import installed, interpreted, launch, parts
 
 ROWS = 16
 """Rows per program instance. A decode step has few rows, and small tiles spread them over the chip."""
 
 
-def merged(
+def merge_stacked(
     stacked: Partial,
     into: Partial | None = None,
     *,
@@ -32,10 +32,10 @@ def merged(
     disagree and the result is NaN.
     """
     if not use_triton(stacked.lse):
-        return copied(with_sinks(collapse(stacked), sinks), into)
+        return copy_into(with_sinks(collapse(stacked), sinks), into)
     if into is None:
         shape = stacked.out.shape[1:]
-        out = stacked.out.new_empty(shape, dtype=wide(stacked.out.dtype))
+        out = stacked.out.new_empty(shape, dtype=sum_dtype(stacked.out.dtype))
         into = Partial(out, stacked.lse.new_empty(shape[:-1]))
     _launch(stacked, into, sinks, checksums, checksum)
     return into
@@ -63,18 +63,18 @@ def launch_checksum(tensors: Sequence[Tensor], number: int, state: Tensor, modul
     return checksum
 
 
-def merged_along_tree(blocks: Partial) -> Partial:
+def merge_along_tree(blocks: Partial) -> Partial:
     """Return the merge of stacked blocks along a tree: pairs that differ in the highest bit, then the next bit."""
     while (count := len(blocks.lse)) > 1:
         half = 1 << (count - 1).bit_length() - 1
         pairs = count - half
         stacked = (x.as_strided((2, pairs, *x.shape[1:]), (half * x.stride(0), *x.stride())) for x in blocks)
-        both = merged(Partial(*stacked))
+        both = merge_stacked(Partial(*stacked))
         blocks = Partial(*(torch.cat((x, y[pairs:half])) for x, y in zip(both, blocks, strict=True)))
     return Partial(blocks.out[0], blocks.lse[0])
 
 
-def copied(partial: Partial, into: Partial | None) -> Partial:
+def copy_into(partial: Partial, into: Partial | None) -> Partial:
     """Return the partial, copied to `into` if given."""
     return partial if into is None else Partial(into.out.copy_(partial.out), into.lse.copy_(partial.lse))
 

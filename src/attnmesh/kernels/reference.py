@@ -7,9 +7,8 @@ from torch import Tensor
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, wide
-from attnmesh.kernels.blocks import Block, tiles
-from attnmesh.kernels.driver import Gradients, SavedForward
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, tiles
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,28 @@ class Reference:
         peak.masked_fill_(peak == -torch.inf, 0.0)
         weights = values.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
-        out = weights @ _wide(v) / total.masked_fill(total == 0, 1.0)
+        out = weights @ _widen(v) / total.masked_fill(total == 0, 1.0)
         lse = (peak + total.log()).squeeze(-1)
-        return Partial(_unpacked(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
+        return Partial(_unpack(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`."""
-        out, dout, rows = (_packed(x, k) for x in (saved.out, saved.dout, q))
+        out, dout, rows = (_pack(x, k) for x in (saved.out, saved.dout, q))
         products = _products(q, k, logits.scale)
         slope = logits.slope(products)
         weights = torch.exp(_masked(logits.cap(products), block) - saved.lse.reshape(*rows.shape[:-1], 1))
         delta = (out * dout).sum(-1, keepdim=True)
-        dproducts = weights * (dout @ _wide(v).transpose(-1, -2) - delta) * (slope * logits.scale)
-        dq, dk, dv = dproducts @ _wide(k), dproducts.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
-        return Gradients(_unpacked(dq, q), dk, dv)
+        dproducts = weights * (dout @ _widen(v).transpose(-1, -2) - delta) * (slope * logits.scale)
+        dq, dk, dv = dproducts @ _widen(k), dproducts.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
+        return Gradients(_unpack(dq, q), dk, dv)
 
 
 def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return (batch, kv_heads, group * length, keys), computed as keys times queries: fastest for few queries."""
-    columns = _packed(q, k).transpose(-1, -2) * scale
-    return (_wide(k) @ columns).transpose(-1, -2).contiguous()
+    columns = _pack(q, k).transpose(-1, -2) * scale
+    return (_widen(k) @ columns).transpose(-1, -2).contiguous()
 
 
 def _masked(logits: Tensor, block: Block) -> Tensor:
@@ -64,14 +65,14 @@ def _masked(logits: Tensor, block: Block) -> Tensor:
     return logits
 
 
-def _packed(x: Tensor, k: Tensor) -> Tensor:
+def _pack(x: Tensor, k: Tensor) -> Tensor:
     """Return (batch, kv_heads, group * length, dim): the query heads that share a key head as rows of one head."""
-    return _wide(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
+    return _widen(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
 
 
-def _unpacked(x: Tensor, q: Tensor) -> Tensor:
+def _unpack(x: Tensor, q: Tensor) -> Tensor:
     return x.reshape(*q.shape[:-1], x.shape[-1])
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(wide(x.dtype))
+def _widen(x: Tensor) -> Tensor:
+    return x.to(sum_dtype(x.dtype))

@@ -12,10 +12,9 @@ from torch import Tensor
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
-from attnmesh.kernels.blocks import Block
-from attnmesh.kernels.cache_view import CacheView, DecodeQuery
-from attnmesh.kernels.driver import CacheKernel, Gradients, SavedForward
-from attnmesh.kernels.merge import copied, merged, merged_along_tree, unsupported_reason, warn_unsupported
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
+from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery
+from attnmesh.kernels.merge import copy_into, merge_along_tree, merge_stacked, unsupported_reason, warn_unsupported
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
 
 Result = TypeVar("Result")
@@ -81,10 +80,12 @@ class Triton(CacheKernel):
         rows = q.shape[2] * q.shape[1] // view.keys.shape[1]
         partials = _with_fitting_tile("attend_cache", q, view.values, rows, partial(_attend_cache, query, view))
         if query.block is not None:
-            return copied(with_sinks(merged_along_tree(partials), sinks), into)
-        return merged(partials, into, sinks=sinks)
+            return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
+        return merge_stacked(partials, into, sinks=sinks)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
         return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
 
@@ -97,7 +98,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile:
     partials = _empty_partials(q, spans, v.shape[-1])
     out, lse = partials
     launch("attend", "attend", (tiles, spans, heads), q.device, **arguments, out=out, lse=lse, span=span)
-    return Partial(out[0], lse[0]) if spans == 1 else merged(partials)
+    return Partial(out[0], lse[0]) if spans == 1 else merge_stacked(partials)
 
 
 def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
@@ -108,7 +109,8 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
     partials = _empty_partials(q, count, view.values.shape[-1])
-    places, bounded = view.places(), view.padding is not None or bool(mask.ends) or query.key_lengths is not None
+    bounded = view.padding is not None or mask.longest < FAR or query.key_lengths is not None
+    places = view.places()
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
     if query.key_lengths is not None:
         last = torch.minimum(last, query.key_lengths.to(q.device)[:, None] - 1)
@@ -134,13 +136,13 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
         right=min(mask.right, MAX_REACH),
         **_logit_arguments(query.logits),
         BOUNDED=bounded,
-        NEAR=mask.left < FAR or bool(mask.ends),
+        NEAR=min(mask.left, mask.longest) < FAR,
     )
     return partials
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: SavedForward, block: Block, logits: Logits, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits, tile: Tile
 ) -> Gradients:
     dout = saved.dout.to(q.dtype).contiguous()
     delta = (saved.out.float() * saved.dout.float()).sum(-1)

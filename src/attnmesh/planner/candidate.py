@@ -8,6 +8,9 @@ from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.workload import Workload
 
+EXPANDED_BYTES = 1 << 28
+"""Bytes of keys and values that a rank expands from latents at once."""
+
 
 class Candidate(NamedTuple):
     """One way to run attention: mesh shape, tile of the mesh per host, token layout and exchange.
@@ -54,14 +57,15 @@ def rank_memory(candidate: Candidate, workload: Workload) -> float:
     """Return the bytes per rank: tensors kept by all layers, and the peak of one exchange.
 
     A prefill keeps the keys and values of all layers. Training keeps all inputs of the backward pass.
-    The peak is that of the backward pass, which is an upper bound for the forward pass.
+    The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
     tokens = workload.batch * workload.length / candidate.shape.ranks
-    q, k, width = workload.q_heads, workload.kv_heads, workload.head_dim + workload.values
-    queries, keys = q * (width * workload.item + workload.wide), k * width * workload.item
+    q, (k, columns), width = workload.q_heads, workload.travelling, workload.head_dim + workload.values
+    queries, keys = q * (width * workload.item + workload.wide), k * columns * workload.item
     kept = workload.layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
     peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * workload.wide * width / 2
-    return tokens * (kept + peak)
+    expanded = EXPANDED_BYTES if workload.latent is not None and workload.phase == "prefill" else 0
+    return tokens * (kept + peak) + expanded
 
 
 def min_memory(workload: Workload) -> float:

@@ -33,6 +33,8 @@ def _attention_cost(candidate: Candidate, workload: Workload, cluster: Cluster) 
     job = _Job(candidate, workload, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
     total = Cost(memory=rank_memory(candidate, workload))
     agree_cost(candidate, cluster, total)
+    if workload.latent is not None and workload.phase == "prefill":
+        total.add_stage("kernel", _expansion(candidate, workload, cluster.device))
     for one in _passes(workload, cluster.device):
         _add_pass(job, one, total)
     return total
@@ -97,7 +99,7 @@ class _Job:
     @property
     def groups(self) -> int:
         """Groups of heads, which run one after the other."""
-        return self.exchange.head_groups(self.candidate.shape, self.workload.kv_heads)
+        return self.exchange.head_groups(self.candidate.shape, self.workload.travelling[0])
 
     @property
     def copy_rate(self) -> float:
@@ -166,11 +168,11 @@ class _Job:
 
 def _passes(work: Workload, device: Device) -> Iterator[Pass]:
     """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
-    q, k = work.batch * work.q_heads, work.batch * work.kv_heads
+    q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
     width = work.head_dim + work.values
-    keys = k * width * work.item
+    keys = k * work.item
     yield Pass(
-        swaps=(q * work.head_dim + k * width, q * work.values),
+        swaps=(q * work.head_dim + k, q * work.values),
         rows=q * work.head_dim * work.item,
         keys=keys,
         keys_back=0,
@@ -181,15 +183,22 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
     )
     if work.phase == "training":
         yield Pass(
-            swaps=(q * work.values, q * work.head_dim + k * width),
+            swaps=(q * work.values, q * work.head_dim + k),
             rows=q * (width * work.item + 2 * work.wide),
             keys=keys,
-            keys_back=k * width * work.wide,
+            keys_back=k * work.wide,
             back=q * work.head_dim * work.wide,
             rate=device.backward_rate,
             products=3 * work.head_dim + 2 * work.values,
             columns=work.head_dim,
         )
+
+
+def _expansion(candidate: Candidate, work: Workload, device: Device) -> float:
+    """Return the seconds of projecting the latents of a column to keys and values."""
+    rank, rotated = work.latent or (0, 0)
+    tokens = work.batch * work.length / candidate.shape.keys
+    return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.values) / device.forward_rate
 
 
 def _add_pass(job: _Job, one: Pass, total: Cost) -> None:

@@ -38,12 +38,12 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     total = Cost(memory=workload.kept_bytes / shape.ranks)
     seen = _most_seen(candidate, workload, queries, group.ranks)
     read = seen / workload.length * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
-    products = 2 * rows * seen * (workload.head_dim + workload.values) / device.forward_rate
+    products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
     if candidate.exchange in COLLECTIVE:
         agree_cost(candidate, cluster, total)
     if group.ranks > 1:
-        merge_cost(candidate.exchange, group, Payload(rows * workload.wide, workload.values), cluster, total)
+        merge_cost(candidate.exchange, group, Payload(rows * workload.wide, workload.decoded[1]), cluster, total)
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
     return total

@@ -281,7 +281,7 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
     """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
     world = cluster.world
-    for heads in divisors(gcd(world, workload.kv_heads)):
+    for heads in divisors(gcd(world, workload.travelling[0])):
         for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
@@ -295,7 +295,7 @@ def _layouts(workload: Workload) -> list[Layout]:
     if workload.phase == "decode":
         return [Striped(BLOCK)]
     uneven = workload.mask.left != workload.mask.right
-    local = bool(workload.mask.ends) or workload.mask.left < FAR or workload.mask.right < FAR
+    local = workload.mask.longest < FAR or workload.mask.left < FAR or workload.mask.right < FAR
     return [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
@@ -304,7 +304,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
     found = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.kv_heads) > 1 and shape.queries * shape.keys > 1:
+    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.queries * shape.keys > 1:
         found.append("pipelined")
     return found + ["ring"] * (shape.queries > 1)
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -102,7 +101,7 @@ def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     short, scale = downscaled(near)
     counted = _count_exchanges(short, tile)
     flows = {name: _scaled(getattr(counted, name), scale) for name in FLOWS}
-    wider = _width(near.mask) / _width(short.mask) if _reach(near.mask) < FAR else scale
+    wider = _width(near.mask) / _width(short.mask) if near.mask.reach < FAR else scale
     pairs = repeats * scale * wider
     steps = tuple(step.times(pairs) for step in counted.steps)
     return PlannedTraffic(**flows, pairs=counted.pairs.times(pairs), steps=steps)
@@ -149,7 +148,7 @@ def cropped(problem: Problem) -> tuple[Problem, float]:
 
     As many tokens cross the edges between ranks as in the whole problem, where windows or documents are short.
     """
-    reach = _reach(problem.mask)
+    reach = problem.mask.reach
     length = 4 * problem.shape.ranks * max(reach, 1)
     in_runs = all(isinstance(layout, Contiguous | Zigzag) for layout in (problem.layout, problem.key_layout))
     if reach >= FAR or problem.length <= length or problem.length != problem.key_length or not in_runs:
@@ -159,25 +158,15 @@ def cropped(problem: Problem) -> tuple[Problem, float]:
     return replace(problem, mask=mask, length=length, key_length=length), problem.length / length
 
 
-def _reach(mask: Mask) -> int:
-    """Return the distance to the farthest key that a query sees."""
-    return min(max(mask.left, mask.right), _longest(mask))
-
-
 def _width(mask: Mask) -> float:
     """Return the most keys that a query sees."""
-    return min(mask.left + mask.right + 1.0, _longest(mask))
-
-
-def _longest(mask: Mask) -> int:
-    """Return the tokens of the longest document."""
-    return max((stop - start for start, stop in pairwise((0, *mask.ends))), default=FAR)
+    return min(mask.left + mask.right + 1.0, mask.longest)
 
 
 def downscaled(problem: Problem) -> tuple[Problem, float]:
     """Return a shorter problem with the same proportions, and the ratio of the lengths."""
     ranks = problem.shape.ranks
-    most = max(SAMPLE, (16 if _reach(problem.mask) >= FAR else 64) * ranks)
+    most = max(SAMPLE, (16 if problem.mask.reach >= FAR else 64) * ranks)
     longest = max(problem.length, problem.key_length)
     if longest <= most:
         return problem, 1.0
@@ -187,7 +176,8 @@ def downscaled(problem: Problem) -> tuple[Problem, float]:
         return tokens if tokens >= FAR else round(tokens / scale)
 
     ends = sorted({max(1, shorter(end)) for end in problem.mask.ends})
-    mask = Mask(shorter(problem.mask.left), shorter(problem.mask.right), tuple(ends))
+    chunks = sorted({max(1, shorter(size)) for size in problem.mask.chunks})
+    mask = Mask(shorter(problem.mask.left), shorter(problem.mask.right), tuple(ends), tuple(chunks))
     length, key_length = shorter(problem.length), shorter(problem.key_length)
     return replace(problem, mask=mask, length=length, key_length=key_length), scale
 

@@ -1,6 +1,7 @@
 """The workload that is planned for: heads, tokens, layers, dtype, phase and mask."""
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
@@ -30,16 +31,21 @@ class Workload:
         dtype: The dtype of q, k and v, as a name or a `torch.dtype`.
         phase: "training" (forward and backward), "prefill" (forward) or "decode" (one step).
         mask: The attention mask.
+        latent: In multi-head latent attention, the columns of a latent that are projected to all heads and its rotated
+            columns, as (512, 64). Latents are cached, travel in prefill and are attended in decoding. In training
+            keys and values travel.
 
     Raises:
         ClusterError: A count is not a positive integer, or is above 1e15.
-        ShapeError: `kv_heads` does not divide `q_heads`, or `q_len` is given outside decoding.
+        ShapeError: `kv_heads` does not divide `q_heads`, `q_len` is given outside decoding, or `latent` is no pair.
         DtypeError: The dtype is not supported.
         KernelError: The phase is unknown.
         MaskError: The mask does not fit `length`.
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
+    >>> Workload(128, 128, 192, 131072, value_dim=128, latent=(512, 64), phase="decode").kept_bytes
+    150994944
     """
 
     q_heads: int
@@ -54,6 +60,7 @@ class Workload:
     dtype: str | torch.dtype = "bfloat16"
     phase: str = "training"
     mask: Mask = Causal()
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -61,10 +68,7 @@ class Workload:
             given = getattr(self, name)
             if given is None and name in ("value_dim", "q_len"):
                 continue
-            count = check_count(f"Workload {name}", given, "pass a positive integer", error=ClusterError)
-            expected = f"no more than {MAX_COUNT:.0e}"
-            require(count <= MAX_COUNT, ClusterError, f"Workload {name}", expected, "a larger number", "check the unit")
-            object.__setattr__(self, name, count)
+            object.__setattr__(self, name, _checked_count(name, given))
         given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
         require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
         expected, fix = f"one of {', '.join(DTYPES)}", "name the dtype of q, k and v"
@@ -73,6 +77,17 @@ class Workload:
         fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
         require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
         check_mask("Workload mask", self.mask, self.length)
+        if self.latent is not None:
+            self._check_latent(self.latent)
+
+    def _check_latent(self, latent: Any) -> None:
+        pair, fix = isinstance(latent, (tuple, list)) and len(latent) == 2, "pass (kv_lora_rank, qk_rope_head_dim)"
+        require(pair, ShapeError, "Workload latent", "two numbers of columns", repr(latent), fix)
+        rank, rotated = (_checked_count("latent", count) for count in latent)
+        given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
+        fits = rotated < self.head_dim
+        require(fits, ShapeError, "Workload latent", "fewer rotated columns than head_dim", given, fix)
+        object.__setattr__(self, "latent", (rank, rotated))
 
     @property
     def values(self) -> int:
@@ -90,9 +105,22 @@ class Workload:
         return max(4, self.item)
 
     @property
+    def travelling(self) -> tuple[int, int]:
+        """Key heads that travel and are cached, and their columns, those of values included."""
+        if self.latent is None or self.phase == "training":
+            return self.kv_heads, self.head_dim + self.values
+        return 1, sum(self.latent)
+
+    @property
+    def decoded(self) -> tuple[int, int]:
+        """Columns of a cached key and of a cached value that a decode step reads."""
+        return (self.head_dim, self.values) if self.latent is None else (sum(self.latent), self.latent[0])
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of the keys and values of all tokens in all layers."""
-        return self.layers * self.batch * self.length * self.kv_heads * (self.head_dim + self.values) * self.item
+        """Bytes of the keys and values, or latents, of all tokens in all layers."""
+        heads, columns = self.travelling
+        return self.layers * self.batch * self.length * heads * columns * self.item
 
     @property
     def title(self) -> str:
@@ -106,4 +134,13 @@ class Workload:
         counts = {"batch of {}": self.batch, "{} layers": self.layers, "{} new tokens": self.q_len or 1}
         more = [words.format(count) for words, count in counts.items() if count > 1]
         heads = f"{self.q_heads}/{self.kv_heads} heads of {width}"
+        heads += "" if self.latent is None else f", latents of {self.latent[0]} and {self.latent[1]}"
         return ", ".join((self.phase, f"{self.length:,} tokens", heads, str(self.dtype), mask, *more))
+
+
+def _checked_count(name: str, given: Any) -> int:
+    """Return a count. Raise unless it is a positive integer of at most `MAX_COUNT`."""
+    count = check_count(f"Workload {name}", given, "pass a positive integer", error=ClusterError)
+    expected = f"no more than {MAX_COUNT:.0e}"
+    require(count <= MAX_COUNT, ClusterError, f"Workload {name}", expected, "a larger number", "check the unit")
+    return count

@@ -1,0 +1,119 @@
+"""Latents of a model between its cache's `update` and its attention call.
+
+A model with multi-head latent attention expands what `update` returns. Stock transformers returns all cached latents,
+for each new token again. A `ShardedCache` returns the new latents alone, as `LatentStates`. The keys and values that a
+model expands from them have this class too, so attention receives the latents with them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedConfig
+
+from attnmesh.attention.latent import Projection
+from attnmesh.errors import KernelError
+from attnmesh.hf.models import SUBJECT, USE_SUPPORTED, Opaque
+from attnmesh.hf.shards import METADATA_FUNCTIONS, VIEW_FUNCTIONS, flatten
+
+EXPANDING = {
+    *(METADATA_FUNCTIONS | VIEW_FUNCTIONS),
+    *("linear", "split", "cat", "new_empty", "copy_", "add", "mul", "dropout"),
+}
+"""Functions of PyTorch that expand latents, also through adapters such as LoRA."""
+
+TOLERANCE = 0.02
+"""Largest error of a projected key or value, relative to the largest element."""
+
+
+class LatentStates(Tensor):
+    """New latents, or the keys and values that a model expands from them. Functions with other uses raise."""
+
+    latents: Tensor
+    """The new latents, (batch, 1, tokens, columns), the rotated columns last."""
+    layer: Any
+    """The `ShardedLayer` that returned them."""
+
+    @classmethod
+    def of(cls, x: Tensor, latents: Tensor, layer: Any) -> "LatentStates":
+        """Return the same values as a tensor of this class."""
+        wrapped = x.as_subclass(cls)
+        wrapped.latents, wrapped.layer = latents, layer
+        return wrapped
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the result, of the same latents. Raise for functions that do not expand latents."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ not in EXPANDING:
+                Opaque._raise_read(func.__name__.strip("_"))
+            result = func(*args, **(kwargs or {}))
+            source = next(x for x in flatten((*args, *(kwargs or {}).values())) if isinstance(x, cls))
+
+            def wrap(x: Any) -> Any:
+                return cls.of(x, source.latents, source.layer) if isinstance(x, Tensor) else x
+
+            return tuple(map(wrap, result)) if isinstance(result, (tuple, list)) else wrap(result)
+
+    def plain(self) -> Tensor:
+        """Return the same values as a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+
+def latent_states(c: Tensor, rotated: Tensor, layer: Any) -> tuple[LatentStates, LatentStates]:
+    """Return both parts of new latents, for the model to expand."""
+    latents = torch.cat((c, rotated), -1)
+    return LatentStates.of(c, latents, layer), LatentStates.of(rotated, latents, layer)
+
+
+def latent_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Return the columns of a latent that a model projects, and its rotated ones; None if it caches keys and values.
+
+    >>> from transformers import DeepseekV3Config, LlamaConfig
+    >>> latent_widths(DeepseekV3Config()), latent_widths(LlamaConfig())
+    ((512, 64), None)
+    """
+    config = config.get_text_config(decoder=True)
+    rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
+    return None if not rank or not rotated else (rank, rotated)
+
+
+def projection_of(module: nn.Module, k: Tensor, v: Tensor, latents: Tensor, rank: int) -> Projection:
+    """Return the projection of a layer, checked with one token: k and v are what the model expands from latents."""
+    key_columns = k.shape[3] - (latents.shape[3] - rank)
+    matrix = _matrix(module, rank, latents)
+    if tuple(matrix.shape) != (k.shape[1] * (key_columns + v.shape[3]), rank):
+        _raise_projection(f"one of shape {tuple(matrix.shape)} for {k.shape[1]} heads")
+    keys, values = matrix.unflatten(0, (k.shape[1], -1)).tensor_split([key_columns], dim=1)
+    projection = Projection(keys, values).to(k.dtype)
+    if latents.numel():
+        for given, expected in zip(projection.expand(latents[:1, :, :1].to(k.dtype)), (k, v), strict=True):
+            expected = expected[:1, :, :1]
+            if bool((given - expected).abs().max() > TOLERANCE * expected.abs().max()):
+                _raise_projection("other keys and values than its weight projects")
+    return projection
+
+
+def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:
+    """Return the matrix of a layer's `kv_b_proj`, from the identity matrix unless it is a plain linear layer."""
+    project = getattr(module, "kv_b_proj", None)
+    if not isinstance(project, nn.Module):
+        _raise_projection(f"{type(module).__name__} without it")
+    if type(project) is nn.Linear:
+        matrix, bias = project.weight.detach(), project.bias
+    else:
+        rows = project(pad(torch.eye(rank, dtype=latents.dtype, device=latents.device), (0, 0, 1, 0))).detach()
+        matrix, bias = rows[1:].mT, rows[0]
+    if bias is not None and bool(bias.any()):
+        _raise_projection("one with a bias")
+    return matrix
+
+
+def _raise_projection(given: str) -> NoReturn:
+    raise KernelError(f"{SUBJECT} kv_b_proj", "a linear layer from latents to keys and values", given, USE_SUPPORTED)
