@@ -100,9 +100,17 @@ def _one_process(request: Request) -> list[Row]:
 class _RingCache(hf.ShardedCache):
     """Decodes single tokens by ring."""
 
-    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
-        if q.shape[2] > 1:
-            return super().attend(q, kv, mask, scale, sinks)
+    def attend(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        mask: Mask,
+        scale: float | None,
+        sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        if q.shape[2] > 1 or softcap is not None:
+            return super().attend(q, kv, mask, scale, sinks, softcap)
         counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.tokens.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
         return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)

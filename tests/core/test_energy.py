@@ -9,20 +9,24 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
-def test_attention_is_the_energy_s_gradient_and_lse_its_value(heads: tuple[int, int], kernel: str) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_is_the_energy_s_gradient_and_lse_its_value(
+    heads: tuple[int, int], kernel: str, softcap: float | None
+) -> None:
     q = torch.randn(2, heads[0], 33, 8, dtype=torch.float64)
     k, v = torch.randn(2, heads[1], 70, 8, dtype=torch.float64), torch.randn(2, heads[1], 70, 5, dtype=torch.float64)
     source = torch.zeros(2, heads[0], 33, 5, dtype=torch.float64, requires_grad=True)
-    energy = am.energy(q, k, v, source, scale=0.7)
-    out, lse = am.attend(q, k, v, scale=0.7, kernel=kernel)
+    energy = am.energy(q, k, v, source, scale=0.7, softcap=softcap)
+    out, lse = am.attend(q, k, v, scale=0.7, kernel=kernel, softcap=softcap)
     torch.testing.assert_close(lse, energy.detach(), rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(out, torch.autograd.grad(energy.sum(), source)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_lse_s_gradient_is_attention_over_the_keys() -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_lse_s_gradient_is_that_of_the_energy(softcap: float | None) -> None:
     q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    energy = am.energy(q, k, v, torch.zeros_like(v))
-    ours = torch.autograd.grad(am.attend(q, k, v).lse.sum(), (q, k))
+    energy = am.energy(q, k, v, torch.zeros_like(v), softcap=softcap)
+    ours = torch.autograd.grad(am.attend(q, k, v, softcap=softcap).lse.sum(), (q, k))
     torch.testing.assert_close(ours, torch.autograd.grad(energy.sum(), (q, k)), rtol=1e-12, atol=1e-12)
 
 

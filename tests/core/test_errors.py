@@ -71,6 +71,10 @@ BAD = [
     ),
     (attend(scale=float("nan")), errors.DtypeError, r"number of size 1e-30 to 1e30, given nan"),
     (attend(scale=T(1)), errors.DtypeError, r"number of size 1e-30 to 1e30, given tensor"),
+    *(
+        (attend(softcap=cap), errors.DtypeError, r"attend softcap: expected None or a number from 1e-30 to 1e30, given")
+        for cap in (0, -2.0, float("inf"), float("nan"), "50", True, T(1), 1e-40, 10**400)
+    ),
     (
         attend(kernel="fast"),
         errors.KernelError,
@@ -210,9 +214,7 @@ def test_bad_arguments_raise(call: Callable[[], Any], kind: type[Exception], mes
     assert str(caught.value).count("Fix: ") == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["dropout_p", "softcap", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"]
-)
+@pytest.mark.parametrize("name", ["dropout_p", "logits_soft_cap", "score_mod", "attn_mask", "is_causal", "enable_gqa"])
 def test_options_of_other_attention_functions_raise(name: str) -> None:
     for call in (attention, attend):
         with pytest.raises(errors.KernelError, match=f"exact softmax attention .* given {name}=0.1. Fix: "):

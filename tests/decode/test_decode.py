@@ -57,10 +57,17 @@ def test_random_histories_agree_with_float64(pool: Pool, tmp_path: Path, seed: i
 # --- the same bits ---
 
 
-def decode_reproducibly(shape: tuple[int, ...], tokens: int, rows: int, dtype: torch.dtype, group: int = 2) -> Tensor:
+def decode_reproducibly(
+    shape: tuple[int, ...],
+    tokens: int,
+    rows: int,
+    dtype: torch.dtype,
+    group: int = 2,
+    softcap: float | None = None,
+) -> Tensor:
     cache = cache_of(shape, tokens, batch=3, dtype=dtype, block=256 if tokens > 60000 else 16)
     q = query(min(rows, tokens), 3, dtype)[:, : group * HEADS[1]]
-    return am.decode(q, cache, reproducible=True)
+    return am.decode(q, cache, reproducible=True, softcap=softcap)
 
 
 def reproducible_cases() -> list[Any]:
@@ -88,6 +95,18 @@ def test_same_bits_with_one_query_row_per_key_head(pool: Pool, tokens: int, dtyp
     for shape in ((1, 1, 2), (1, 2, 2), (1, 1, 8), (2, 1, 4)):
         for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, tokens, 1, dtype, 1):
             assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [2.0, 30.0])
+def test_same_bits_with_capped_logits(pool: Pool, softcap: float, dtype: torch.dtype) -> None:
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+    for tokens, rows, group in ((4095, 40, 2), (300, 1, 1)):
+        arguments = tokens, rows, dtype, group, softcap
+        (alone,) = pool.run(1, decode_reproducibly, (1, 1, 1), *arguments)
+        for shape in ((1, 2, 2), (2, 1, 4)):
+            for out in pool.run(Shape(*shape).ranks, decode_reproducibly, shape, *arguments):
+                assert torch.equal(out.view(bits), alone.view(bits)), shape
 
 
 def decode_after_sharded_prefill(layout: am.Striped) -> str:

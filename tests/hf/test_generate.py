@@ -13,7 +13,6 @@ from transformers import (
     BloomConfig,
     DogeConfig,
     DynamicCache,
-    Gemma2Config,
     GenerationConfig,
     MambaConfig,
     Qwen3NextConfig,
@@ -331,10 +330,6 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 UNSUPPORTED = {
-    "soft-capped logits": (
-        Gemma2Config(**TINY, num_key_value_heads=1, head_dim=8, intermediate_size=16),
-        "KernelError: attnmesh.hf softcap: expected exact softmax attention",
-    ),
     "recurrent states": (
         MambaConfig(**{**TINY, "num_attention_heads": None}),
         "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "

@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnmesh as am
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial
 from attnmesh.kernels import cuda
@@ -46,10 +47,10 @@ def test_the_operators_are_called_as_declared(dtype: torch.dtype, kind: str, wid
     rows, keys = (part.stop - part.start for part in (block.queries, block.keys))
     q = torch.empty(2, 6, rows, 64, dtype=dtype, device="meta")
     k, v = (torch.empty(2, 2, keys, w, dtype=dtype, device="meta") for w in (64, width))
-    out, lse = cuda.CUDA().attend(q, k, v, block, 0.1)
+    out, lse = cuda.CUDA().attend(q, k, v, block, Logits(0.1))
     assert (out.shape, out.dtype) == ((2, 6, rows, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 6, rows), torch.float32)
-    gradients = cuda.CUDA().backward(q, k, v, BackwardInputs(out, lse, out), block, 0.1)
+    gradients = cuda.CUDA().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, dtype) for x in (q, k, v)]
 
 
@@ -68,21 +69,21 @@ def test_plain_blocks_of_half_precision_go_to_flash_and_the_rest_to_efficient() 
 def test_cudnn_is_called_as_declared_and_leaves_gradients_to_flash() -> None:
     block = cut(Band.of(am.Causal(), torch.arange(100), 100))[0]
     q, k, v = (torch.empty(2, heads, 100, 64, dtype=torch.bfloat16, device="meta") for heads in (6, 2, 2))
-    out, lse = cuda.Cudnn().attend(q, k, v, block, 0.1)
+    out, lse = cuda.Cudnn().attend(q, k, v, block, Logits(0.1))
     assert (out.shape, lse.shape) == (q.shape, q.shape[:-1])
     assert not cuda.Cudnn().takes(q, k, v, block)  # on recent GPUs only, once checked
-    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), block, 0.1)
+    gradients = cuda.Cudnn().backward(q, k, v, BackwardInputs(out, lse, out), block, Logits(0.1))
     assert [g.shape for g in gradients] == [x.shape for x in (q, k, v)]
 
 
 def test_a_wrong_operator_is_not_used_and_warned_about() -> None:
     class Wrong(cuda.Cudnn):
-        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
+        def attend(self, q, k, v, block, logits):  # type: ignore[no-untyped-def]
             return Partial(q, q[..., 0].float())
 
     class Right(cuda.Cudnn):
-        def attend(self, q, k, v, block, scale):  # type: ignore[no-untyped-def]
-            return Reference().attend(q, k, v, block, scale)
+        def attend(self, q, k, v, block, logits):  # type: ignore[no-untyped-def]
+            return Reference().attend(q, k, v, block, logits)
 
     where = torch.device("cpu"), torch.bfloat16, 64, True, True
     with pytest.warns(UserWarning, match="does not use PyTorch's wrong operator for torch.bfloat16"):
@@ -99,7 +100,7 @@ def test_masked_and_many_blocks_are_one_launch_of_triton(mask: Mask) -> None:
         (block,) = cuda.CUDA().cut(band, x, x, x)
         assert cuda.operator_name(x, x, x, block) == "triton"
         short, tokens = Block(slice(0, 70), slice(0, 70), band=block.bounds().rows(0, 70, 0)), x[:, :, :70]
-        ours = cuda.CUDA().attend(tokens, tokens, tokens, short, 0.25)
+        ours = cuda.CUDA().attend(tokens, tokens, tokens, short, Logits(0.25))
     theirs = am.attend(tokens, tokens, tokens, mask=Mask(mask.left, mask.right), scale=0.25)
     assert torch.allclose(ours.out, theirs.out, atol=1e-6)
 

@@ -1,5 +1,7 @@
 """`attend` as an operator: opcheck, gradcheck, torch.compile and activation checkpointing."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ def inputs(dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor
 MASK = (am.Causal() & am.Documents((30, 40))).encode()
 POSITIONS = torch.randperm(70)
 ARGUMENTS = [
-    (None, None, None, am.Full().encode(), 0.3, "auto"),
-    (None, None, None, MASK, 0.3, "reference"),
-    (None, POSITIONS, POSITIONS, MASK, 0.3, "cpu"),
+    (None, None, None, torch.tensor([70, 20]), am.Full().encode(), [0.3, 2.0], "auto"),
+    (None, None, None, None, MASK, [0.3, math.inf], "reference"),
+    (None, POSITIONS, POSITIONS, torch.tensor([0, 51]), MASK, [0.3, math.inf], "cpu"),
 ]
 
 

@@ -16,6 +16,7 @@ import attnmesh as am
 from attnmesh.comm import symmetric_memory
 from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, collapse, with_sinks
 from attnmesh.decode.step import DecodeStep, run_step
@@ -118,7 +119,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
     held, where = cache.held, (Axis(), Axis(), 16, 150)
-    step = DecodeStep(*where, mask, 8**-0.5, "auto", "replicated", reproducible, "triton")
+    step = DecodeStep(*where, mask, Logits(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
         given, _ = run_step(q, held, sinks, step, 0)
     assert torch.equal(given, expected)
@@ -251,9 +252,9 @@ def test_blocks_of_a_reproducible_step_have_the_same_bits_however_many_there_are
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 80, 16).unbind()
     blocks = [x.unflatten(2, (5, 16))[0].transpose(0, 1) for x in (k, v)]
     block = Block(slice(0, 1), slice(0, 16))
-    five = kernel.Triton().attend(q.expand(5, -1, -1, -1), *blocks, block, 0.25)
+    five = kernel.Triton().attend(q.expand(5, -1, -1, -1), *blocks, block, Logits(0.25))
     for number in range(5):
-        one = kernel.Triton().attend(q, *(x[number : number + 1] for x in blocks), block, 0.25)
+        one = kernel.Triton().attend(q, *(x[number : number + 1] for x in blocks), block, Logits(0.25))
         assert torch.equal(one.out[0], five.out[number])
         assert torch.equal(one.lse[0], five.lse[number])
 
@@ -334,11 +335,12 @@ POINTERS = {"low": "*i32", "high": "*i32", "begin": "*i32", "finish": "*i32", "b
 POINTERS |= dict.fromkeys(("places", "token_index", "state", "firsts", "lasts"), "*i64")
 POINTERS |= dict.fromkeys(("q", "k", "v", "dout"), "*bf16")
 POINTERS |= dict.fromkeys(("out", "lse", "delta", "dq", "dk", "dv", "outs", "lses"), "*fp32")
-POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | {"scale": "fp32", "left": "i64"}
+POINTERS |= dict.fromkeys(("checksum", "checksums", "sinks"), "*fp32") | dict.fromkeys(("scale", "softcap"), "fp32")
+POINTERS["left"] = "i64"
 TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
 POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
 DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "SEND": True, "RECEIVE": True}
-FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "HAS_SINKS", "HAS_CHECKSUMS"))
+FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "HAS_SINKS", "HAS_CHECKSUMS", "CAPPED"))
 capability = int(sys.argv[1])
 
 def compiled(room, name, flag):
@@ -351,7 +353,8 @@ def compiled(room, name, flag):
     print(name, made.metadata.shared, len(made.asm["cubin"]))
 
 for name in ("attend", "queries_backward", "keys_backward"):
-    compiled(attend, name, False)
+    for flag in (True, False):
+        compiled(attend, name, flag)
 for name in ("attend_cache", "merge"):
     for flag in (True, False):
         compiled(decode, name, flag)
@@ -368,7 +371,7 @@ def test_the_programs_compile_for_other_gpus(capability: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 9
+    assert len(lines) == 12
     for _, shared, size in lines:
         assert int(shared) <= 99 << 10
         assert int(size) > 1000

@@ -46,11 +46,18 @@ class Truth:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softmax as it is written: (out, lse, weights). A sink takes a weight and gives nothing."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     logits = q @ k.transpose(-1, -2) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     sink = (
         torch.full_like(logits[..., :1], -torch.inf) if sinks is None else sinks[:, None, None].expand(*q.shape[:-1], 1)
     )
@@ -63,11 +70,18 @@ def dense(
     return weights @ v, lse, weights
 
 
-def truth(tensors: list[Tensor], visible: Tensor, scale: float, dout: Tensor, dlse: Tensor | None = None) -> Truth:
+def truth(
+    tensors: list[Tensor],
+    visible: Tensor,
+    scale: float,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    softcap: float | None = None,
+) -> Truth:
     """What q, k, v and perhaps sinks ought to give, for the loss `sum(out * dout) + sum(lse * dlse)`."""
     exact = [x.detach().cpu().double().requires_grad_() for x in tensors]
     dout = dout.to(tensors[0].dtype).cpu().double()
-    out, lse, weights = dense(*exact[:3], visible, scale, *exact[3:])
+    out, lse, weights = dense(*exact[:3], visible, scale, exact[3] if len(exact) > 3 else None, softcap)
     dlse = torch.zeros_like(lse) if dlse is None else dlse.cpu().double()
     loss = (out * dout).sum() + torch.where(torch.isinf(lse), 0.0, lse * dlse).sum()
     gradients = torch.autograd.grad(loss, exact, allow_unused=True, materialize_grads=True)

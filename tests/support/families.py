@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
@@ -16,9 +19,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    VaultGemmaConfig,
 )
+from transformers.masking_utils import sdpa_mask
 
 from attnmesh.mesh.shapes import Shape
+from tests.support.dense import dense
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -38,6 +44,8 @@ SIZES: dict[str, Any] = {
 
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 
+CAPPED: dict[str, Any] = {"sliding_window": 16, "layer_types": MIXED, "query_pre_attn_scalar": 8}
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
@@ -51,6 +59,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
+    "gemma2": Gemma2Config(**SIZES, **CAPPED),
+    "gemma2-low-cap": Gemma2Config(**SIZES, **CAPPED, attn_logit_softcapping=1.0, final_logit_softcapping=9.0),
+    "vaultgemma": VaultGemmaConfig(**SIZES, **CAPPED, attn_logit_softcapping=3.0),
     "gemma4": Gemma4TextConfig(
         **{**SIZES, "num_hidden_layers": 4},
         sliding_window=16,
@@ -87,13 +98,39 @@ def model(family: str, attention: str, dtype: torch.dtype = torch.float32, **cha
     return made.to(dtype).eval()
 
 
-STOCK = {family: "eager" if family == "gpt-oss" else "sdpa" for family in CONFIGS}
-"""transformers' own attention for a family: sinks are not for sdpa."""
+STOCK = dict.fromkeys(CONFIGS, "sdpa") | {"gpt-oss": "eager"}
+STOCK |= dict.fromkeys(("gemma2", "gemma2-low-cap", "vaultgemma"), "dense-capped")
+"""Attention of the expected results: sinks are not for sdpa, and the eager softmax of soft caps is in float32."""
+
+
+def dense_capped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention by its formula, under a boolean mask."""
+    return dense(query, key, value, attention_mask, scaling, softcap=softcap)[0].transpose(1, 2).contiguous(), None
+
+
+def dense_mask(*arguments: Any, **options: Any) -> torch.Tensor:
+    """The boolean mask of sdpa, never left out."""
+    mask: torch.Tensor = sdpa_mask(*arguments, **options | {"allow_is_causal_skip": False})
+    return mask
+
+
+AttentionInterface.register("dense-capped", dense_capped)
+AttentionMaskInterface.register("dense-capped", dense_mask)
 
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
-SAMPLED = dict(zip(CONFIGS, [*SHAPES, Shape(1, 2, 2), Shape(2, 1, 2), Shape(1, 1, 3)], strict=True))
+SAMPLED = dict(zip(CONFIGS, [*SHAPES, *SHAPES[3:], *SHAPES[3:], *SHAPES[1:3]], strict=True))
 """Each family's mesh in `make test`: each mesh has a family, and windows and sinks are on several ranks."""
 
 

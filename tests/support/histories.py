@@ -15,7 +15,7 @@ from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import device, named_mesh
 from tests.support.pool import SIZES, Pool
-from tests.support.problems import DTYPES
+from tests.support.problems import CAPS, DTYPES
 
 LAYOUTS = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(4))
 
@@ -218,6 +218,8 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
         "output": random.choice(("replicated", "replicated", "heads")),
         "scale": random.choice((None, None, 0.3, -0.5)),
         "kernel": kernel,
+        "softcap": CAPS[seed % len(CAPS)],
+        "key_lengths": (seed // 8 % (length + 1), length, 0)[-batch:] if seed % 7 == 0 else None,
     }
     return Event(
         "decode",
@@ -270,6 +272,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                 with interpreting(options["kernel"]):
                     sinks = None if history.sink() is None else history.sink().to(device())
                     q = history.queries(event).to(device())
+                    if options["key_lengths"] is not None:
+                        options["key_lengths"] = torch.tensor(options["key_lengths"])
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
@@ -337,10 +341,14 @@ def _check_decoded(
     positions = token_mask.cumsum(1) - 1
     visible = torch.stack([event.mask.visible(row[-event.number :].clamp(min=0), row) for row in positions])
     visible = (visible & token_mask[:, None, :] & token_mask[:, -event.number :, None])[:, None]
+    few = dict(event.options)["key_lengths"]
+    if few is not None:
+        visible = visible & (positions < torch.tensor(few)[:, None])[:, None, None]
     q, sink = history.queries(event), history.sink()
     scale = dict(event.options)["scale"] or history.widths[0] ** -0.5
     tensors = [q, k, v] if sink is None else [q, k, v, sink]
-    expected = truth(tensors, visible, scale, torch.zeros(*q.shape[:-1], history.widths[1]))
+    dout = torch.zeros(*q.shape[:-1], history.widths[1])
+    expected = truth(tensors, visible, scale, dout, softcap=dict(event.options)["softcap"])
     if dict(event.options)["output"] == "heads":
         outs = [torch.cat(outs, dim=1)]
     for out in outs:

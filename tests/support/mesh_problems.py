@@ -1,6 +1,6 @@
 """Random problems for a mesh of ranks: any shape, exchange, mask, layout, dtype, lengths and widths, told by a seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -17,7 +17,8 @@ from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
-from tests.support.problems import DTYPES, LAYOUTS
+from tests.support.problems import CAPS, DTYPES, LAYOUTS
+from tests.support.problems import key_lengths as draw_key_lengths
 from tests.support.problems import mask as draw_mask
 
 EXCHANGES = ("bulk", "pipelined", "ring", "auto")
@@ -43,6 +44,8 @@ class MeshProblem:
     say_length: bool
     axes: tuple[str, ...]
     latent: bool = False  # keys and values are expanded from latents, which travel; forward alone
+    softcap: float | None = None
+    key_lengths: Tensor | None = None
 
     RANK = 6
 
@@ -81,7 +84,7 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     named = [name for name, size in zip(AXES, shape, strict=True) if size > 1] or ["keys"]
     axes = list(AXES) if random.random() < 0.7 else named[::-1]
     heads = (kv_heads * random.choice((1, 1, 2, 4)), kv_heads)
-    return MeshProblem(
+    problem = MeshProblem(
         seed=seed,
         shape=shape,
         exchange=random.choice(EXCHANGES),
@@ -97,7 +100,10 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         say_length=cross or random.random() < 0.5,
         axes=tuple(axes),
         latent=shape.heads == 1 and heads[0] == heads[1] and width > 1 and random.random() < 0.3,
+        softcap=random.choice(CAPS),
     )
+    few = draw_key_lengths(random, problem.batch, problem.lengths[1])
+    return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
 
 
 def run(problem: MeshProblem) -> list[Tensor]:
@@ -113,12 +119,16 @@ def run(problem: MeshProblem) -> list[Tensor]:
         "layout": problem.layouts[0],
         "key_layout": problem.layouts[1],
         "scale": problem.scale,
+        "softcap": problem.softcap,
+        "key_lengths": problem.key_lengths,
     }
     sink = inputs[3] if sinks else None
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
-        exact = Options(problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, *said, None)
-        call = Call(*inputs[:3], sink, exact)
+        exact = Options(
+            problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
+        )
+        call = Call(*inputs[:3], sink, None, exact)
         tokens, projection = problem.latents()
         return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
     out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
@@ -157,7 +167,10 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     q, k, v, dout, *sinks = problem.whole()
     positions = [torch.arange(n) for n in problem.lengths]
     scale = problem.widths[0] ** -0.5 if problem.scale is None else problem.scale
-    expected = truth([q, k, v, *sinks], problem.mask.visible(*positions), scale, dout)
+    visible = problem.mask.visible(*positions)
+    if problem.key_lengths is not None:
+        visible = visible & (positions[1] < problem.key_lengths[:, None, None, None])
+    expected = truth([q, k, v, *sinks], visible, scale, dout, softcap=problem.softcap)
     ranks = problem.shape.ranks
     places = _places(problem)
     shares = {}

@@ -1,6 +1,6 @@
 """Random problems for one device: any shape, mask, layout, dtype and kernel, told by a seed alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
@@ -14,6 +14,7 @@ from tests.support.dense import truth
 LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 127, 130, 200, 257, 333)
 WIDTHS = (1, 3, 8, 16, 20)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CAPS = (None, None, None, 50.0, 2.0, 0.3)
 LAYOUTS: tuple[Layout, ...] = (am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(5))
 
 
@@ -35,6 +36,8 @@ class Problem:
     sinks: bool
     lse_matters: bool
     memory: str
+    softcap: float | None = None
+    key_lengths: Tensor | None = None
 
     def tensors(self, device: str = "cpu") -> list[Tensor]:
         """q, k, v and the sinks if any."""
@@ -68,18 +71,22 @@ class Problem:
         visible = self.mask.visible(
             *(torch.arange(n) if p is None else p for p, n in zip(positions, self.lengths, strict=True))
         )
+        if self.key_lengths is not None:
+            positions_of_keys = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
+            visible = visible & (positions_of_keys < self.key_lengths[:, None, None, None])
         scale = self.widths[0] ** -0.5 if self.scale is None else self.scale
         loss = (given["out"] * dout.to(self.dtype)).sum()
         if dlse is not None:
             loss = loss + torch.where(torch.isinf(given["lse"]), 0.0, given["lse"] * dlse).sum()
         gradients = torch.autograd.grad(loss, tensors)
         given |= dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
-        expected = truth(tensors, visible, scale, dout, dlse)
+        expected = truth(tensors, visible, scale, dout, dlse, self.softcap)
         return {name: expected.check(name, x, self) for name, x in given.items()}
 
     def _attend(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, *sinks = tensors
-        options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel}
+        options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
+        options["key_lengths"] = self.key_lengths
         if sinks:
             return {"out": am.attention(q, k, v, sinks=sinks[0], **options)}
         return am.attend(q, k, v, q_positions=self.q_positions, k_positions=self.k_positions, **options)._asdict()
@@ -101,7 +108,7 @@ def draw(
     kv_heads = random.randint(1, 3)
     width = random.choice(WIDTHS)
     dtype, *widths = random.choice(kinds or ((random.choice(dtypes), width, random.choice((width, width, *WIDTHS))),))
-    return Problem(
+    problem = Problem(
         seed=seed,
         dtype=dtype,
         kernel=random.choice(kernels),
@@ -116,7 +123,15 @@ def draw(
         sinks=sinks,
         lse_matters=not sinks and random.random() < 0.5,
         memory=random.choice(("plain", "heads inside", "columns first")),
+        softcap=random.choice(CAPS),
     )
+    few = key_lengths(random, problem.batch, lengths[1])
+    return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
+
+
+def key_lengths(random: Random, batch: int, keys: int) -> Tensor:
+    """Real keys of each sequence: none, some or all."""
+    return torch.tensor([random.choice((0, random.randint(0, keys), keys)) for _ in range(batch)], dtype=torch.int64)
 
 
 def _positions(random: Random, total: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from attnmesh.attention.call import Call, Options, Run, agree_on_problem
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend_latents, mesh_op
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, warn_if_swapped, without_autocast
+from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.attend import attend_op
@@ -28,6 +28,8 @@ def attention(
     layout: Layout | None = None,
     exchange: str = "auto",
     scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
     kernel: str = "auto",
     sinks: Tensor | None = None,
     length: int | None = None,
@@ -39,7 +41,7 @@ def attention(
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
 
     The result does not depend on the mesh, the layout or the exchange. Each rank passes its own shard, and gets the
-    shard of the output. Dropout, soft-capped logits and other departures from exact softmax raise an error.
+    shard of the output. Dropout and other departures from exact softmax raise an error.
 
     Args:
         q: Queries of this rank, (batch, heads, tokens, dim).
@@ -54,6 +56,9 @@ def attention(
         exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under
             way while the last is attended), or "auto".
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: keys at this position or later are
+            invisible, as padding on the right under `Full()`.
         kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing. Its gradient is that
             of this rank's tokens, as for any parameter.
@@ -79,8 +84,9 @@ def attention(
     True
     """
     key_layout = layout if key_layout is None else key_layout
-    options = Options(mask, layout, key_layout, exchange, kernel, scale, length, key_length, unsupported or None)
-    call = Call(q, k, v, sinks, options)
+    layouts, lengths = (layout, key_layout), (length, key_length)
+    options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
+    call = Call(q, k, v, sinks, key_lengths, options)
     if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
@@ -96,19 +102,21 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
 
     With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
     """
-    _, _, _, sinks, options = call
+    *_, sinks, key_lengths, options = call
     q, k, v = autocast(call.q, call.k, call.v)
-    call = Call(q, k, v, sinks, options)
+    call = call._replace(q=q, k=k, v=v)
     problem = agree_on_problem(mesh, call, checked)
+    check_most_keys("attention key_lengths", key_lengths, problem.key_length)
     with without_autocast(q):
         if mesh.shape.ranks == 1:
-            out: Tensor = attend_op(q, k, v, sinks, None, None, problem.mask.encode(), call.scale, options.kernel)[0]
+            kind = problem.mask.encode(), call.logits, options.kernel
+            out: Tensor = attend_op(q, k, v, sinks, None, None, key_lengths, *kind)[0]
             return out
-        run = Run(mesh, problem, options.exchange, options.kernel, call.scale)
+        run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
         if latents is not None:
             return attend_latents(q, k, v, latents, sinks, run)
         q, k, v = tokens_to_heads(q, k, v, run)
         if sinks is not None:
             sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-        out, _ = mesh_op(q, k, v, sinks, *run.encode())
+        out, _ = mesh_op(q, k, v, sinks, key_lengths, *run.encode())
         return heads_to_tokens(out, run)

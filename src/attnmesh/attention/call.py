@@ -10,14 +10,15 @@ from torch import Tensor
 from attnmesh.comm.consensus import compares_always, describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
     check_checked,
+    check_key_lengths,
     check_qkv,
-    check_scale,
     check_sinks,
     check_unknown_options,
     heads_and_length,
     with_swap_hint,
 )
 from attnmesh.core.layout import Contiguous, Layout, check_layout
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import check_kernel
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     exchange: str
     kernel: str
     scale: float | None
+    softcap: float | None
     length: int | None
     key_length: int | None
     unsupported: dict[str, Never] | None  # keywords of other attention functions, refused by name
@@ -63,6 +65,7 @@ class Call(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    key_lengths: Tensor | None
     options: Options
 
     @property
@@ -76,16 +79,18 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
-    def scale(self) -> float:
-        """The scale of the logits: 1/sqrt(dim) unless it was given."""
-        return check_scale("attention", self.options.scale, self.q)
+    def logits(self) -> Logits:
+        """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
+        return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
-    def describe(self) -> str:
-        """Return the text that ranks compare: all but the lengths of their shards."""
+    def describe(self, *, values: bool = True) -> str:
+        """Return the text that ranks compare: all but the lengths of shards, and with `values` key_lengths."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
         learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
+        if self.key_lengths is not None:
+            fields["key_lengths"] = self.key_lengths.tolist() if values else True
         return describe_call("attention", **fields, gradients=learned)
 
 
@@ -96,11 +101,11 @@ class Run(NamedTuple):
     problem: Problem
     exchange: str
     kernel: str
-    scale: float
+    logits: Logits
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the run as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, repr(self.scale)]
+        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
 
@@ -112,9 +117,9 @@ class Run(NamedTuple):
 
 @cached_per_world(1024)
 def _decode_run(names: str, numbers: tuple[int, ...]) -> Run:
-    *groups, exchange, kernel, scale = names.split(",")
+    *groups, exchange, kernel, scale, softcap = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
-    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, float(scale))
+    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))
 
 
 def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
@@ -131,7 +136,7 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
         return _problem_of_table(mesh, options, call.heads, table)
     check_call(mesh, call, checked)
     if checked is None and may_compare(device):
-        return _agree_once(mesh, call.describe(), options, call.heads, call.tokens)
+        return _agree_once(mesh, call.describe(values=False), options, call.heads, call.tokens)
     problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
     try:
         _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
@@ -169,7 +174,7 @@ def _make_problem(
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, options = call
+    q, k, v, sinks, key_lengths, options = call
     check_checked("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
@@ -179,8 +184,9 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_exchange("attention exchange", options.exchange)
         _check_lengths(call, mesh.shape.ranks)
         check_kernel(options.kernel)
-        check_scale("attention", options.scale, q)
+        Logits.of("attention", options.scale, options.softcap, q)
         check_sinks("attention sinks", sinks, q)
+        check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         if k.shape[1] % mesh.shape.heads:
             given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
             fix = "give those ranks to the queries or the keys axis"

@@ -27,7 +27,7 @@ def attend_dtensors(
     q: Any  # as the record of a call has plain tensors
     k: Any
     v: Any
-    q, k, v, sinks, options = call
+    q, k, v, *_, options = call
     place = Mesh.of(first_of(q, k, v).device_mesh)
     try:
         check_dtensors(call, mesh)
@@ -37,7 +37,7 @@ def attend_dtensors(
         raise
     options = options._replace(layout=Contiguous(), length=q.shape[2])
     options = options._replace(key_layout=Contiguous(), key_length=k.shape[2])
-    out = attend_shards(Call(q.to_local(), k.to_local(), v.to_local(), sinks, options), place, checked)
+    out = attend_shards(call._replace(q=q.to_local(), k=k.to_local(), v=v.to_local(), options=options), place, checked)
     return wrap(out, q, v.shape[-1])
 
 
@@ -51,7 +51,7 @@ def check_dtensors(call: Call, mesh: DeviceMesh | None) -> None:
     q: Any
     k: Any
     v: Any
-    q, k, v, _, options = call
+    q, k, v, *_, options = call
     first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:

@@ -14,12 +14,13 @@ from torch import Tensor
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, join, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
+from attnmesh.kernels.driver import Counts, identity
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
-from attnmesh.kernels.driver import identity
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Schedule, Step
 
@@ -29,21 +30,22 @@ Returned = list[tuple[Tensor, Tensors]]
 
 @dataclass(frozen=True)
 class Task:
-    """This rank's schedule, with the mesh, kernel and scale to run it."""
+    """This rank's schedule, with the mesh, kernel and logits to run it."""
 
     mesh: Mesh
     schedule: Schedule
     head_groups: int
     kernel: Kernel
-    scale: float
+    logits: Logits
+    counts: tuple[Counts, ...]  # of the keys of each step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
 
-    def attend(self, q: Tensor, kv: Tensors, band: Band) -> Partial:
+    def attend(self, q: Tensor, kv: Tensors, band: Band, counts: Counts) -> Partial:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
-            return self.projection.attend(self.kernel, q, kv[0], band, self.scale)
-        return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.scale)
+            return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
+        return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (rows,) = arrivals.rows()
     total: Partial | None = None
-    for band in task.schedule.bands:
+    for band, counts in zip(task.schedule.bands, task.counts, strict=True):
         kv = next(arrivals.keys)
-        out, lse = task.attend(rows, kv, band)
+        out, lse = task.attend(rows, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
@@ -106,11 +108,12 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
-    for band, step, onward in zip(
-        task.schedule.bands, task.schedule.key_steps, task.schedule.gradient_steps, strict=True
+    schedule = task.schedule
+    for band, counts, step, onward in zip(
+        schedule.bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True
     ):
         keys, values = next(arrivals.keys)
-        part = kernel_backward(task.kernel, rows, keys, values, saved, band, task.scale)
+        part = kernel_backward(task.kernel, rows, keys, values, saved, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.driver import forward
+from attnmesh.kernels.driver import Counts, forward
 from attnmesh.planner.candidate import EXPANDED_BYTES
 
 
@@ -60,11 +61,13 @@ class Projection:
         k, v = (torch.einsum("bnl,hdl->bhnd", plain, matrix[heads]) for matrix in (self.keys, self.values))
         return torch.cat((k, rotated.unsqueeze(1).expand(-1, k.shape[1], -1, -1)), -1), v
 
-    def attend(self, kernel: Kernel, q: Tensor, latents: Tensor, band: Band, scale: float) -> Partial:
+    def attend(
+        self, kernel: Kernel, q: Tensor, latents: Tensor, band: Band, logits: Logits, counts: Counts = None
+    ) -> Partial:
         """Return attention over a band of latents, which are expanded for a few heads at a time."""
         parts = []
         for heads in self._groups(q, latents):
-            parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, scale))
+            parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, logits, counts))
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
 
     def _groups(self, q: Tensor, latents: Tensor) -> Iterator[slice]:

@@ -17,7 +17,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
 from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import choose
+from attnmesh.kernels.driver import choose, visible_counts
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.mesh.world import cached_per_world
@@ -27,10 +27,16 @@ from attnmesh.planner.workload import Workload
 
 @torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
 def mesh_op(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, names: str, numbers: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    partial = with_sinks(forward(q, (k, v), _task(q, k, v, Run.decode(names, numbers))), sinks)
+    partial = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, Run.decode(names, numbers))), sinks)
     return length_major(partial.out, q.dtype), partial.lse
 
 
@@ -41,11 +47,16 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
 def mesh_backward_op(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, names: str, numbers: Sequence[int]
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    dout: Tensor,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
-    task = _task(q, k, v, Run.decode(names, numbers))
+    task = _task(q, k, v, key_lengths, Run.decode(names, numbers))
     dq, dk, dv = (length_major(x, q.dtype) for x in backward(q, k, v, BackwardInputs(out, lse, dout), task))
     return dq, dk, dv
 
@@ -57,16 +68,16 @@ def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, *ctx.code = inputs
-    ctx.save_for_backward(q, k, v, sinks, *output)
+    q, k, v, sinks, key_lengths, *ctx.code = inputs
+    ctx.save_for_backward(q, k, v, sinks, key_lengths, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, out, lse = ctx.saved_tensors
-    dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, *ctx.code)
+    q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
+    dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.code)
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, None
+    return dq, dk, dv, dsinks, None, None, None
 
 
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -78,11 +89,13 @@ def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Ten
 
     `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
     """
-    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, run, latents)), sinks)
+    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, None, run, latents)), sinks)
     return length_major(partial.out, q.dtype)
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, run: Run, latents: Latents | None = None) -> Task:
+def _task(
+    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, run: Run, latents: Latents | None = None
+) -> Task:
     """Return this rank's schedule, and the kernel that serves its tensors."""
     mesh, problem = run.mesh, run.problem
     sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # without tokens, of which a rank may have none
@@ -94,7 +107,9 @@ def _task(q: Tensor, k: Tensor, v: Tensor, run: Run, latents: Latents | None = N
     steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
     head_groups = 1 if latents else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
     projection = None if latents is None else latents.projection
-    return Task(mesh, steps, head_groups, choose(run.kernel, q, k, v), run.scale, projection)
+    counts = tuple(visible_counts(step.positions, key_lengths) for step in steps.key_steps)
+    kernel = choose(run.kernel, q, k, v, run.logits.capped)
+    return Task(mesh, steps, head_groups, kernel, run.logits, counts, projection)
 
 
 @cached_per_world(1024)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ def rows(device: torch.device) -> Iterator[Comparison]:
         yield from _decode(device, dtype, goal, rate)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _prefill(device, dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _capped(device, dtype)
     for (name, mask), goal in zip(MASKS.items(), (8.0, 6.0), strict=True):
         yield from _sparse(device, name, mask, goal)
 
@@ -73,6 +76,26 @@ def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
 def _sparse(device: torch.device, name: str, mask: Mask, goal: float) -> Iterator[Comparison]:
     case = f"{name} float32: 16,384 tokens, 8 heads of 64"
     return _beside_causal(case, "SDPA full causal", goal, _heads(device, torch.float32, 16_384), mask)
+
+
+def _capped(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
+    """Yield soft-capped logits beside the same call without a cap; backward in float32 alone, which is fast without."""
+    for q_heads, kv_heads, width in ((8, 8, 128), (16, 8, 256)):
+        shapes = [(1, heads, 4096, width) for heads in (q_heads, kv_heads, kv_heads)]
+        q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+        case = f"soft cap of 50, causal {_name(dtype)}: 4,096 tokens, {q_heads}/{kv_heads} heads of {width}"
+        theirs, ours = (partial(am.attention, q, k, v, softcap=softcap) for softcap in (None, 50.0))
+        with torch.no_grad():
+            yield _row(f"{case}, forward", "without a cap", 0.67, device, theirs, ours)
+        if dtype != torch.float32:
+            continue
+        both = [_backward(call(), (q, k, v)) for call in (theirs, ours)]
+        yield _row(f"{case}, backward", "without a cap", 0.67, device, *both)
+
+
+def _backward(out: Tensor, heads: Heads) -> Call:
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, heads, dout, retain_graph=True)
 
 
 def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask) -> Iterator[Comparison]:

@@ -101,7 +101,8 @@ def law_error() -> float:
 
 def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     names = (kernel.name, device.type, str(dtype).removeprefix("torch."))
-    reason = kernel.unsupported_reason(*_problem(dtype, device, 300)[:3])
+    q, k, v, _ = _problem(dtype, device, 300)
+    reason = kernel.unsupported_reason(q, k, v)
     if reason is not None:
         return Proof(*names, absent=reason)
     errors = [_errors(kernel.name, device, dtype, mask, rows) for mask in CASES for rows in (300, 3)]

@@ -30,7 +30,7 @@ _MASK_FIX = "pass mask=, a function of positions: Causal(), Window(left), Docume
 
 UNSUPPORTED_OPTIONS = {
     "dropout": "leave it out, and drop elsewhere in the layer",
-    "softcap": "use a model without soft-capped logits",
+    "softcap": "pass softcap=",
     "score": _SCORE_FIX,
     "bias": _SCORE_FIX,
     "alibi": _SCORE_FIX,
@@ -147,6 +147,28 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
         raise DtypeError(subject, "a tensor of torch.int64", given, fix)
     if tuple(positions.shape) != (length,):
         raise ShapeError(subject, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
+
+
+def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int) -> None:
+    """Raise unless key_lengths is None or counts keys: an int64 tensor with a number of 0 or more per sequence."""
+    if key_lengths is None:
+        return
+    fix = "pass torch.tensor([...]), the number of real keys of each sequence"
+    kind = type(key_lengths).__name__
+    if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64 or kind == "DTensor":
+        given = str(key_lengths.dtype) if kind == "Tensor" else kind
+        raise DtypeError(subject, "a tensor of torch.int64", given, fix)
+    if tuple(key_lengths.shape) != (batch,):
+        raise ShapeError(subject, f"shape ({batch},), one number a sequence", f"shape {tuple(key_lengths.shape)}", fix)
+    if batch and not torch.compiler.is_compiling() and int(key_lengths.min()) < 0:
+        raise ShapeError(subject, "numbers of 0 or more", str(int(key_lengths.min())), fix)
+
+
+def check_most_keys(subject: str, key_lengths: Tensor | None, keys: int) -> None:
+    """Raise if a sequence has more real keys than there are keys."""
+    if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
+        most = int(key_lengths.max())
+        require(most <= keys, ShapeError, subject, f"at most {keys}, the number of keys", str(most), "count real keys")
 
 
 def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:

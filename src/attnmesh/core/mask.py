@@ -283,6 +283,10 @@ class Band:
         """Return the band of the queries from start to stop, with key indices relative to `key`."""
         return Band(self.low[start:stop] - key, self.high[start:stop] - key)
 
+    def first(self, keys: int) -> "Band":
+        """Return the band over the first keys alone."""
+        return Band(self.low, self.high.clamp(max=keys))
+
     def visible(self, keys: int) -> Tensor:
         """Return the dense mask, (queries, keys)."""
         index = torch.arange(keys, device=self.low.device)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_one_device, check_qkv, check_same_kind, check_scale
+from attnmesh.core.checks import check_one_device, check_qkv, check_same_kind
+from attnmesh.core.logits import Logits
 from attnmesh.errors import DtypeError, ShapeError
 
 
@@ -128,7 +129,9 @@ def _check(partials: tuple[Partial, ...]) -> None:
         raise ShapeError("merge", expected, given, "merge partials of the same queries") from None
 
 
-def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None) -> Tensor:
+def energy(
+    q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | None = None, softcap: float | None = None
+) -> Tensor:
     """Return the energy `F(source)` of each query. `dF/dsource` at 0 is attention.
 
     The computation is dense; tests compare the kernels with it.
@@ -139,6 +142,7 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
         v: Values, (batch, kv_heads, k_len, value_dim).
         source: The point at which the energy is taken, (batch, heads, q_len, value_dim).
         scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
 
     Returns:
         The energies, (batch, heads, q_len), in float32 or wider; differentiable to any order.
@@ -160,7 +164,9 @@ def energy(q: Tensor, k: Tensor, v: Tensor, source: Tensor, *, scale: float | No
         fix = f"use torch.zeros{shape}"
         raise ShapeError("energy", f"source of the output's shape {shape}", str(tuple(source.shape)), fix)
     group = q.shape[1] // k.shape[1]
+    kind = Logits.of("energy", scale, softcap, q)
     keys, values = (x.to(sum_dtype(x.dtype)).repeat_interleave(group, dim=1).transpose(-1, -2) for x in (k, v))
     with torch.autocast(q.device.type, enabled=False):
-        logits = q.to(keys.dtype) @ keys * check_scale("energy", scale, q) + source.to(keys.dtype) @ values
+        logits = q.to(keys.dtype) @ keys * kind.scale
+        logits = kind.cap(logits) + source.to(keys.dtype) @ values
     return torch.logsumexp(logits, dim=-1)

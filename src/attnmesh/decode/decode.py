@@ -17,8 +17,9 @@ from attnmesh.comm.consensus import describe_call, may_compare
 from attnmesh.comm.merge import MergeChecker, check_merge, send_poison
 from attnmesh.core.checks import (
     check_checked,
+    check_key_lengths,
+    check_most_keys,
     check_same_kind,
-    check_scale,
     check_sinks,
     check_unknown_options,
     require,
@@ -26,6 +27,7 @@ from attnmesh.core.checks import (
     warn_if_swapped,
 )
 from attnmesh.core.digest import fingerprints
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.decode.cache import KVCache
@@ -51,6 +53,8 @@ def decode(
     *,
     mask: Mask = Causal(),
     scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
     sinks: Tensor | None = None,
     merge: str = "auto",
     output: str = "replicated",
@@ -66,6 +70,9 @@ def decode(
         cache: The sharded cache, which holds the keys and values of these tokens too.
         mask: Which keys a query sees.
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: cached tokens at this position or
+            later are invisible.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
         merge: "tree", "direct", "gather", "allreduce" or "auto".
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
@@ -94,11 +101,12 @@ def decode(
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    step = DecodeStep(*placement, mask, cast(float, scale), merge, output, reproducible, kernel)
+    logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
+    step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
     checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
-        step = check_step(q, cache, sinks, step, unsupported)
+        step = check_step(q, cache, sinks, key_lengths, step, unsupported)
     except InputError as error:
         compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
         MergeChecker(cache.mesh, merge, compares, str).failed(error, lambda: _send_poison(cache, step))
@@ -106,22 +114,32 @@ def decode(
     if cache.is_forked and (step.reproducible or torch.compiler.is_compiling()):
         _check_forked(cache, step)
     if torch.compiler.is_compiling():
-        return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, *step.encode()))
+        return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, key_lengths, *step.encode()))
     with torch.no_grad():
-        out = _run_compared(q, cache, sinks, step, checked)
+        out = _run_compared(q, cache, sinks, key_lengths, step, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
 
-def _run_compared(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, checked: bool | None) -> Tensor:
+def _run_compared(
+    q: Tensor,
+    cache: KVCache,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    step: DecodeStep,
+    checked: bool | None,
+) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     stays = _stays_on_device(cache, step)
-    kind = step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype
+    kind = step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
     wanted = (not stays or kind not in cache.checker.kinds) if checked is None else checked
     compares = may_compare(cache.device) and wanted
-    agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, step))
+    agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, key_lengths, step))
     agreement.before()
-    out, checksum = run_step(q, cache.held, sinks, step, _call_number(kind, cache.history_checksum))
+    on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
+    values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
+    number = _call_number((*kind, values), cache.history_checksum)
+    out, checksum = run_step(q, cache.held, sinks, step, number, key_lengths)
     if checksum is None:
         return out
     if not compares:
@@ -143,9 +161,11 @@ def _call_number(kind: tuple[Any, ...], history_checksum: int) -> int:
     return crc32(f"{kind} {history_checksum}".encode())
 
 
-def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep) -> str:
+def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, key_lengths: Tensor | None, step: DecodeStep) -> str:
     """Return the text of the call that ranks compare."""
-    options = dict(zip(step._fields[4:], step.options, strict=True))
+    options = dict(zip(step._fields[4:], step.options, strict=True)) | step.logits._asdict()
+    del options["logits"]
+    options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
     return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
 
@@ -175,9 +195,14 @@ def _send_poison(cache: KVCache, step: DecodeStep) -> None:
 
 
 def check_step(
-    q: Tensor, cache: KVCache, sinks: Tensor | None, step: DecodeStep, unsupported: Mapping[str, Never]
+    q: Tensor,
+    cache: KVCache,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    step: DecodeStep,
+    unsupported: Mapping[str, Never],
 ) -> DecodeStep:
-    """Return the step with its scale, or raise unless each argument can be served."""
+    """Return the step with its logits, or raise unless each argument can be served."""
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})
     check_unknown_options("decode", unsupported)
@@ -193,15 +218,13 @@ def check_step(
     sizes.check_dtype("decode q", q, cache.device)
     check_mask("decode mask", step.mask)
     if sizes.mask is not None and not is_within(step.mask, sizes.mask):
-        expected, fix = (
-            f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask",
-            "pass mask=cache.sizes.mask",
-        )
-        raise MaskError("decode mask", expected, f"{step.mask}", fix)
+        expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
+        raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
     check_merge("decode", step.merge, step.output)
     check_kernel(step.kernel)
-    scale = check_scale("decode", step.scale, q)
+    step = step._replace(logits=Logits.of("decode", *step.logits, q))
     check_sinks("decode sinks", sinks, q)
+    check_key_lengths("decode key_lengths", key_lengths, sizes.batch)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
@@ -210,10 +233,20 @@ def check_step(
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
         fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
         raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+    if step.reproducible and key_lengths is not None:
+        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
+        raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
     if not may_compare(q.device):  # a graph does not read the length
         if q.shape[2] > 1:
             sizes.check_eager("decode", q.device)
-        return step._replace(scale=scale)
+        return step
+    _check_lengths(q, cache, key_lengths, step.mask)
+    return step
+
+
+def _check_lengths(q: Tensor, cache: KVCache, key_lengths: Tensor | None, mask: Mask) -> None:
+    """Raise unless the cache holds what the queries see."""
+    sizes = cache.sizes
     if not cache.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
         fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
@@ -223,9 +256,9 @@ def check_step(
         expected = f"at most {cache.length - cache.shards.floor}: the cache has forgotten what earlier tokens see"
         fix = "decode after each append, or pass queries= to append_shard"
         raise ShapeError("decode q", expected, f"{q.shape[2]} queries", fix)
-    if step.mask.ends:
-        step.mask.check_length("decode mask", cache.length)
-    return step._replace(scale=scale)
+    check_most_keys("decode key_lengths", key_lengths, cache.length)
+    if mask.ends:
+        mask.check_length("decode mask", cache.length)
 
 
 def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:

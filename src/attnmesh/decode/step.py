@@ -12,11 +12,12 @@ from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import choose_for_cache, forward, identity
+from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible_counts
 from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
@@ -31,7 +32,7 @@ class DecodeStep(NamedTuple):
     block: int
     capacity: int
     mask: Mask
-    scale: float
+    logits: Logits
     merge: str
     output: str
     reproducible: bool
@@ -44,9 +45,10 @@ class DecodeStep(NamedTuple):
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
-        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel, repr(self.scale)]
+        names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
         axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        return ",".join(names), [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        numbers = [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        return ",".join([*names, *map(repr, self.logits)]), numbers
 
     @staticmethod
     def decode(names: str, numbers: Sequence[int]) -> "DecodeStep":
@@ -64,21 +66,25 @@ class DecodeStep(NamedTuple):
 
 @cached_per_world(1024)
 def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
-    heads, tokens, merge, output, kernel, scale = names.split(",")
+    heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
     block, capacity, reproducible, *mask = numbers[4:]
-    return DecodeStep(
-        *axes, block, capacity, Mask.decode(mask), float(scale), merge, output, bool(reproducible), kernel
-    )
+    logits = Logits(float(scale), float(softcap))
+    return DecodeStep(*axes, block, capacity, Mask.decode(mask), logits, merge, output, bool(reproducible), kernel)
 
 
 def run_step(
-    q: Tensor, view: CacheView, sinks: Tensor | None, step: DecodeStep, call_number: int
+    q: Tensor,
+    view: CacheView,
+    sinks: Tensor | None,
+    step: DecodeStep,
+    call_number: int,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks."""
     heads = step.heads.share_of(q.shape[1])
     rank_q, alone = q[:, heads], step.tokens.size == 1
-    kernel = choose_for_cache(step.kernel, q, view.keys, view.values)
+    kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
     shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
@@ -90,7 +96,7 @@ def run_step(
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
-    query = DecodeQuery(rank_q, step.mask, step.scale, step.capacity, rank_sinks, block, into)
+    query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
     partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
         tensors = [q] if sinks is None else [q, sinks]
@@ -133,17 +139,31 @@ def nan_unless_equal(out: Tensor, checksum: Tensor, shape: tuple[int, ...]) -> T
 
 
 @torch.library.custom_op("attnmesh::decode", mutates_args=())
-def decode_op(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+def decode_op(
+    q: Tensor,
+    cache: Sequence[Tensor],
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     step, view = DecodeStep.decode(names, numbers), view_of(cache)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, checksum = run_step(q, view, sinks, step, call_number)
+    out, checksum = run_step(q, view, sinks, step, call_number, key_lengths)
     out = out if checksum is None else nan_unless_equal(out, checksum, step.output_shape(q, view.values))
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 
 @decode_op.register_fake
-def _(q: Tensor, cache: Sequence[Tensor], sinks: Tensor | None, names: str, numbers: Sequence[int]) -> Tensor:
+def _(
+    q: Tensor,
+    cache: Sequence[Tensor],
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    names: str,
+    numbers: Sequence[int],
+) -> Tensor:
     return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q, cache[1]))
 
 
@@ -159,14 +179,14 @@ def view_of(tensors: Sequence[Tensor]) -> CacheView:
 
 
 BoundKernel = Callable[..., Partial]
-"""A kernel at a scale: (q, keys, values, band) -> the partial."""
+"""A kernel with its logits: (q, keys, values, band) -> the partial."""
 
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
     if not isinstance(kernel, CacheKernel):
-        run = partial(forward, kernel, scale=query.scale)
-        stacks = [_attend_tokens(run, query.q, part, query.mask, query.block) for part in (*view.prefix, view)]
+        run = partial(forward, kernel, logits=query.logits)
+        stacks = [_attend_tokens(run, query, part) for part in (*view.prefix, view)]
         result = _merge_blocks(stacks, query)
     elif view.prefix:
         plain = query._replace(sinks=None, into=None)
@@ -191,25 +211,29 @@ def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
     return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
 
 
-def _attend_tokens(run: BoundKernel, q: Tensor, view: CacheView, mask: Mask, block: int | None) -> Partial:
+def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Partial:
     """Return the partial of a kernel that takes the number of tokens from the host; with `block` a stack of them."""
+    q, mask, block = query.q, query.mask, query.block
     length, used, *forgotten = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
     positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
-        return _attend_padded(run, q, keys, values, view.padding, length, mask)
-    if q.shape[2] == 1 and mask.left >= length - 1 and mask.longest >= length and block is None:
+        return _attend_padded(run, query, keys, values, view.padding, length)
+    alike = query.key_lengths is None and mask.longest >= length
+    if alike and q.shape[2] == 1 and mask.left >= length - 1 and block is None:
         return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
     band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
     if block is not None:
         return _attend_blocks(run, q, keys, values, band, block, *forgotten)
-    return _widen(run(q, keys, values, band))
+    counts = visible_counts(torch.arange(used) if used == length else view.token_index[:used], query.key_lengths)
+    return _widen(run(q, keys, values, band, counts=counts))
 
 
 def _attend_padded(
-    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, padding: Padding, length: int, mask: Mask
+    run: BoundKernel, query: DecodeQuery, keys: Tensor, values: Tensor, padding: Padding, length: int
 ) -> Partial:
     """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
+    q, lengths = query.q, query.key_lengths
     token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
     q_positions = q_positions.cpu()
     partials = []
@@ -217,8 +241,10 @@ def _attend_padded(
         only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
         total = identity(q[only], values[only], sum_dtype(q.dtype))
         for start, stop in _runs(k_positions >= 0):
-            band = Band.of(mask, q_positions[row], k_positions[start:stop])
-            total = join([total, _widen(run(q[only], keys[only, :, start:stop], values[only, :, start:stop], band))])
+            band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
+            counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
+            some_keys, some_values = (x[only, :, start:stop] for x in (keys, values))
+            total = join([total, _widen(run(q[only], some_keys, some_values, band, counts=counts))])
         partials.append(total)
     out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     blind = ~token_mask[:, None]

@@ -14,6 +14,7 @@ from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
@@ -33,6 +34,7 @@ class LayerCall(NamedTuple):
     mask: Mask
     scale: float | None
     sinks: Tensor | None
+    softcap: float | None
 
 
 def attention_function(
@@ -46,6 +48,7 @@ def attention_function(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
@@ -54,7 +57,7 @@ def attention_function(
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
-    layer = LayerCall(spec.mask, scaling, s_aux)
+    layer = LayerCall(spec.mask, scaling, s_aux, softcap)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
@@ -111,7 +114,8 @@ def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Sh
     sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
     sequence |= {"length": shards.length, "key_length": shards.length}
     mask = shards.mask_of(layer.mask)
-    return attention(q, k, v, mask=mask, scale=layer.scale, sinks=layer.sinks, **sequence)
+    kind: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
+    return attention(q, k, v, mask=mask, **kind, **sequence)
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
@@ -119,9 +123,9 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     cache = pending.layer.cache
     kv = pending.layer.reserve(pending, shards.length, layer.mask) if is_new else pending.layer.cached
     if not shards.has_prefix:
-        how = cache.exchange, cache.kernel, layer.scale, shards.length, shards.length, None
+        how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
-        call = Call(q, pending.k, pending.v, layer.sinks, options)
+        call = Call(q, pending.k, pending.v, layer.sinks, None, options)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
         queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
@@ -165,6 +169,6 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    scale = check_scale(SUBJECT, layer.scale, q)
-    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, layer.mask.encode(), scale, "auto")[0]
+    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
+    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, None, layer.mask.encode(), logits, "auto")[0]
     return out

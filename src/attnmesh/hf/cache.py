@@ -91,10 +91,18 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
         super().__init__(layers=[ShardedLayer(self) for _ in range(cached_layers(self.config))])
 
-    def attend(self, q: Tensor, kv: KVCache, mask: Mask, scale: float | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        kv: KVCache,
+        mask: Mask,
+        scale: float | None,
+        sinks: Tensor | None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
         options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
-        return decode(q, kv, mask=mask, scale=scale, sinks=sinks, **options)
+        return decode(q, kv, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **options)
 
     @property
     def held(self) -> int:

@@ -74,8 +74,7 @@ def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> Non
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"
-            fix = "use a model without it" if name == "softcap" else "leave it out"
-            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", fix)
+            raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
 
 
 def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:

@@ -12,20 +12,22 @@ from torch import Tensor
 
 from attnmesh.core.checks import (
     autocast,
+    check_key_lengths,
+    check_most_keys,
     check_positions,
     check_qkv,
-    check_scale,
     check_unknown_options,
     heads_and_length,
     warn_if_swapped,
     with_swap_hint,
     without_autocast,
 )
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import backward, check_kernel, choose, forward
+from attnmesh.kernels.driver import backward, check_kernel, choose, forward, visible_counts
 
 
 def attend(
@@ -37,6 +39,8 @@ def attend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
     kernel: str = "auto",
     **more: Never,
 ) -> Partial:
@@ -53,6 +57,8 @@ def attend(
         q_positions: Position of each query, int64, (q_len,).
         k_positions: Position of each key, int64, (k_len,).
         scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
         kernel: Name of a kernel: "cpu", "cuda", "triton" or "reference". "auto" takes the first that supports q, k, v.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
@@ -77,13 +83,16 @@ def attend(
         for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
             if positions is not None:
                 check_positions(f"attend {name}_positions", positions, x.shape[2])
+        check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
+        if k_positions is None:
+            check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    scale = check_scale("attend", scale, q)
+    logits = Logits.of("attend", scale, softcap, q)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
     with without_autocast(q):
-        return Partial(*attend_op(q, k, v, None, q_positions, k_positions, mask.encode(), scale, kernel))
+        return Partial(*attend_op(q, k, v, None, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel))
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -94,13 +103,16 @@ def attend_op(
     sinks: Tensor | None,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
+    key_lengths: Tensor | None,
     mask: Sequence[int],
-    scale: float,
+    logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
-    partial = forward(choose(kernel, q, k, v), _sort(q, q_order), _sort(k, k_order), _sort(v, k_order), band, scale)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
+    kind = Logits(*logits)
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind, counts)
     out, lse = with_sinks(partial, sinks)
     return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
@@ -120,15 +132,17 @@ def attend_backward_op(
     dout: Tensor,
     q_positions: Tensor | None,
     k_positions: Tensor | None,
+    key_lengths: Tensor | None,
     mask: Sequence[int],
-    scale: float,
+    logits: Sequence[float],
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
-    band, q_order, k_order = _band(q, k, q_positions, k_positions, mask)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    gradients = backward(choose(kernel, q, k, v), *qkv, saved, band, scale)
+    kind = Logits(*logits)
+    gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
@@ -141,35 +155,30 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, q_positions, k_positions, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, *output)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, q_positions, k_positions, out, lse = ctx.saved_tensors
-    options = (q_positions, k_positions, *ctx.options)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, out, lse = ctx.saved_tensors
+    options = (q_positions, k_positions, key_lengths, *ctx.options)
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *options)
     if dlse is not None:
-        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, options)
+        more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
     dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
-    return dq, dk, dv, dsinks, None, None, None, None, None
+    return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
-def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    """Return the gradients of lse: `dlse/dq` is attention with k as values, and `dlse/dk` is its transpose."""
-    *_, scale, _ = options
-    values, lse_without_sinks = attend_op(q, k, k, None, *options)
+def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    """Return the gradients of lse: those of attention to values of 1, if its output is taken to be 0."""
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
-    # The weight of all keys: 1 without sinks, less with them.
-    share = torch.exp(lse_without_sinks - lse.masked_fill(lse == -torch.inf, torch.inf))
-    dq = (dlse * scale * share).unsqueeze(-1) * values
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
-    dout = ((dlse / size).unsqueeze(-1) * q).to(q.dtype)  # divided by size: a loss scale overflows half precision
-    dk = attend_backward_op(q, k, k, torch.zeros_like(q), lse, dout, *options)[2]
-    return dq.to(q.dtype), (dk.to(dlse.dtype) * (size * scale)).to(k.dtype)
+    dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
+    dq, dk, _ = attend_backward_op(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
 
 
 def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -191,14 +200,21 @@ attend_backward_op.register_autograd(_no_second_gradients)
 
 
 def _band(
-    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, mask: Sequence[int]
-) -> tuple[Band, Tensor | None, Tensor | None]:
-    """Return the band over sorted tokens, and the orders that sort queries and keys by position."""
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Sequence[int],
+) -> tuple[Band, list[int] | None, Tensor | None, Tensor | None]:
+    """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
     decoded = Mask.decode(mask)
     queries, q_order = _sort_positions("attend q_positions", q_positions, decoded)
     keys, k_order = _sort_positions("attend k_positions", k_positions, decoded)
     queries = torch.arange(q.shape[2]) if queries is None else queries
-    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), q_order, k_order
+    positions = torch.arange(k.shape[2]) if keys is None else keys
+    counts = visible_counts(positions, key_lengths)
+    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 
@@ -84,6 +85,10 @@ class BackwardInputs:
         """Return the tensors of some of the queries."""
         return BackwardInputs(*(x[:, :, queries] for x in (self.out, self.lse, self.dout)))
 
+    def sequences(self, some: slice) -> "BackwardInputs":
+        """Return the tensors of some sequences."""
+        return BackwardInputs(*(x[some] for x in (self.out, self.lse, self.dout)))
+
 
 class Kernel(Protocol):
     """Attention over one block on one device. q, k and v are those of the block; heads may be grouped."""
@@ -93,19 +98,21 @@ class Kernel(Protocol):
         """The kernel's name, as in `kernel=`."""
         ...
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Return why the kernel does not support such tensors, or None if it does."""
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
+        """Return why the kernel does not support such tensors, with capped logits or not, or None if it does."""
         ...
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the blocks into which such a problem is cut for this kernel."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         ...
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients. Weights are `e^(logit - lse)`, with the lse over all keys."""
         ...
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 
@@ -64,11 +65,12 @@ class DecodeQuery(NamedTuple):
 
     q: Tensor
     mask: Mask
-    scale: float
+    logits: Logits
     capacity: int
     sinks: Tensor | None = None
     block: int | None = None  # slots per block; each block gives one partial, and these are merged along a tree
     into: Partial | None = None  # tensors for the result
+    key_lengths: Tensor | None = None  # (batch,), real keys per sequence
 
 
 class CacheView(NamedTuple):

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, cut
+from attnmesh.kernels.capped import attend_capped, backward_capped
 from attnmesh.kernels.reference import Reference
 
 MAX_PACKED_ROWS = 32
@@ -26,11 +28,11 @@ CACHE_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class FlashCPU:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`."""
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, and `capped` for soft-capped logits."""
 
     name: str = "cpu"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None on the CPU, where every dtype is supported."""
         if q.device.type != "cpu":
             return f"it runs on the CPU, the tensors are on {q.device.type}"
@@ -42,25 +44,31 @@ class FlashCPU:
         """Return the fewest blocks, since the operator has a causal form."""
         return cut(band)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
+        if logits.capped:
+            return attend_capped(q, k, v, block, logits)
         if _use_tiles(q, k, v, block):
-            return _recompute_doubtful(_attend_tiles(q, k, v, scale), q, k, v, block, scale)
+            return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, block, logits)
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
         queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) if packed else q  # (batch, kv_heads, group * length)
         rows, keys, values = _convert((queries, k, v), _width(q, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, keys, values, **_arguments(rows, block, packed), scale=scale
+            rows, keys, values, **_arguments(rows, block, packed), scale=logits.scale
         )
         shape = q.shape[:-1]
         partial = Partial(out[..., : v.shape[-1]].reshape(*shape, -1), lse.reshape(shape))
-        return _recompute_doubtful(partial, q, k, v, block, scale)
+        return _recompute_doubtful(partial, q, k, v, block, logits)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients."""
+        if logits.capped:
+            return backward_capped(q, k, v, saved, block, logits)
         dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=scale
+            dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=logits.scale
         )
         return Gradients(dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]])
 
@@ -116,14 +124,14 @@ def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in wider]
 
 
-def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the partial with doubtful rows from the reference: lse 0 may be an empty row, and infinite lse wrong."""
     doubtful = (partial.lse == 0) | partial.lse.isinf()
     if not bool(doubtful.any()):
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()
     for rows in doubtful.any(0).any(0).nonzero().flatten().split(TILE):
-        exact = Reference().attend(q[:, :, rows], k, v, block.select(rows), scale)
+        exact = Reference().attend(q[:, :, rows], k, v, block.select(rows), logits)
         out.index_copy_(2, rows, exact.out.to(out.dtype))
         lse.index_copy_(2, rows, exact.lse)
     return Partial(out, lse)

@@ -21,6 +21,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
@@ -41,11 +42,13 @@ class Operator(Protocol):
         """Return True if the operator supports the block of these tensors on their device."""
         ...
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         ...
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients."""
         ...
 
@@ -67,15 +70,17 @@ class Cudnn:
             return False
         return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=scale)[:2]
+        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=logits.scale)[:2]
         return Partial(out, lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients, from flash attention."""
-        return Flash().backward(q, k, v, saved, block, scale)
+        return Flash().backward(q, k, v, saved, block, logits)
 
 
 class Flash:
@@ -86,19 +91,21 @@ class Flash:
         grouped = q.shape[1] != k.shape[1]
         return block.band is None and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial. For rows of -inf logits the operator returns out 0 and lse +inf."""
         flash = torch.ops.aten._scaled_dot_product_flash_attention
-        out, lse = flash(q, k, v, 0.0, block.causal, False, scale=scale)[:2]
+        out, lse = flash(q, k, v, 0.0, block.causal, False, scale=logits.scale)[:2]
         return Partial(out, lse.masked_fill(lse.isposinf() & (out == 0).all(-1), -torch.inf))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
         options = (None, None, q.shape[2], k.shape[2], 0.0, block.causal, unused, unused)
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lse = saved.lse.contiguous()
-        return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=scale))
+        return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=logits.scale))
 
 
 class Efficient:
@@ -115,21 +122,23 @@ class Efficient:
         few = q.new_zeros(1, 1, ALIGNMENT, width)
         return bool(can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         k, v = (_repeat_heads(x, q) for x in (k, v))
-        out, lse, *_ = efficient(q, k, v, _bias(q, block), True, 0.0, block.causal, scale=scale)
+        out, lse, *_ = efficient(q, k, v, _bias(q, block), True, 0.0, block.causal, scale=logits.scale)
         return Partial(out, lse[..., : q.shape[2]])
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's gradients. The random state is unused without dropout."""
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         lse = pad(saved.lse, (0, -q.shape[2] % self.rows), value=torch.inf)
         efficient_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         inputs = (q, _repeat_heads(k, q), _repeat_heads(v, q), _bias(q, block))
         options = (unused, unused, 0.0, [True, True, True, False], block.causal)
-        dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=scale)
+        dq, dk, dv, _ = efficient_backward(saved.dout, *inputs, saved.out, lse, *options, scale=logits.scale)
         return Gradients(dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv)))
 
 
@@ -151,10 +160,12 @@ class CUDA:
 
     name: str = "cuda"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""
         if q.device.type != "cuda":
             return f"it runs on CUDA, the tensors are on {q.device.type}"
+        if capped:
+            return "PyTorch's operators have no soft cap"
         if not Efficient().takes_width(q, _width(q, v)):
             return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
         return None
@@ -165,17 +176,19 @@ class CUDA:
         plain = len(blocks) <= MAX_CALLS and all(block.band is None for block in blocks)
         return blocks if plain or Triton().unsupported_reason(q, k, v) is not None else Triton().cut(band, q, k, v)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         rows, keys, values = _pad((q, k, v), _width(q, v))
-        out, lse = operator_of(rows, keys, values, block).attend(rows, keys, values, block, scale)
+        out, lse = operator_of(rows, keys, values, block).attend(rows, keys, values, block, logits)
         return Partial(out[..., : v.shape[-1]], lse)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients."""
         rows, keys, values, out, dout = _pad((q, k, v, saved.out, saved.dout), _width(q, v))
         operator = operator_of(rows, keys, values, block)
-        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), block, scale)
+        gradients = operator.backward(rows, keys, values, BackwardInputs(out, saved.lse, dout), block, logits)
         return Gradients(*(dx[..., : x.shape[-1]] for dx, x in zip(gradients, (q, k, v), strict=True)))
 
 
@@ -210,9 +223,9 @@ def _is_correct(
         for heads in (4, 2 if grouped else 4, 2 if grouped else 4)
     )
     block, name = Block(slice(0, 96), slice(0, 96), causal=causal), type(operator).__name__.lower()
-    out, lse = Reference().attend(q.float(), k.float(), v.float(), block, 0.125)
+    out, lse = Reference().attend(q.float(), k.float(), v.float(), block, Logits(0.125))
     try:
-        partial = operator.attend(q, k, v, block, 0.125)
+        partial = operator.attend(q, k, v, block, Logits(0.125))
         errors = (partial.out.float() - out).abs().amax() / out.abs().amax(), (partial.lse - lse).abs().amax()
         right = float(errors[0]) < 4 * torch.finfo(dtype).eps and float(errors[1]) < 1e-3
         reason = None if right else f"off by {errors}"

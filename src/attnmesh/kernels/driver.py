@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.checks import check_choice, without_autocast
-from attnmesh.core.mask import Band
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, join, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
@@ -28,8 +29,8 @@ NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 """Values of `kernel=`."""
 
 
-def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-    """Return the kernel of that name, or for "auto" the first that supports the tensors.
+def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
+    """Return the kernel of that name, or for "auto" the first that supports the tensors, with capped logits or not.
 
     >>> import torch
     >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
@@ -37,20 +38,20 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """
     check_kernel(name)
     if name == "auto":
-        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v) is None)
+        return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v, capped) is None)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
-    if (reason := kernel.unsupported_reason(q, k, v)) is not None:
+    if (reason := kernel.unsupported_reason(q, k, v, capped)) is not None:
         raise KernelError(f"kernel {name}", "tensors that it supports", f"others: {reason}", 'leave it at "auto"')
     return kernel
 
 
-def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
     """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
     if name == "auto" and q.device.type != "cpu":
         for kernel in KERNELS:
-            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v) is None:
+            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v, capped) is None:
                 return kernel
-    return choose(name, q, k, v)
+    return choose(name, q, k, v, capped)
 
 
 def check_kernel(name: str) -> None:
@@ -58,35 +59,79 @@ def check_kernel(name: str) -> None:
     check_choice("kernel", name, NAMES)
 
 
-def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, scale: float) -> Partial:
+Counts = Sequence[int] | None
+"""Keys that each sequence of a batch can see, of the first ones; None for all keys."""
+
+
+def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] | None:
+    """Return how many of ascending key positions are below each sequence's number of real keys."""
+    if key_lengths is None:
+        return None
+    found: list[int] = torch.searchsorted(positions, key_lengths.to(positions.device)).tolist()
+    return found
+
+
+def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
+    """Return runs of sequences with one count."""
+    edges = [0, *(i for i in range(1, len(counts)) if counts[i] != counts[i - 1]), len(counts)]
+    return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
+
+
+def forward(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits, counts: Counts = None
+) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
     Without a band every row sees every key.
     """
+    if counts:
+        parts = [
+            forward(kernel, q[some], k[some], v[some], (band or _full(q, k)).first(count), logits)
+            for some, count in _sequences(counts)
+        ]
+        return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
     blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
-    sign, scale = _sign_and_size(scale)
+    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     with without_autocast(q):
         if _is_one_block(blocks, q, k):
-            return _attend(kernel, q, k, v, blocks[0], scale)
-        return _attend_blocks(kernel, q, k, v, blocks, scale)
+            return _attend(kernel, q, k, v, blocks[0], logits)
+        return _attend_blocks(kernel, q, k, v, blocks, logits)
 
 
 def backward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, band: Band, scale: float
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: BackwardInputs,
+    band: Band,
+    logits: Logits,
+    counts: Counts = None,
 ) -> Gradients:
     """Return the gradients over the band, in the inputs' dtype or wider."""
+    if counts:
+        parts = [
+            backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), logits)
+            for some, count in _sequences(counts)
+        ]
+        return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
     blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
-    sign, scale = _sign_and_size(scale)
+    sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     saved = _without_empty_rows(saved)
     with without_autocast(q):
         if _is_one_block(blocks, q, k):
-            dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], scale)
+            dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], logits)
         else:
-            dq, dk, dv = _backward_blocks(kernel, q, k, v, saved, blocks, scale)
+            dq, dk, dv = _backward_blocks(kernel, q, k, v, saved, blocks, logits)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
+
+
+def _full(q: Tensor, k: Tensor) -> Band:
+    """Return the band under which every row sees every key."""
+    return Band.of(Mask(), torch.arange(q.shape[2]), k.shape[2])
 
 
 def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
@@ -96,13 +141,13 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     return BackwardInputs(saved.out, lse, dout)
 
 
-def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: float) -> Partial:
+def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
     total = identity(q, v, sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet: blocks are in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
-        partial = _attend(kernel, *_select(q, k, v, block), block, scale)
+        partial = _attend(kernel, *_select(q, k, v, block), block, logits)
         if block.queries.start < done:
             partial = join([rows, partial])
         rows.out.copy_(partial.out)
@@ -112,24 +157,19 @@ def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list
 
 
 def _backward_blocks(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, blocks: list[Block], scale: float
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, blocks: list[Block], logits: Logits
 ) -> Gradients:
     total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     for block in blocks:
-        part = kernel.backward(*_select(q, k, v, block), saved.rows(block.queries), block, scale)
+        part = kernel.backward(*_select(q, k, v, block), saved.rows(block.queries), block, logits)
         for gradient, share in zip(_select(*total, block), part, strict=True):
             gradient.add_(share)
     return total
 
 
-def _sign_and_size(scale: float) -> tuple[int, float]:
-    """Return the sign of the scale, for q, and its size. Kernels need it positive: they scale after adding -inf."""
-    return (0, 1.0) if scale == 0 else (1 if scale > 0 else -1, abs(scale))
-
-
-def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the block's partial, with the identity in empty rows, for which kernels differ."""
-    out, lse = kernel.attend(q, k, v, block, scale)
+    out, lse = kernel.attend(q, k, v, block, logits)
     empty = block.empty_rows().to(out.device)
     if len(empty):
         out, lse = out.index_fill(2, empty, 0.0), lse.index_fill(2, empty, -torch.inf)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, tiles
@@ -16,7 +17,7 @@ class Reference:
 
     name: str = "reference"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None: all tensors are supported."""
         return None
 
@@ -24,34 +25,42 @@ class Reference:
         """Return tiles, since a plain matrix product has no causal form."""
         return tiles(band)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
-        logits = _logits(q, k, block, scale)
-        peak = logits.amax(-1, keepdim=True)
+        values = _masked(logits.cap(_products(q, k, logits.scale)), block)
+        peak = values.amax(-1, keepdim=True)
         # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
         peak.masked_fill_(peak == -torch.inf, 0.0)
-        weights = logits.sub_(peak).exp_()
+        weights = values.sub_(peak).exp_()
         total = weights.sum(-1, keepdim=True)
         out = weights @ _widen(v) / total.masked_fill(total == 0, 1.0)
         lse = (peak + total.log()).squeeze(-1)
         return Partial(_unpack(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`."""
         out, dout, rows = (_pack(x, k) for x in (saved.out, saved.dout, q))
-        weights = torch.exp(_logits(q, k, block, scale) - saved.lse.reshape(*rows.shape[:-1], 1))
+        products = _products(q, k, logits.scale)
+        slope = logits.slope(products)
+        weights = torch.exp(_masked(logits.cap(products), block) - saved.lse.reshape(*rows.shape[:-1], 1))
         delta = (out * dout).sum(-1, keepdim=True)
-        dlogits = weights * (dout @ _widen(v).transpose(-1, -2) - delta) * scale
-        dq, dk, dv = dlogits @ _widen(k), dlogits.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
+        dproducts = weights * (dout @ _widen(v).transpose(-1, -2) - delta) * (slope * logits.scale)
+        dq, dk, dv = dproducts @ _widen(k), dproducts.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
         return Gradients(_unpack(dq, q), dk, dv)
 
 
-def _logits(q: Tensor, k: Tensor, block: Block, scale: float) -> Tensor:
+def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Return (batch, kv_heads, group * length, keys), computed as keys times queries: fastest for few queries."""
     columns = _pack(q, k).transpose(-1, -2) * scale
-    logits = (_widen(k) @ columns).transpose(-1, -2).contiguous()
+    return (_widen(k) @ columns).transpose(-1, -2).contiguous()
+
+
+def _masked(logits: Tensor, block: Block) -> Tensor:
+    """Set the logits of invisible pairs to -inf, in place."""
     if block.causal or block.band is not None:
-        visible = block.visible().to(q.device)
+        visible = block.visible().to(logits.device)
         logits.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
     return logits
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
@@ -56,7 +57,7 @@ class Triton(CacheKernel):
 
     name: str = "triton"
 
-    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None for float32, bfloat16 and float16 on GPUs with bfloat16 tensor cores."""
         if (reason := unsupported_reason(q.device)) is not None:
             return reason
@@ -75,10 +76,10 @@ class Triton(CacheKernel):
         start, stop = int(band.low[first]), int(band.high[last])
         return [Block(slice(first, last + 1), slice(start, stop), band=band.rows(first, last + 1, start))]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) -> Partial:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial, in float32."""
         rows = q.shape[2] * q.shape[1] // k.shape[1]
-        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, scale))
+        return _with_fitting_tile("attend", q, v, rows, partial(_attend, q, k, v, block, logits))
 
     def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
         """Return the partial of the last queries, merged from one partial per block or per program instance."""
@@ -91,13 +92,15 @@ class Triton(CacheKernel):
             return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
         return merge_stacked(partials, into, sinks=sinks)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
+    ) -> Gradients:
         """Return the block's share of the gradients, in float32: one launch over queries, one over keys."""
-        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, scale))
+        return _with_fitting_tile("backward", q, v, LARGE_ROWS, partial(_backward, q, k, v, saved, block, logits))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> Partial:
-    arguments = _block_arguments(q, k, v, block, scale, tile)
+def _attend(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: Tile) -> Partial:
+    arguments = _block_arguments(q, k, v, block, logits, tile)
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["rows"] // tile.rows)
     span = _span(arguments["keys"], heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)
     spans = -(-arguments["keys"] // span)
@@ -115,8 +118,12 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
     partials = _empty_partials(q, count, view.values.shape[-1])
-    places, bounded = view.places(), view.padding is not None or mask.longest < FAR
+    bounded = view.padding is not None or mask.longest < FAR or query.key_lengths is not None
+    places = view.places()
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
+    if query.key_lengths is not None:
+        last = torch.minimum(last, query.key_lengths.to(q.device)[:, None] - 1)
+        first = first.expand_as(last).contiguous()
     launch(
         "decode",
         "attend_cache",
@@ -136,7 +143,7 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
         capacity=query.capacity,
         left=min(mask.left, MAX_REACH),
         right=min(mask.right, MAX_REACH),
-        scale=query.scale,
+        **_logit_arguments(query.logits),
         BOUNDED=bounded,
         NEAR=min(mask.left, mask.longest) < FAR,
     )
@@ -144,11 +151,11 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, scale: float, tile: Tile
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits, tile: Tile
 ) -> Gradients:
     dout = saved.dout.to(q.dtype).contiguous()
     delta = (saved.out.float() * saved.dout.float()).sum(-1)
-    arguments = _block_arguments(q, k, v, block, scale, tile)
+    arguments = _block_arguments(q, k, v, block, logits, tile)
     arguments |= {"dout": dout, "lse": saved.lse.contiguous(), "delta": delta}
     heads, tiles = k.shape[0] * k.shape[1], -(-arguments["keys"] // tile.keys)
     dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
@@ -168,7 +175,7 @@ def _empty_partials(q: Tensor, count: int, width: int) -> Partial:
     return Partial(*(q.new_empty(size, dtype=torch.float32) for size in ((*shape, width), shape)))
 
 
-def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float, tile: Tile) -> dict[str, Any]:
+def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits, tile: Tile) -> dict[str, Any]:
     """Return the arguments that all programs over a block share."""
     keys = k.shape[2]
     if block.band is None and not block.causal:  # created on the device, without a copy from the host
@@ -176,7 +183,11 @@ def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
     else:
         bounds = block.bounds()
         low, high = (x.clamp(0, keys).to(q.device, torch.int32) for x in (bounds.low, bounds.high))
-    return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, "scale": scale}
+    return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, **_logit_arguments(logits)}
+
+
+def _logit_arguments(logits: Logits) -> dict[str, Any]:
+    return {"scale": logits.scale, "softcap": logits.softcap, "CAPPED": logits.capped}
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> dict[str, Any]:
@@ -253,7 +264,7 @@ def _fault(device: torch.device) -> str | None:
     values = torch.arange(16, dtype=torch.bfloat16, device=device).expand(1, 1, 16, 16).mT.contiguous()
     few = torch.zeros_like(values)
     try:
-        out, lse = Triton().attend(few, few, values, Block(slice(0, 16), slice(0, 16)), 1.0)
+        out, lse = Triton().attend(few, few, values, Block(slice(0, 16), slice(0, 16)), Logits(1.0))
     except Exception as error:  # a compiler may raise any exception
         return warn_unsupported(f"{type(error).__name__}: {error}".splitlines()[0])
     right = (out - 7.5).abs().amax() < 1e-5 and (lse - math.log(16)).abs().amax() < 1e-5

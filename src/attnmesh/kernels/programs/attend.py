@@ -18,6 +18,7 @@ from attnmesh.kernels.programs.tiles import (
     read,
     row_products,
     store_rows,
+    tanh,
     write,
     zeros,
 )
@@ -49,10 +50,10 @@ def _key_run(first, stop, keys):
 def attend_program(
     q, k, v, low, high, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    rows, keys, group, kv_heads, span, width, values, scale,
+    rows, keys, group, kv_heads, span, width, values, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the partial of a tile of rows over a span of keys; `out` is (span, batch, head, query, width)."""
     tile, split, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -76,7 +77,7 @@ def attend_program(
     for step in range(start, end, KEYS):
         key = step + tl.arange(0, KEYS).to(tl.int64)
         valid_keys = key < end
-        logits = logits_of(q_0, q_1, k, key, valid_keys, k_row, width, scale * LOG2E, Q_0, Q_1, PRECISION)
+        logits = logits_of(q_0, q_1, k, key, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION)
         if (step < full_start) | (step + KEYS > full_end):
             visible = (first[:, None] <= key) & (key < stop[:, None]) & valid_keys
             logits = tl.where(visible, logits, -float("inf"))
@@ -92,24 +93,28 @@ def attend_program(
 
 @triton.jit
 def _weights_and_gradients(
-    q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, lse, delta, first, stop, key, scale,
-    Q_1: tl.constexpr, V_1: tl.constexpr, PRECISION: tl.constexpr,
+    q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, lse, delta, first, stop, key, scale, softcap,
+    Q_1: tl.constexpr, V_1: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the weights of a tile, e^(logit - lse), 0 for invisible keys, and the gradients of its logits."""
+    """Return the weights of a tile, e^(logit - lse), 0 for invisible keys, and the gradients of its scaled products."""
     logits = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION) * scale
+    slope = 1.0
+    if CAPPED:
+        bounded = tanh(logits / softcap)
+        logits, slope = bounded * softcap, 1.0 - bounded * bounded
     visible = (first[:, None] <= key) & (key < stop[:, None])
     weights = tl.exp2(tl.where(visible, (logits - lse[:, None]) * LOG2E, -float("inf")))
-    return weights, weights * (row_products(dout_0, dout_1, v_0, v_1, V_1, PRECISION) - delta[:, None])
+    return weights, weights * (row_products(dout_0, dout_1, v_0, v_1, V_1, PRECISION) - delta[:, None]) * slope
 
 
 @program()
 def queries_backward_program(
     q, k, v, dout, lse, delta, low, high, dq,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    rows, keys, group, kv_heads, width, values, scale,
+    rows, keys, group, kv_heads, width, values, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dq of a tile of rows."""
     tile, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -131,8 +136,8 @@ def queries_backward_program(
         k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
         v_0, v_1 = read(v, key * v_row, valid_keys, values, V_0, V_1)
         _, dlogits = _weights_and_gradients(
-            q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, row_lse, row_delta, first, stop, key, scale,
-            Q_1, V_1, PRECISION,
+            q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, row_lse, row_delta, first, stop, key, scale, softcap,
+            Q_1, V_1, CAPPED, PRECISION,
         )  # fmt: skip
         dq_0, dq_1 = add_weighted(dq_0, dq_1, dlogits.to(k.dtype.element_ty), k_0, k_1, Q_1, PRECISION)
     write(dq, out_row * width, valid, width, dq_0 * scale, dq_1 * scale, Q_0, Q_1)
@@ -142,10 +147,10 @@ def queries_backward_program(
 def keys_backward_program(
     q, k, v, dout, lse, delta, low, high, begin, finish, dk, dv,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    rows, keys, group, kv_heads, width, values, scale,
+    rows, keys, group, kv_heads, width, values, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store dk and dv of a tile of keys, which the queries from its `begin` up to its `finish` see."""
     tile, batch_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -168,8 +173,8 @@ def keys_backward_program(
         row_lse = tl.load(lse + out_row, mask=valid, other=float("inf"))
         row_delta = tl.load(delta + out_row, mask=valid, other=0.0)
         weights, dlogits = _weights_and_gradients(
-            q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, row_lse, row_delta, first, stop, key, scale,
-            Q_1, V_1, PRECISION,
+            q_0, q_1, k_0, k_1, v_0, v_1, dout_0, dout_1, row_lse, row_delta, first, stop, key, scale, softcap,
+            Q_1, V_1, CAPPED, PRECISION,
         )  # fmt: skip
         dv_0, dv_1 = add_weighted(
             dv_0, dv_1, tl.trans(weights.to(dout.dtype.element_ty)), dout_0, dout_1, V_1, PRECISION

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from attnmesh.kernels.programs.tiles import (
     LN2,
-    LOG2E,
     accumulate,
     logits_of,
     max_checksum,
@@ -41,10 +40,10 @@ def _count_below(numbers, count, target, WIDE: tl.constexpr):
 def attend_cache_program(
     q, k, v, places, token_index, state, firsts, lasts, out, lse,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, places_batch, bounds_batch,
-    rows, group, kv_heads, block, capacity, left, right, width, values, scale,
+    rows, group, kv_heads, block, capacity, left, right, width, values, scale, softcap,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
-    BOUNDED: tl.constexpr, NEAR: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, NEAR: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the partial of a tile of rows over a part of the slots; `out` is (part, batch, head, query, width).
 
@@ -86,7 +85,7 @@ def attend_cache_program(
         slot = step + tl.arange(0, KEYS).to(tl.int64)
         valid_keys = slot < end
         place = tl.load(places + slot, mask=valid_keys, other=-1)  # position, -1 for padding
-        logits = logits_of(q_0, q_1, k, slot, valid_keys, k_row, width, scale * LOG2E, Q_0, Q_1, PRECISION)
+        logits = logits_of(q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION)
         visible = (first[:, None] <= place) & (place <= last[:, None]) & (place >= 0)
         logits = tl.where(visible, logits, -float("inf"))
         peak, total, sum_0, sum_1 = accumulate(

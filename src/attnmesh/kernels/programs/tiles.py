@@ -93,12 +93,24 @@ def add_weighted(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISIO
 
 @triton.jit
 def logits_of(
-    q_0, q_1, k, key, valid_keys, k_row, width, factor,
-    Q_0: tl.constexpr, Q_1: tl.constexpr, PRECISION: tl.constexpr,
+    q_0, q_1, k, key, valid_keys, k_row, width, scale, softcap,
+    Q_0: tl.constexpr, Q_1: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the logits of a tile of rows over some keys; for powers of 2, if the factor contains LOG2E."""
+    """Return the logits of a tile of rows over some keys, times LOG2E, for powers of 2."""
     k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
-    return row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION) * factor
+    products = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION)
+    if CAPPED:
+        return tanh(products * (scale / softcap)) * (softcap * LOG2E)
+    return products * (scale * LOG2E)
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh: a polynomial for small x, since `1 - 2 / (1 + e^2x)` is exact beside 1 only."""
+    square = x * x
+    small = x + x * square * (-0.33333218 + square * (0.13316220 - square * 0.050170722))
+    large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.35, small, large)
 
 
 @triton.jit

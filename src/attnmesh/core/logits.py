@@ -1,0 +1,53 @@
+"""Logits of attention: the scale of the products q.k, and the soft cap, which bounds them."""
+
+import math
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.checks import check_scale
+from attnmesh.errors import DtypeError
+
+
+class Logits(NamedTuple):
+    """Logits `x = q.k * scale`; under a finite soft cap `softcap * tanh(x / softcap)`."""
+
+    scale: float
+    softcap: float = math.inf
+
+    @staticmethod
+    def of(subject: str, scale: float | None, softcap: float | None, q: Tensor) -> "Logits":
+        """Return the logits that a caller asks for, or raise."""
+        return Logits(check_scale(subject, scale, q), check_softcap(subject, softcap))
+
+    @property
+    def capped(self) -> bool:
+        """Whether the logits have a soft cap."""
+        return self.softcap < math.inf
+
+    def positive(self) -> tuple[int, "Logits"]:
+        """Return a sign for q, and logits with a positive scale. The sign is 0 for a scale of 0."""
+        if self.scale == 0:
+            return 0, self._replace(scale=1.0)
+        return (1 if self.scale > 0 else -1), self._replace(scale=abs(self.scale))
+
+    def cap(self, products: Tensor) -> Tensor:
+        """Return the logits of scaled products."""
+        return self.softcap * torch.tanh(products / self.softcap) if self.capped else products
+
+    def slope(self, products: Tensor) -> Tensor | float:
+        """Return the derivative of the logits with respect to the scaled products."""
+        return 1.0 - torch.tanh(products / self.softcap).square() if self.capped else 1.0
+
+
+def check_softcap(subject: str, softcap: float | None) -> float:
+    """Return the soft cap; inf for None. Its size must fit in float32, which kernels use."""
+    if softcap is None:
+        return math.inf
+    if isinstance(softcap, bool) or not isinstance(softcap, Real) or not 1e-30 <= softcap <= 1e30:
+        given = f"{softcap!r} of type {type(softcap).__name__}"
+        fix = "pass a Python float, or leave it out for no cap"
+        raise DtypeError(f"{subject} softcap", "None or a number from 1e-30 to 1e30", given, fix)
+    return float(softcap)
