@@ -172,6 +172,7 @@ def bench_latent(
     steps: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 11,
 ) -> list[Table]:
     """One decode step of a layer of DeepSeek-V3's shape: stock transformers, then latents attended in place."""
+    ranks = ranks_of(world_of(ranks, None))
     run.step(f"{tokens:,} tokens, stock and on {ranks} ranks")
     request = latent_bench.Request(tokens, dtype, steps)
     latent_bench.rows(request, ranks, torch.get_num_threads(), run.table("rows"))

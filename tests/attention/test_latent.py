@@ -9,6 +9,7 @@ from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
 from attnmesh.comm.counters import counted
+from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
@@ -43,7 +44,7 @@ def test_heads_are_expanded_in_groups(size: int, monkeypatch: pytest.MonkeyPatch
     band = Band.of(am.Window(4), torch.arange(TOKENS), TOKENS)
     visible = am.Window(4).visible(torch.arange(TOKENS), torch.arange(TOKENS))
     expected, lse, _ = dense(q, *projection.expand(latents), visible, 0.3)
-    partial = projection.attend(choose("auto", q, *projection.expand(latents)), q, latents, band, 0.3)
+    partial = projection.attend(choose("auto", q, *projection.expand(latents)), q, latents, band, Logits(0.3))
     torch.testing.assert_close(partial.out, expected)
     torch.testing.assert_close(partial.lse, lse)
 
@@ -53,10 +54,12 @@ def received(shape: Shape) -> int:
     mesh, n = named_mesh(shape, AXES), TOKENS
     q, k, v = torch.randn(1, HEADS, n, COLUMNS + ROTATED), *torch.randn(2, 1, HEADS, n, COLUMNS + ROTATED)
     projection = Projection(torch.randn(HEADS, COLUMNS, RANK), torch.randn(HEADS, VALUES, RANK))
-    options = Options(am.Full(), am.Zigzag(), am.Zigzag(), "bulk", "auto", None, n * shape.ranks, n * shape.ranks, None)
+    options = Options(am.Full(), am.Zigzag(), am.Zigzag(), "bulk", "auto", None, None, *[n * shape.ranks] * 2, None)
     tokens = torch.randn(1, 1, n, RANK + ROTATED)
     with counted() as traffic:
-        attend_shards(Call(q, k, v[..., :VALUES], None, options), Mesh.of(mesh), None, Latents(tokens, projection))
+        attend_shards(
+            Call(q, k, v[..., :VALUES], None, None, options), Mesh.of(mesh), None, Latents(tokens, projection)
+        )
     return traffic.vectors
 
 

@@ -380,7 +380,7 @@ def test_the_programs_compile_for_other_gpus(capability: int) -> None:
 def test_each_program_is_given_all_its_arguments() -> None:
     """A compiled program refuses other arguments, which the interpreter lets pass."""
     q, k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 7, 16), torch.randn(1, 1, 7, 16)
-    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), 0.25, kernel.Tile(16, 16))
+    call = kernel._block_arguments(q, k, v, Block(slice(0, 5), slice(0, 7)), Logits(0.25), kernel.Tile(16, 16))
     backward = {"dout", "delta", "lse"}
     own = {
         "attend_program": {"out", "lse", "span"},

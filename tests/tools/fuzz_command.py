@@ -29,6 +29,7 @@ import torch
 import typer.main
 from benchmarks import commands as benchmarks_commands
 from benchmarks import faults
+from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
 from benchmarks import plan as plan_bench
 from benchmarks.commands import app as benchmarks_app
@@ -438,6 +439,8 @@ def stand_in(sandbox: Sandbox) -> None:
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
     replace(whole_model, rows=lambda request, threads, world, add: [add(each) for each in on(world, [row, row])])
     replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
+    step = latent_bench.Row("stock", TIME, 1.0, 1)
+    replace(latent_bench, rows=lambda request, ranks, threads, add: add(on(ranks, step)))
     replace(plan_bench, report=measured_plans)
     replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
     replace(plan, plans_for=priced)
