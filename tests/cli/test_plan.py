@@ -330,10 +330,14 @@ class Browser:
         self.run(f"const one = document.getElementById('{axis}'); one.value = {index}; {notify}")
 
 
-def _port(driver: "subprocess.Popen[str]") -> int:
-    for line in driver.stdout or ():
-        if "started successfully on port" in line:
-            return int(line.rstrip(".\n").split()[-1])
+def _started() -> "tuple[subprocess.Popen[str], int]":
+    """Return a chromedriver and its port. It ends at once if the port that it draws is taken on one kind of address."""
+    for _ in range(5):
+        driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
+        for line in driver.stdout or ():
+            if "started successfully on port" in line:
+                return driver, int(line.rstrip(".\n").split()[-1])
+        driver.wait()
     raise AssertionError("chromedriver did not start")
 
 
@@ -342,9 +346,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if not (shutil.which("chromium") and shutil.which("chromedriver")):
         assert "CI" not in os.environ, "apt-get install chromium chromium-driver"
         pytest.skip("needs chromium and chromium-driver")
-    with subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
+    driver, port = _started()
+    with driver:
         try:
-            page = Browser(_port(driver), tmp_path_factory.mktemp("profile"))
+            page = Browser(port, tmp_path_factory.mktemp("profile"))
             yield page
             page.call("DELETE", "")
         finally:
