@@ -138,30 +138,38 @@ class CacheShard:
         self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
         self.padding = self.padding and self.padding._replace(places=self.padding.places[:, whole:])
         self.slots -= whole
-        self.state = self.state - torch.tensor([0, whole], device=self.device)
+        with torch.inference_mode(False):
+            self.state = self.state - torch.tensor([0, whole], device=self.device)
 
-    def unshare(self, tokens: int = 0) -> None:
-        """Copy shared tokens to memory of this shard alone, except whole blocks of the first `tokens` ones."""
-        kept, loose, shared = [], [], 0
+    def unshare(self, tokens: int | None = None) -> None:
+        """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
+        kept, loose, shared, left = [], [], 0, tokens
         for blocks in self.shared:
-            rest = min(max(tokens - shared, 0), blocks.used) // self.sizes.block * self.sizes.block
-            shared += rest
-            kept += [blocks.first(rest)] * bool(rest)
-            loose += [] if rest == blocks.used else [(blocks, rest)]
+            stay = 0 if left is None else min(left, blocks.used)
+            first = stay // self.sizes.block * self.sizes.block
+            left = None if left is None else left - stay
+            shared += first
+            kept += [blocks.first(first)] * bool(first)
+            loose += [] if first == blocks.used else [(blocks, first, blocks.used if tokens is None else stay)]
         if not loose:
             return
-        moved, used = self.shared_tokens - shared, self.used
+        moved = self.shared_tokens - shared
+        used = self.used + moved if tokens is None else tokens - shared
+        whole = tokens is None
+
+        def own(x: Tensor, parts: list[Tensor], dim: int) -> Tensor:
+            return prepended(x, parts, dim, moved, whole)
+
         with torch.inference_mode(False):
-            sources = [[blocks.stored[n][:, :, first:-1] for blocks, first in loose] for n in range(len(self.stored))]
-            indices = [blocks.token_index[first:-1] for blocks, first in loose]
-            self.stored = [prepended(x, parts, 2) for x, parts in zip(self.stored, sources, strict=True)]
+            parts = [[blocks.stored[n][:, :, a:b] for blocks, a, b in loose] for n in range(len(self.stored))]
+            self.stored = [own(x, part, 2) for x, part in zip(self.stored, parts, strict=True)]
             if self.padding is not None:
-                given = [self._view(blocks).padding for blocks, _ in loose]
-                parts = [x.places[:, first:-1] for x, (_, first) in zip(given, loose, strict=True) if x is not None]
-                self.padding = self.padding._replace(places=prepended(self.padding.places, parts, 1))
-            self.token_index = prepended(self.token_index, indices, 0)
+                given = [(self._view(blocks).places(), a, b) for blocks, a, b in loose]
+                places = own(self.padding.places, [x[:, a:b] for x, a, b in given], 1)
+                self.padding = self.padding._replace(places=places)
+            self.token_index = own(self.token_index, [blocks.token_index[a:b] for blocks, a, b in loose], 0)
+            self.state = torch.stack((self.state[0], torch.full_like(self.state[0], used)))
         self.shared, self.slots = tuple(kept), self.slots + moved
-        self.state = torch.stack((self.state[0], torch.full_like(self.state[0], used + moved)))
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -253,7 +261,7 @@ class CacheShard:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
             self.padding = self.padding.reordered(index)
-        self.shared = tuple(blocks.reordered(index) for blocks in self.shared)
+        self.shared = tuple(blocks.reordered(index, self.sizes.block) for blocks in self.shared)
 
     def mark_present(self, length: int, token_mask: Tensor | None, first: int) -> int:
         """Mark the tokens from `first` up to `length` as present. Return how many of them this rank holds."""

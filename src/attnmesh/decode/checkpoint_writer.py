@@ -61,10 +61,15 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
         for start, stop in [piece for piece in self if piece[1] > used]:
             del self[start, stop]
 
+    @property
+    def at_rest(self) -> bool:
+        """True unless a save was started on which no rank has called `wait`: the same on every rank."""
+        return self.last is None or self.last.concluded
+
     def check_written(self) -> None:
         """Raise if the last save is still writing."""
         given, fix = "a cache whose save is writing", "call wait() on the result of save first"
-        require(self.last is None or self.last.concluded, StoreError, "fork", "a cache at rest", given, fix)
+        require(self.at_rest, StoreError, "fork", "a cache at rest", given, fix)
 
     def finish_writing(self) -> None:
         """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""

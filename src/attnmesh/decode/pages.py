@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import CallChecker
 from attnmesh.core.checks import check_tensor, require, type_and_shape
+from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import CacheProperties, Shards
 from attnmesh.decode.shared_blocks import SharedBlocks
@@ -55,7 +56,6 @@ class PagedCache(CacheProperties):
         own = SharedBlocks(shard.stored, shard.token_index[: shard.used + 1], None)
         return [_pages(blocks, shard) for blocks in (*shard.shared, own)]
 
-    @torch.no_grad()
     def append_pages(self, keys: Tensor, values: Tensor | None, block_table: Tensor) -> None:
         """Add the first tokens from an engine's pool, which stays unchanged while the cache is in use.
 
@@ -72,6 +72,7 @@ class PagedCache(CacheProperties):
             ShapeError: The cache is not empty, a shape does not fit, a block is not in the pool, or they exceed the
                 capacity.
             DtypeError: A dtype or a device is not the cache's.
+            KernelError: The cache has copies or a mask, or a pool requires gradients.
 
         >>> import attnmesh as am
         >>> cache = am.KVCache(None, batch=1, kv_heads=1, head_dim=4, capacity=64, dtype=torch.float32)
@@ -92,7 +93,8 @@ class PagedCache(CacheProperties):
             self.shards.check_fits("append_pages", more, self.shards.counts)
 
         self.checker.check("append_pages", check, lambda: {"blocks": block_table.shape[1]}, must=True)
-        _append(self.shards, pools, block_table.long())
+        with torch.no_grad():
+            _append(self.shards, pools, block_table.long())
 
 
 def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
@@ -122,6 +124,7 @@ def _append(shards: Shards, pools: tuple[Tensor, ...], table: Tensor) -> None:
     shared = (count - 1) * size
     if shared > 0:
         shard.shared = (SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None),)
+        shards.forked = True
         shard.slots -= shared
         shard.stored = [x.new_empty(*x.shape[:2], x.shape[2] - shared, x.shape[3]) for x in shard.stored]
         shard.token_index = shard.token_index[shared:]
@@ -155,6 +158,7 @@ def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
         expected, fix = f"shape (blocks, {sizes.block}, {heads}, {width})", "make the cache with the engine's block"
         require(fits, ShapeError, f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
         sizes.check_dtype(f"append_pages {name}", pool, shard.device)
+        check_no_gradients("append_pages", {name: pool})
     whole = isinstance(table, Tensor) and table.dtype in (torch.int32, torch.int64)
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"
     require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(table), fix)

@@ -34,6 +34,7 @@ class Shards:
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # a lower bound: the host does not see what a replayed graph appends
+        self.forked = False  # alike on all ranks: one may hold no whole block to share
         self.floor = 0  # tokens that no query from this one on sees are forgotten
 
     @property
@@ -45,10 +46,12 @@ class Shards:
         """Return a copy with tensors of its own."""
         other = copy(self)
         other.own, other.copies = self.own.clone(), {index: shard.clone() for index, shard in self.copies.items()}
+        other.forked = False
         return other
 
     def fork(self) -> "Shards":
         """Return shards that share the memory of whole blocks with these."""
+        self.forked = self.forgets is None
         other = copy(self)
         other.own, other.copies = self.own.fork(), {index: shard.fork() for index, shard in self.copies.items()}
         return other
@@ -57,6 +60,7 @@ class Shards:
         """Copy tokens that other caches share to memory of these shards alone."""
         for shard in self.all:
             shard.unshare()
+        self.forked = False
 
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
@@ -230,8 +234,8 @@ class CacheProperties:
 
     @property
     def is_forked(self) -> bool:
-        """True if other caches share memory with this one."""
-        return bool(self.shard.shared)
+        """True if other caches may share memory with this one: the same on every rank."""
+        return self.shards.forked
 
     @property
     def padding(self) -> Padding | None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -30,8 +29,11 @@ class SharedBlocks(NamedTuple):
         places = None if self.places is None else self.places[:, : count + 1]
         return SharedBlocks([x[:, :, : count + 1] for x in self.stored], self.token_index[: count + 1], places)
 
-    def reordered(self, index: Tensor) -> "SharedBlocks":
-        """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several."""
+    def reordered(self, index: Tensor, block: int) -> "SharedBlocks":
+        """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
+
+        A copy has whole blocks of rows in memory, for `KVCache.pages`.
+        """
         if len(index) == len(self.stored[0]) and bool((index.diff() == 1).all()) and not int(index[0]):
             return self
 
@@ -39,10 +41,23 @@ class SharedBlocks(NamedTuple):
             alike = len(x) == 1 or (len(x) > 1 and x.stride(0) == 0)
             return x[:1].expand(len(index), *x.shape[1:]) if alike else x.index_select(0, index)
 
+        def select_rows(x: Tensor) -> Tensor:
+            if len(x) == 1 or x.stride(0) == 0:
+                return select(x)
+            count = x.shape[2]
+            rows = x.new_empty(len(index), x.shape[1], -(-count // block) * block, x.shape[3])[:, :, :count]
+            return rows.copy_(x.index_select(0, index))
+
         places = None if self.places is None else select(self.places)
-        return SharedBlocks([*map(select, self.stored)], self.token_index, places)
+        return SharedBlocks([*map(select_rows, self.stored)], self.token_index, places)
 
 
-def prepended(x: Tensor, parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Return a tensor of the parts and then x, in memory of its own."""
-    return torch.cat([*parts, x], dim)
+def prepended(x: Tensor, parts: Sequence[Tensor], dim: int, rows: int, whole: bool) -> Tensor:
+    """Return memory with `rows` more rows than x: the parts, and then the rows of x if they are wanted too."""
+    shape = [*x.shape]
+    shape[dim] += rows
+    new, start = x.new_empty(shape), 0
+    for part in (*parts, x) if whole else parts:
+        new.narrow(dim, start, part.shape[dim]).copy_(part)
+        start += part.shape[dim]
+    return new

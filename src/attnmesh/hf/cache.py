@@ -170,7 +170,8 @@ class ShardedCache(Cache):  # type: ignore[misc]
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            for layer in self.layers if self.layers[0].kv.sizes.batch == 1 else ():
+            first = self.layers[0].kv
+            for layer in self.layers if first.sizes.batch == 1 and first.saved.at_rest else ():
                 layer.kv = layer.kv.fork()
             self.reorder_cache(torch.arange(self.layers[0].kv.sizes.batch).repeat_interleave(repeats))
 
