@@ -1,6 +1,7 @@
 import base64
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -331,12 +332,13 @@ class Browser:
 
 
 def _started() -> "tuple[subprocess.Popen[str], int]":
-    """Return a chromedriver and its port. It ends at once if the port that it draws is taken on one kind of address."""
-    for _ in range(5):
-        driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
-        for line in driver.stdout or ():
-            if "started successfully on port" in line:
-                return driver, int(line.rstrip(".\n").split()[-1])
+    """Return a chromedriver and its port, below the ports that the system gives to connections."""
+    for port in random.SystemRandom().sample(range(20000, 30000), 20):
+        driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.PIPE, text=True)
+        assert driver.stdout is not None
+        if any("started successfully on port" in line for line in driver.stdout):
+            return driver, port
+        driver.stdout.close()
         driver.wait()
     raise AssertionError("chromedriver did not start")
 
