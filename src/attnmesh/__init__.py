@@ -6,8 +6,11 @@ from attnmesh.attention.attention import attention as attention
 from attnmesh.attention.sharding import shard as shard
 from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
+from attnmesh.comm.halo import halo as halo
 from attnmesh.comm.init_mesh import init_mesh as init_mesh
 from attnmesh.comm.merge import merge_across as merge_across
+from attnmesh.comm.scan import AffineMap as AffineMap
+from attnmesh.comm.scan import scan_across as scan_across
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag

@@ -184,6 +184,15 @@ def merge_across(at: Place, **changes: Any) -> None:
     am.merge_across(**{"partial": am.Partial(**parts), "group": dist.group.WORLD} | changes)
 
 
+def scan_across(at: Place, **changes: Any) -> None:
+    maps = {"linear": numbers(1, HEADS, WIDTH), "bias": numbers(1, HEADS, WIDTH, 3)}
+    am.scan_across(**maps | {"group": dist.group.WORLD} | changes)
+
+
+def halo(at: Place, **changes: Any) -> None:
+    am.halo(**{"x": numbers(1, 5, WIDTH), "size": 3, "group": dist.group.WORLD} | changes)
+
+
 def unshard(at: Place, **changes: Any) -> None:
     am.unshard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": am.Contiguous()} | changes)
 
@@ -616,6 +625,36 @@ ALIKE: Table = {
             r"merge_across: expected a partial without gradients, given one with requires_grad=True\. Fix: call it",
         ),
     ],
+    scan_across: [
+        ({"linear": 1.0}, DtypeError, r"scan_across linear: expected a tensor of floats, given float\. Fix: use"),
+        ({"bias": INTS["q"]}, DtypeError, r"scan_across bias: expected a tensor of floats, given torch.int32\. Fix"),
+        ({"bias": T(1, HEADS, 4)}, ShapeError, r"scan_across bias: expected 4 dims .*, given shape \(1, 6, 4\)\. Fix"),
+        (
+            {"linear": T(1, 5)},
+            ShapeError,
+            r"scan_across linear: expected shape \(1, 6\), .*, given shape \(1, 5\)\. Fix",
+        ),
+        ({"linear": T(1, 6, 4, 3)}, ShapeError, r"scan_across linear: .* \(1, 6, 4, 4\) for .*, given .*4, 3\)\. Fix"),
+        ({"linear": T(1, 6)}, MeshError, r"scan_across: .*:\n    shards  linear\n(.*\n)*.*\[1, 6\]\n"),
+        ({"bias": T(1, 6, 4, 2)}, MeshError, r"scan_across: .*:\n    shards  bias\n(.*\n)*.*\[1, 6, 4, 2\]\n"),
+        ({"bias": T(1, 6, 4, 3).double()}, MeshError, r"scan_across: .*:\n    shards  dtypes\n(.*\n)*.*float64"),
+        ({"linear": T(1, 6, 4).requires_grad_()}, MeshError, r"scan_across: .*:\n    shards  requires_grad\n"),
+        ({"linear": T(1, 6, 4, device="meta")}, DeviceError, r"scan_across: expected one device, given linear meta"),
+        ({"reverse": True}, MeshError, r"scan_across: .*:\n    shards  reverse\n(.*\n)*.*True\n"),
+        ({"reverse": 1}, ArgumentError, r"scan_across reverse: expected True or False, given 1\. Fix: pass"),
+        ({"checked": 0}, ArgumentError, r"scan_across checked: expected None, True or False, given 0\. Fix"),
+    ],
+    halo: [
+        ({"x": [1.0]}, DtypeError, r"halo x: expected a tensor of floats, given list\. Fix: use torch"),
+        ({"x": T(1, 5, WIDTH).int()}, DtypeError, r"halo x: expected a tensor of floats, given torch.int32\. Fix"),
+        ({"x": T(1, 5, WIDTH).half()}, MeshError, r"halo: .*:\n    shards  dtype\n(.*\n)*.*float16\n"),
+        ({"x": T(2, 5, WIDTH)}, MeshError, r"halo: .*:\n    shards  others\n(.*\n)*.*\[2, 4\]\n"),
+        ({"size": 2}, MeshError, r"halo: .*:\n    shards  size\n(.*\n)*.*2\n"),
+        ({"size": -1}, ShapeError, r"halo size: expected a whole number, 0 or more, given -1\. Fix: pass"),
+        ({"size": 2.5}, ShapeError, r"halo size: expected a whole number, 0 or more, given 2\.5\. Fix: pass"),
+        ({"dim": 3}, ShapeError, r"halo dim: expected a dim of the tensor's 3, given 3\. Fix: pass"),
+        ({"dim": 2}, MeshError, r"halo: .*:\n    shards  others .*dim\n"),
+    ],
     unshard: [
         ({"x": [1.0]}, DtypeError, r"unshard: expected a tensor of floats, given list\. Fix: use torch"),
         ({"x": T(1, 2, 4, 3).to_sparse()}, DtypeError, r"unshard: expected a dense tensor, given torch.sparse_coo"),
@@ -804,6 +843,8 @@ ALONE: Table = {
         ({"group": "world"}, MeshError, r"merge_across group: .* a process group that holds .*, given 'world'\. Fix"),
         ({"group": None}, MeshError, r"a process group that .*, given None in a world of \d ranks\. Fix: pass"),
     ],
+    scan_across: [({"group": "world"}, MeshError, r"scan_across group: .*, given 'world'\. Fix: pass")],
+    halo: [({"group": None}, MeshError, r"halo group: .* given None in a world of \d ranks\. Fix: pass")],
     shard: [
         ({"x": [1.0]}, DtypeError, r"shard: expected a tensor of floats, given list\. Fix: use torch"),
         ({"dim": 4}, ShapeError, r"shard: expected a dim of the tensor's 4, given dim 4\. Fix: say along which"),

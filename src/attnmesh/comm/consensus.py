@@ -18,6 +18,7 @@ from attnmesh.comm.topology import mesh_hosts
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.world import cached_per_world
 
 T = TypeVar("T")
 
@@ -74,6 +75,28 @@ def run_agreed_with(
     result, text = attempt(act, call)
     table = agree(mesh, text, () if isinstance(text, InputError) else numbers(result))
     return cast(T, result), table
+
+
+def agree_on_call(
+    mesh: Mesh, device: torch.device, checked: bool | None, check: Callable[[], None], describe: Callable[[], str]
+) -> None:
+    """Run `check`, and compare the call of `describe` with that of the other ranks, as `checked` asks for.
+
+    With None, ranks compare every call on CPUs, and on GPUs the first call of each kind.
+    """
+    if mesh.shape.ranks == 1 or checked is False or not may_compare(device):
+        check()
+    elif compares_always(checked, device):
+        run_agreed(mesh, check, lambda _: describe())
+    else:
+        check()
+        _agree_once(mesh, describe())
+
+
+@cached_per_world(1024)
+def _agree_once(mesh: Mesh, call: str) -> None:
+    """Compare the first call of each kind."""
+    agree(mesh, call)
 
 
 def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:

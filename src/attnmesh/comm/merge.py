@@ -81,7 +81,7 @@ def merge_across(
     >>> torch.equal(merge_across(partial, None).out, partial.out)
     True
     """
-    axis = axis_of(group)
+    axis = axis_of(group, "merge_across")
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
@@ -147,7 +147,7 @@ def _mesh_of(axis: Axis) -> Mesh:
     return Mesh(Axis(), Axis(), axis)
 
 
-def axis_of(group: Any) -> Axis:
+def axis_of(group: Any, subject: str) -> Axis:
     """Return the axis of a process group, or of a mesh of one axis."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if group is None and ranks == 1:
@@ -157,7 +157,7 @@ def axis_of(group: Any) -> Axis:
     if not isinstance(group, ProcessGroup):
         given = f"None in a world of {ranks} ranks" if group is None else repr(group)
         fix = 'pass dist.group.WORLD, mesh.get_group(axis), or one axis of a mesh, as mesh["keys"]'
-        raise MeshError("merge_across group", "a process group that holds this rank, or a mesh of one axis", given, fix)
+        raise MeshError(f"{subject} group", "a process group that holds this rank, or a mesh of one axis", given, fix)
     return Axis(group.size(), group.rank(), group)
 
 

@@ -1,0 +1,211 @@
+"""Scan of affine maps across ranks: the state of a recurrent layer at the beginning of each rank's shard.
+
+A recurrent layer maps its state by `S -> A S + B` over a shard of the sequence. Two maps compose to one of the same
+size, in order, so the messages do not depend on the length. Seven ranks, in ceil(log2 7) rounds:
+
+        0   1   2   3   4   5   6
+        |-A-|   |-B-|   |-C-|   |     round 1: each pair exchanges its maps; 6 has no peer
+        |---BA------|   |--6C---|     round 2: 0 and 2, 1 and 3, 4 and 6 exchange the maps of their pairs
+        |---6CBA----------------|     round 3: 0 to 4, 1 to 5, 2 to 6
+
+A rank composes what comes from earlier ranks into its prefix. The gradient is the same scan in the other direction,
+of the transposed maps.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.consensus import agree_on_call, describe_call
+from attnmesh.comm.merge import axis_of
+from attnmesh.comm.p2p import exchange_messages
+from attnmesh.core.checks import check_checked, check_one_device, check_tensor, require
+from attnmesh.core.partial import sum_dtype
+from attnmesh.errors import ArgumentError, DtypeError, ShapeError
+from attnmesh.mesh.axes import Axis, Mesh, group_named
+
+
+class AffineMap(NamedTuple):
+    """A map of states, `S -> linear S + bias`."""
+
+    linear: Tensor
+    bias: Tensor
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """Return the mapped state."""
+        return _times(self.linear, state) + self.bias
+
+    def after(self, first: "AffineMap") -> "AffineMap":
+        """Return the composition: `first`, then this map."""
+        return AffineMap(_compose(self.linear, first.linear, self.bias.ndim), self(first.bias))
+
+
+def scan_across(
+    linear: Tensor,
+    bias: Tensor,
+    group: ProcessGroup | DeviceMesh | None,
+    *,
+    reverse: bool = False,
+    checked: bool | None = None,
+) -> AffineMap:
+    """Return the composition of the affine maps of all earlier ranks: the exclusive prefix of this rank.
+
+    The first rank gets the identity. Gradients flow to the maps of all ranks, so each rank uses its result in the loss,
+    or none does.
+
+    Args:
+        linear: One factor per state (batch, heads), a diagonal (batch, heads, K), or a matrix (batch, heads, K, K).
+        bias: The state after this rank's tokens, from a state of zero: (batch, heads, K, V).
+        group: A process group, a mesh of one axis, or None for a single rank.
+        reverse: True to compose the maps of later ranks, the last rank's first.
+        checked: When ranks compare their calls: True always, False never, None at every call on CPUs and at the first
+            call of each kind on GPUs.
+
+    Returns:
+        `linear` and `bias` of the composition, in float32 or wider.
+
+    Raises:
+        InputError: An argument cannot be served, or the ranks' calls differ.
+        RankFailure: A rank is lost.
+
+    >>> linear, bias = torch.rand(1, 2, 4, 4), torch.rand(1, 2, 4, 3)
+    >>> scan_across(linear, bias, None).bias.abs().sum()
+    tensor(0.)
+    """
+    axis = axis_of(group, "scan_across")
+    mesh = Mesh(Axis(), Axis(), axis)
+    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh.kind)
+    agree_on_call(
+        mesh,
+        device,
+        checked,
+        lambda: _check(linear, bias, reverse, checked),
+        lambda: _describe(linear, bias, reverse),
+    )
+    dtype = torch.promote_types(sum_dtype(linear.dtype), sum_dtype(bias.dtype))
+    order = range(axis.size)[:: -1 if reverse else 1]
+    return scan(AffineMap(linear.to(dtype), bias.to(dtype)), axis, order)
+
+
+def scan(element: AffineMap, axis: Axis, order: Sequence[int], *, whole: bool = True) -> AffineMap:
+    """Return the composition of the maps of the ranks that come before this one in `order`, indices of the axis.
+
+    Without `whole`, only the bias has a gradient: a state that begins as zero needs no more.
+    """
+    linear, bias = element
+    if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
+        linear, bias = linear[..., None], bias.flatten(-2)[..., None, :]
+    place = [axis.index, *order]
+    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, place, whole)
+    return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
+
+
+@torch.library.custom_op("attnmesh::scan_across", mutates_args=())
+def scan_op(linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool) -> tuple[Tensor, Tensor]:
+    """Run the scan as an operator. `place` is this rank's index and the order of the ranks."""
+    index, *order = place
+    axis = Axis(len(order), index, group_named(group))
+    ranks, own = len(order), order.index(index)
+    total, prefix = AffineMap(linear, bias), None
+    step = 1
+    while step < ranks:
+        # In the last round only later ranks receive: no total is needed after it.
+        peer, last = own ^ step, 2 * step >= ranks
+        if peer < ranks:
+            sends = {order[peer]: tuple(total)} if peer > own or not last else {}
+            wanted = {order[peer]: tuple(torch.empty_like(x, device="meta") for x in total)}
+            finish = exchange_messages(sends, wanted if peer < own or not last else {}, axis, bias.device, "scanning")
+            arrived = finish()
+            if peer < own:
+                earlier = AffineMap(*arrived[order[peer]])
+                prefix = earlier if prefix is None else prefix.after(earlier)
+                total = total if last else total.after(earlier)
+            elif not last:
+                total = AffineMap(*arrived[order[peer]]).after(total)
+        step *= 2
+    if prefix is None:
+        return _identity(linear, bias.ndim), torch.zeros_like(bias)
+    return prefix.linear.clone(), prefix.bias.clone()  # what has arrived shares the memory of one message
+
+
+@scan_op.register_fake
+def _(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(linear), torch.empty_like(bias)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    linear, _, ctx.group, ctx.place, ctx.whole = inputs
+    ctx.save_for_backward(linear, *output)
+    if not ctx.whole:
+        ctx.mark_non_differentiable(output[0])
+
+
+def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor | None, ...]:
+    """Scan the gradients of the states from the last rank to the first.
+
+    The state X = [bias | linear] of rank r becomes A X + [B | 0] on rank r + 1. So a gradient G of X on rank r adds to
+    A' times the gradient of X on rank r + 1.
+    """
+    linear, prefix_linear, prefix_bias = ctx.saved_tensors
+    matrix = linear.ndim == prefix_bias.ndim
+    state, dstate = [prefix_bias], [dbias]
+    if ctx.whole:
+        state.append(prefix_linear if matrix else prefix_linear[..., None])
+        dstate.append(dlinear if matrix else dlinear[..., None])  # type: ignore[index, arg-type]
+    index, *order = ctx.place
+    transposed = linear.mT.contiguous() if matrix else linear
+    place = [index, *reversed(order)]
+    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False)
+    whole = torch.cat(state, -1)
+    dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
+    return dlinear, later[..., : prefix_bias.shape[-1]], None, None, None
+
+
+scan_op.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+def _times(linear: Tensor, state: Tensor) -> Tensor:
+    """Return a linear map of a state (..., K, V). Factors and diagonals have fewer dims than matrices."""
+    if linear.ndim == state.ndim:
+        return linear @ state
+    return linear[(...,) + (None,) * (state.ndim - linear.ndim)] * state
+
+
+def _compose(second: Tensor, first: Tensor, ndim: int) -> Tensor:
+    return second @ first if second.ndim == ndim else second * first
+
+
+def _identity(linear: Tensor, ndim: int) -> Tensor:
+    """Return the identity in the form of a linear map of states of `ndim` dims."""
+    if linear.ndim == ndim:
+        return torch.eye(linear.shape[-1], dtype=linear.dtype, device=linear.device).expand_as(linear).contiguous()
+    return torch.ones_like(linear)
+
+
+def _describe(linear: Tensor, bias: Tensor, reverse: bool) -> str:
+    learned = torch.is_grad_enabled() and (linear.requires_grad or bias.requires_grad)
+    shapes = {"linear": list(linear.shape), "bias": list(bias.shape), "dtypes": f"{linear.dtype} {bias.dtype}"}
+    return describe_call("scan_across", **shapes, reverse=reverse, requires_grad=learned)
+
+
+def _check(linear: Tensor, bias: Tensor, reverse: bool, checked: bool | None) -> None:
+    check_checked("scan_across", checked)
+    for name, x in (("linear", linear), ("bias", bias)):
+        check_tensor(f"scan_across {name}", x)
+        fits, fix = x.is_floating_point(), "cast it with .float()"
+        require(fits, DtypeError, f"scan_across {name}", "a tensor of floats", x.dtype, fix)
+    check_one_device("scan_across", {"linear": linear, "bias": bias})
+    given, fix = f"shape {tuple(bias.shape)}", "pass one state per batch and head; V may be 1"
+    require(bias.ndim == 4, ShapeError, "scan_across bias", "4 dims (batch, heads, K, V)", given, fix)
+    shape = tuple(bias.shape)
+    shapes = [shape[:2], shape[:3], (*shape[:3], shape[2])]
+    expected = f"shape {shapes[0]}, {shapes[1]} or {shapes[2]} for bias {shape}"
+    fix = "pass a factor, a diagonal or a matrix per batch and head"
+    given = f"shape {tuple(linear.shape)}"
+    require(tuple(linear.shape) in shapes, ShapeError, "scan_across linear", expected, given, fix)
+    expected, fix = "True or False", "pass reverse=True to scan from the last rank"
+    require(isinstance(reverse, bool), ArgumentError, "scan_across reverse", expected, repr(reverse), fix)

@@ -1,0 +1,187 @@
+"""The scan of affine maps across ranks is the sequential fold, on any number of ranks, with its gradients."""
+
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.comm.counters import counted
+from tests.support.pool import Pool
+
+FORMS = ("scalar", "diagonal", "matrix")
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def group_of(ranks: int) -> dist.ProcessGroup | None:
+    """The first ranks of the world; None on the others."""
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(range(ranks)))
+    return _groups[ranks] if dist.get_rank() < ranks else None
+
+
+def linear_shape(form: str, state: tuple[int, ...]) -> tuple[int, ...]:
+    return {"scalar": state[:2], "diagonal": state[:3], "matrix": (*state[:3], state[2])}[form]
+
+
+def element(seed: int, form: str, state: tuple[int, ...], dtype: torch.dtype = torch.float64) -> am.AffineMap:
+    generator = torch.Generator().manual_seed(seed)
+    linear, bias = (torch.randn(n, generator=generator, dtype=dtype) for n in (linear_shape(form, state), state))
+    return am.AffineMap(linear.requires_grad_(), bias.requires_grad_())
+
+
+def identity(like: am.AffineMap) -> am.AffineMap:
+    linear, bias = like
+    matrix = linear.ndim == bias.ndim
+    eye = torch.eye(linear.shape[-1], dtype=linear.dtype).expand_as(linear) if matrix else torch.ones_like(linear)
+    return am.AffineMap(eye, torch.zeros_like(bias))
+
+
+def fold(elements: list[am.AffineMap]) -> list[am.AffineMap]:
+    """The exclusive prefixes, one composition after another."""
+    prefixes = [identity(elements[0])]
+    for each in elements[:-1]:
+        prefixes.append(each.after(prefixes[-1]))
+    return prefixes
+
+
+def loss(result: am.AffineMap, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in result]
+    return sum(((x * weight).sum() for x, weight in zip(result, weights, strict=True)), start=torch.zeros(()))
+
+
+def scanned(ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> list[list[Tensor]] | None:
+    """Prefix and gradients of each problem on this rank."""
+    group, rank = group_of(ranks), dist.get_rank()
+    if group is None:
+        return None
+    found = []
+    for seed, form, state, reverse in problems:
+        own = element(seed + rank, form, state)
+        result = am.scan_across(*own, group, reverse=reverse)
+        grads = torch.autograd.grad(loss(result, rank), tuple(own))
+        found.append([x.detach() for x in (*result, *grads)])
+    return found
+
+
+def expected(ranks: int, seed: int, form: str, state: tuple[int, ...], reverse: bool) -> list[list[Tensor]]:
+    elements = [element(seed + rank, form, state) for rank in range(ranks)]
+    prefixes = fold(elements[::-1])[::-1] if reverse else fold(elements)
+    total = torch.stack([loss(prefix, rank) for rank, prefix in enumerate(prefixes)]).sum()
+    inputs = [x for each in elements for x in each]
+    grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True) if ranks > 1 else ()
+    grads = grads or tuple(torch.zeros_like(x) for x in inputs)
+    return [[*prefixes[rank], *grads[2 * rank : 2 * rank + 2]] for rank in range(ranks)]
+
+
+def check(pool: Pool, ranks: int, problems: list[tuple[int, str, tuple[int, ...], bool]]) -> None:
+    results = [x for x in pool.run(8, scanned, ranks, problems) if x is not None]
+    assert len(results) == ranks
+    for index, problem in enumerate(problems):
+        for rank, tensors in enumerate(expected(ranks, *problem)):
+            for got, right in zip(results[rank][index], tensors, strict=True):
+                torch.testing.assert_close(got, right.detach())
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_the_scan_is_the_sequential_fold_with_its_gradients(pool: Pool, ranks: int) -> None:
+    check(pool, ranks, [(7, form, (2, 3, 4, 5), reverse) for form in FORMS for reverse in (False, True)])
+
+
+@pytest.mark.parametrize("number", [50, pytest.param(250, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_random_problems(pool: Pool, ranks: int, number: int) -> None:
+    """Sizes of 1 are among them, and states without columns."""
+    draw = random.Random(ranks)
+    sizes = [tuple(draw.choice((1, 2, 3, 5)) for _ in range(3)) + (draw.choice((0, 1, 2, 4)),) for _ in range(number)]
+    check(pool, ranks, [(i, draw.choice(FORMS), size, draw.random() < 0.5) for i, size in enumerate(sizes)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_composition_is_associative(form: str) -> None:
+    one, two, three = (element(seed, form, (2, 2, 3, 4)) for seed in range(3))
+    left, right = three.after(two).after(one), three.after(two.after(one))
+    for x, y in zip(left, right, strict=True):
+        torch.testing.assert_close(x, y)
+    state = torch.randn(2, 2, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(three(two(one(state))), left(state))
+
+
+def stepped(form: str) -> tuple[float, float]:
+    """Difference of the loss of all ranks along a random direction, and what the gradients say."""
+    own, rank = element(dist.get_rank(), form, (1, 2, 3, 2)), dist.get_rank()
+    direction = element(50 + rank, form, (1, 2, 3, 2))
+
+    def shifted(by: float) -> Tensor:
+        moved = [(x + by * d).detach() for x, d in zip(own, direction, strict=True)]
+        return loss(am.scan_across(*moved, dist.group.WORLD), rank)
+
+    grads = torch.autograd.grad(loss(am.scan_across(*own, dist.group.WORLD), rank), tuple(own))
+    slope = sum((g * d).sum() for g, d in zip(grads, direction, strict=True))
+    both = torch.stack([(shifted(1e-5) - shifted(-1e-5)) / 2e-5, torch.as_tensor(slope)]).detach()
+    dist.all_reduce(both)
+    return float(both[0]), float(both[1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_those_of_differences(pool: Pool, form: str) -> None:
+    for measured, said in pool.run(3, stepped, form):
+        assert measured == pytest.approx(said, rel=1e-6)  # central differences of 1e-5 in float64
+
+
+def second_order(form: str) -> list[Tensor]:
+    own, rank = element(dist.get_rank(), form, (1, 2, 2, 2)), dist.get_rank()
+    grads = torch.autograd.grad(loss(am.scan_across(*own, dist.group.WORLD), rank), tuple(own), create_graph=True)
+    return list(torch.autograd.grad(sum((x * x).sum() for x in grads), tuple(own)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_have_gradients(pool: Pool, form: str) -> None:
+    elements = [element(rank, form, (1, 2, 2, 2)) for rank in range(3)]
+    total = torch.stack([loss(prefix, rank) for rank, prefix in enumerate(fold(elements))]).sum()
+    inputs = [x for each in elements for x in each]
+    kept = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(total, inputs, create_graph=True, **kept)
+    expected = torch.autograd.grad(torch.stack([(x * x).sum() for x in grads]).sum(), inputs, **kept)
+    for rank, found in enumerate(pool.run(3, second_order, form)):
+        for got, right in zip(found, expected[2 * rank : 2 * rank + 2], strict=True):
+            torch.testing.assert_close(got, right)
+
+
+def received(ranks: int, form: str) -> tuple[int, int] | None:
+    """Bytes received in the forward and in the backward pass."""
+    group = group_of(ranks)
+    if group is None:
+        return None
+    own = element(dist.get_rank(), form, (2, 3, 4, 5), torch.float32)
+    with counted() as forward:
+        result = am.scan_across(*own, group, checked=False)
+    with counted() as backward:
+        loss(result, 0).backward()
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
+def test_a_round_receives_one_map_at_most(pool: Pool, ranks: int, form: str) -> None:
+    sizes = [x for x in pool.run(8, received, ranks, form) if x is not None]
+    linear, rounds = math.prod(linear_shape(form, (2, 3, 4, 5))), math.ceil(math.log2(ranks))
+    extra = {"scalar": 6, "diagonal": 24, "matrix": 96}[form]  # the gradient of the linear part is scanned too
+    rounds -= ranks == 3  # rank 1 receives in the first round alone, and rank 2 in the second
+    assert max(forward for forward, _ in sizes) == rounds * 4 * (linear + 120)
+    assert max(backward for _, backward in sizes) == rounds * 4 * (linear + 120 + extra)
+
+
+def dtypes_of(dtype: torch.dtype) -> list[torch.dtype]:
+    linear, bias = (x.detach().to(dtype) for x in element(0, "diagonal", (1, 2, 3, 4)))
+    return [x.dtype for x in am.scan_across(linear, bias, None)]
+
+
+def test_low_precision_is_scanned_in_float32() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert dtypes_of(dtype) == [torch.float32] * 2
+    assert dtypes_of(torch.float64) == [torch.float64] * 2
