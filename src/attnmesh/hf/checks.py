@@ -14,7 +14,7 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.mask import MaskSpec
-from attnmesh.hf.models import SUBJECT, check_layers
+from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
 from attnmesh.hf.shards import ItemCount, Shards
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.world import cached_per_world
@@ -96,7 +96,8 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
     config = getattr(module, "config", None)
     if config is not None:
         check_layers(config)
-    shards.count_layer(type(module).__name__, getattr(config, "num_hidden_layers", 1))
+    layers, recurrent = (1, False) if config is None else (mixing_layers(config), is_recurrent(config))
+    shards.count_layer(type(module).__name__, layers, recurrent=recurrent)
     count = more.get("num_items_in_batch")
     shards.forward_pass.item_count = None if isinstance(count, ItemCount) else count
     if isinstance(key, PendingKV):

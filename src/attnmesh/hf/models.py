@@ -29,8 +29,21 @@ USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
-RECURRENT_MODELS = ("rwkv", "xlstm")
-"""Model types with recurrent layers and without `config.layer_types`."""
+UNLISTED_RECURRENT = ("rwkv", "xlstm")
+"""Model types with recurrent layers and without `config.layer_types`. They are not supported."""
+
+RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
+"""Values of `config.layer_types` for layers that keep a state; "hybrid" ones also attend."""
+
+OTHER_LAYERS = ("mlp", "moe")
+"""Values of `config.layer_types` for layers that mix no tokens."""
+
+RECURRENT_MODELS = (
+    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
+    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("recurrent_gemma", "zamba", "zamba2"),
+)
+"""Model types whose recurrent layers can run on shards."""
 
 
 class Opaque:
@@ -92,15 +105,30 @@ def check_layers(config: PreTrainedConfig) -> None:
     """Raise unless every layer attends to all earlier tokens, to a sliding window of them or to a chunk."""
     config = config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None) or ()
-    unsupported = sorted({*layer_types} - {*SUPPORTED_LAYERS})
+    known = {*SUPPORTED_LAYERS}
+    if is_recurrent(config):
+        known |= {*RECURRENT_LAYERS, *OTHER_LAYERS}
+    unsupported = sorted({*layer_types} - known)
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
-    if config.model_type in RECURRENT_MODELS:
+    if config.model_type in UNLISTED_RECURRENT:
         unsupported.append("recurrent states")
     if unsupported:
         expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
         given = f"{config.model_type} with layers of {', '.join(unsupported)}"
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def is_recurrent(config: PreTrainedConfig) -> bool:
+    """Return whether the model has recurrent layers that can run on shards."""
+    return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
+
+
+def mixing_layers(config: PreTrainedConfig) -> int:
+    """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
+    config = config.get_text_config(decoder=True)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * getattr(config, "num_hidden_layers", 1)
+    return sum(kind not in OTHER_LAYERS for kind in layer_types) + layer_types.count("hybrid")
 
 
 def check_keys(config: PreTrainedConfig) -> None:

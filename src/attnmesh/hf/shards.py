@@ -122,11 +122,15 @@ class Shards:
         """True if attention reads the cache, for earlier tokens or for padding."""
         return self.start > 0 or self.token_mask is not None
 
-    def count_layer(self, layer: str, layers: int) -> None:
-        """Count one attention call, of a model of `layers` layers. Raise if the model has not read position_ids."""
+    def count_layer(self, layer: str, layers: int, *, recurrent: bool = False) -> None:
+        """Count one call that mixes tokens, of `layers` in the model. Raise if attention counts tokens by itself.
+
+        Attention beside `recurrent` layers may have no positions.
+        """
         self.forward_pass.attention_calls += 1
         self.forward_pass.layers = layers
-        fits, expected = self.forward_pass.positions_read, "a model that takes positions from position_ids"
+        fits = self.forward_pass.positions_read or recurrent
+        expected = "a model that takes positions from position_ids"
         given = f"a {layer} that counts them from 0 on each shard"
         require(fits or self.ranks == 1, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
 
@@ -211,6 +215,10 @@ class ShardMask(ShardTensor):
             return result
         if name == "zeros_like":
             return call()
+        if name in ("eq", "__eq__"):  # asks whether there is padding: layers that keep a state get the mask if so
+            return torch.zeros((), dtype=torch.bool, device=self.device)
+        if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
+            return self.wrap(self.plain())
         if name == "cumsum":
             return LeadingZeros.of(self.plain(), self.shards)
         raise self.read_error(name)
@@ -222,6 +230,11 @@ class ShardMask(ShardTensor):
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
         fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
         return KernelError(SUBJECT, expected, given, fix)
+
+
+def _is_whole(index: Any, tokens: int) -> bool:
+    """Return whether an index selects all tokens: `[:, -tokens:]`, as transformers cuts a mask to the new tokens."""
+    return isinstance(index, tuple) and index == (slice(None), slice(-tokens, None))
 
 
 class LeadingZeros(ShardTensor):

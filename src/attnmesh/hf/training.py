@@ -17,6 +17,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from attnmesh.hf.models import USE_TOKENIZER
+from attnmesh.hf.recurrent import prepare_next_model
 from attnmesh.hf.shards import GuardedLabels, ItemCount, ShardIds, ShardLabels, ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 
@@ -63,6 +64,7 @@ def shard_batch(
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
 
+    prepare_next_model()
     counted_ids = ids if batch.get("position_ids") is None else None
     mask = batch.get("attention_mask")
     return {

@@ -1,0 +1,129 @@
+"""Chain of the parts of a sequence, for recurrent layers: what a part needs from the parts before it.
+
+A rank holds one part of a contiguous sequence. Of a zigzag sequence it holds two, an early and a late one: the ranks
+hold the early parts in ascending order, and then the late parts in descending order.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.comm.halo import halo_of_parts
+from attnmesh.comm.scan import AffineMap, scan
+from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.errors import LayoutError
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.shapes import AXES
+from attnmesh.mesh.world import cached_per_world
+
+
+class Chain:
+    """Parts of a sequence, one per rank, in order.
+
+    Args:
+        axis: The ranks.
+        owners: The rank of each part, by index of the axis.
+        lengths: Tokens of each part.
+        entering: What the first rank keeps from the tokens before the first part, in the order in which the layer asks
+            for it; None if there are none.
+    """
+
+    def __init__(
+        self, axis: Axis, owners: Sequence[int], lengths: Sequence[int], entering: Sequence[Tensor] | None = None
+    ) -> None:
+        self.axis, self.owners, self.lengths = axis, list(owners), list(lengths)
+        self.place = self.owners.index(axis.index)
+        self.tokens = self.lengths[self.place]
+        self.continues = entering is not None
+        self._entering = deque(entering or ())
+        self.leaving: list[Tensor] = []
+        """On the last rank, what it leaves to the tokens after the last part, in the order of `entering`."""
+
+    def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
+        """Return the `size` tokens before this rank's part."""
+        x = x if self.tokens else x.narrow(dim, 0, 0)
+        owners, lengths, own = self.owners, self.lengths, x
+        if self.continues:  # the tokens before the first part are a part of their own
+            owners, lengths = [owners[0], *owners], [size, *lengths]
+            own = torch.cat([self._entering.popleft(), x], dim) if self.place == 0 else x
+        before = halo_of_parts(own, size, self.axis, owners, lengths, dim=dim)
+        before = before.narrow(dim, before.shape[dim] - size, size)
+        if self._is_last:
+            last = torch.cat([before, x], dim)
+            self.leaving.append(last.narrow(dim, last.shape[dim] - size, size))
+        return before
+
+    def enter(self, part: AffineMap) -> Tensor:
+        """Return the state with which this rank's part begins. `part` is the map of the part's tokens."""
+        part = part if self.tokens else _without_tokens(part)
+        first = self.continues and self.place == 0
+        entered = self._entering.popleft() if first else torch.zeros_like(part.bias)
+        element = AffineMap(part.linear, part(entered)) if first else part
+        state = scan(element, self.axis, self.owners, whole=False).bias + entered
+        if self._is_last:
+            self.leaving.append(part(state))
+        return state
+
+    @property
+    def _is_last(self) -> bool:
+        return self.place == len(self.owners) - 1
+
+
+current_chain: ContextVar[Chain] = ContextVar("attnmesh chain of a recurrent layer")
+
+
+@contextmanager
+def running(chain: Chain) -> Iterator[Chain]:
+    """Run a recurrent layer on this rank's part of a chain."""
+    token = current_chain.set(chain)
+    try:
+        yield chain
+    finally:
+        current_chain.reset(token)
+
+
+def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
+    """Return the axis, owners and lengths of each chain of a layout, early parts before late ones."""
+    axis, order = _chain_axis(mesh)
+    counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
+    if isinstance(layout, Contiguous) or axis.size == 1:
+        return [(axis, order, counts)]
+    if not isinstance(layout, Zigzag):
+        fix = "pass layout=am.Zigzag() or am.Contiguous()"
+        expected = "a layout whose shards are runs of tokens, for a model with recurrent layers"
+        raise LayoutError("attnmesh.hf layout", expected, repr(layout), fix)
+    edges = [part * length // (2 * axis.size) for part in range(2 * axis.size + 1)]
+    early = [edges[part + 1] - edges[part] for part in range(axis.size)]
+    late = [count - part for count, part in zip(counts, early, strict=True)]
+    return [(axis, order, early), (axis, order[::-1], late[::-1])]
+
+
+@cached_per_world(64)
+def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
+    """Return all ranks of a mesh as one axis, and the rank of each shard in it."""
+    axis = flat_axis(mesh, AXES)
+    if axis.size == 1 or mesh is None:
+        return axis, [0]
+    shape, names = Mesh.of(mesh).shape, mesh.mesh_dim_names or ()
+    mine = [name for name in names if name in AXES]
+    sizes = dict(zip(AXES, shape, strict=True))
+    shards = []  # by index of the flat axis
+    for indices in product(*(range(sizes[name]) for name in mine)):
+        place = dict.fromkeys(AXES, 0) | dict(zip(mine, indices, strict=True))
+        shards.append(shape.shard(*(place[name] for name in AXES)))
+    return axis, [shards.index(shard) for shard in range(axis.size)]
+
+
+def _without_tokens(part: AffineMap) -> AffineMap:
+    """Return the identity. It depends on the part, so that all ranks have the same graph of gradients."""
+    linear, bias = part
+    one = torch.ones_like(linear)
+    if linear.ndim == bias.ndim:
+        one = torch.eye(linear.shape[-1], dtype=linear.dtype, device=linear.device).expand_as(linear)
+    return AffineMap(one + 0 * linear, 0 * bias)
