@@ -5,7 +5,7 @@ hold the early parts in ascending order, and then the late parts in descending o
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -32,38 +32,55 @@ class Chain:
         lengths: Tokens of each part.
         entering: What the first rank keeps from the tokens before the first part, in the order in which the layer asks
             for it; None if there are none.
+        kept: Tokens that a convolution leaves beyond those that it reads, for a cache.
     """
 
     def __init__(
-        self, axis: Axis, owners: Sequence[int], lengths: Sequence[int], entering: Sequence[Tensor] | None = None
+        self,
+        axis: Axis,
+        owners: Sequence[int],
+        lengths: Sequence[int],
+        entering: Sequence[Tensor] | None = None,
+        kept: int = 0,
     ) -> None:
-        self.axis, self.owners, self.lengths = axis, list(owners), list(lengths)
+        self.axis, self.owners, self.lengths, self.kept = axis, list(owners), list(lengths), kept
         self.place = self.owners.index(axis.index)
         self.tokens = self.lengths[self.place]
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
-        """On the last rank, what it leaves to the tokens after the last part, in the order of `entering`."""
+        """What this rank leaves to the tokens after its part, in the order of `entering`. The last rank's is right."""
+
+    @property
+    def last(self) -> int:
+        """Index of the rank with the last part."""
+        return self.owners[-1]
 
     def halo(self, x: Tensor, size: int, dim: int) -> Tensor:
         """Return the `size` tokens before this rank's part."""
-        x = x if self.tokens else x.narrow(dim, 0, 0)
+        x, wanted = x if self.tokens else x.narrow(dim, 0, 0), size + self.kept
         owners, lengths, own = self.owners, self.lengths, x
         if self.continues:  # the tokens before the first part are a part of their own
-            owners, lengths = [owners[0], *owners], [size, *lengths]
+            owners, lengths = [owners[0], *owners], [wanted, *lengths]
             own = torch.cat([self._entering.popleft(), x], dim) if self.place == 0 else x
-        before = halo_of_parts(own, size, self.axis, owners, lengths, dim=dim)
-        before = before.narrow(dim, before.shape[dim] - size, size)
-        if self._is_last:
-            last = torch.cat([before, x], dim)
-            self.leaving.append(last.narrow(dim, last.shape[dim] - size, size))
-        return before
+        before = halo_of_parts(own, wanted, self.axis, owners, lengths, dim=dim)
+        before = before.narrow(dim, before.shape[dim] - wanted, wanted)
+        if self.kept or self._is_last:
+            whole = torch.cat([before, x], dim)
+            self.leaving.append(whole.narrow(dim, whole.shape[dim] - wanted, wanted))
+        return before.narrow(dim, self.kept, size)
 
-    def enter(self, part: AffineMap) -> Tensor:
-        """Return the state with which this rank's part begins. `part` is the map of the part's tokens."""
+    def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
+        """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
+
+        `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
+        """
         part = part if self.tokens else _without_tokens(part)
         first = self.continues and self.place == 0
-        entered = self._entering.popleft() if first else torch.zeros_like(part.bias)
+        entered = torch.zeros_like(part.bias)
+        if first:
+            entered = self._entering.popleft()
+            entered = convert(entered).to(part.bias.dtype) if self.kept else entered
         element = AffineMap(part.linear, part(entered)) if first else part
         state = scan(element, self.axis, self.owners, whole=False).bias + entered
         if self._is_last:

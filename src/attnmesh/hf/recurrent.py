@@ -6,8 +6,9 @@ take the state that earlier ranks leave. On tokens that are no shards it does wh
 gives the layers their classes back. Nothing outside the model is changed.
 """
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from inspect import signature, unwrap
 from types import FunctionType
 from typing import Any
@@ -24,11 +25,19 @@ from attnmesh.errors import MaskError
 from attnmesh.hf.chain import Chain, current_chain, parts_of, running
 from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.models import SUBJECT, mixing_layers
+from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru, lightning, run_link
+from attnmesh.hf.recurrent_prefill import PrefillStates
 from attnmesh.hf.recurrent_rules import RULES
-from attnmesh.hf.shards import ShardIds, Shards
+from attnmesh.hf.shards import ShardIds, Shards, ShardTensor
 
 PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
 """Arguments of recurrent layers with one value per token, along dim 1."""
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the cache among the arguments of recurrent layers."""
+
+WHOLE = {"MiniMaxLightningAttention": lightning, "RecurrentGemmaRecurrentBlock": None}
+"""Layers whose recurrence is no function, with the `forward` that replaces theirs, if any."""
 
 FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn", "mamba_split_conv1d_scan_combined")
 """Functions of a convolution and a rule together. They return None where there is no such kernel."""
@@ -52,26 +61,46 @@ class ShardedLayer:
             return stock.forward(layer, *args, **kwargs)
         _check_shards(shards)
         shards.count_layer(type(layer).__name__, self.layers_of_model, recurrent=True)
-        check_same_weights(layer, shards, bound.arguments[next(iter(named))].device)
-        run = lambda arguments: _on_shards(stock)(layer, **arguments)  # noqa: E731
-        entering, outputs, first = None, [], 0
-        for axis, owners, lengths in parts_of(shards.layout, shards.length, shards.mesh):
-            with running(Chain(axis, owners, lengths, entering)) as chain:
-                outputs.append(_run_part(run, named, first, chain.tokens))
-            first, entering = first + chain.tokens, chain.leaving
-        if isinstance(outputs[0], Tensor):
-            return torch.cat(outputs, 1)
-        return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+        if not shards.cached:
+            check_same_weights(layer, shards, next(iter(named.values())).device)
+        named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
+        run = partial(_own_forward(stock), layer)
+        return _prefill(run, layer, named, shards) if shards.cached else _train(run, named, shards)
 
 
-def _run_part(run: Callable[[dict[str, Any]], Any], named: dict[str, Any], first: int, tokens: int) -> Any:
+def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
+    named["attention_mask"] = None  # padding is on the right
+    entering, outputs, first = None, [], 0
+    for axis, owners, lengths in parts_of(shards.layout, shards.length, shards.mesh):
+        with running(Chain(axis, owners, lengths, entering)) as chain:
+            outputs.append(_run_part(run, named, first, chain.tokens))
+        first, entering = first + chain.tokens, chain.leaving
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, 1)
+    return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+
+
+def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
+    ((axis, owners, lengths),) = parts_of(shards.layout, shards.length, shards.mesh)
+    name = next(name for name in CACHES if name in named)
+    states = PrefillStates(named[name], layer)
+    mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
+    named |= {name: states, "attention_mask": mask}
+    with running(Chain(axis, owners, lengths, states.entering(), kept=1)) as chain:
+        out = _run_part(run, named, 0, chain.tokens)
+    states.store(chain)
+    return out
+
+
+def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens: int) -> Any:
     """Return the layer's output for some of this rank's tokens. Without tokens, all ranks still exchange."""
     part = dict(named)
     for name in (name for name in PER_TOKEN if isinstance(named.get(name), Tensor)):
-        x = named[name].plain() if hasattr(named[name], "shards") else named[name]
-        part[name] = x[:, first : first + tokens] if tokens else torch.zeros_like(x[:, :1])
-    part["attention_mask"] = None  # in training, padding is on the right
-    out = run(part)
+        x = named[name]
+        part[name] = x[:, first : first + tokens] if tokens else x.new_zeros(len(x), 1, *x.shape[2:])
+    out = run(**part)
     if tokens:
         return out
     return out[:, :0] if isinstance(out, Tensor) else (out[0][:, :0], *out[1:])
@@ -94,16 +123,33 @@ def prepare(model: nn.Module) -> None:
     configs = (module.config for module in model.modules() if isinstance(module, PreTrainedModel))
     config = next(configs, None)
     for module in model.modules():
-        if not isinstance(module, ShardedLayer) and is_recurrent_layer(type(module)):
-            module.__class__ = _subclass(type(module))
+        base = _base(type(module))
+        if base is not None and not isinstance(module, base):
+            module.__class__ = _subclass(type(module), base)
+        if isinstance(module, ShardedLayer):
+            for convolution in (child for child in module.children() if type(child) is nn.Conv1d):
+                convolution.__class__ = ShardedConv1d
             module.layers_of_model = 1 if config is None else mixing_layers(config)
 
 
 def restore(model: nn.Module) -> None:
     """Give the recurrent layers of a model their own classes back."""
     for module in model.modules():
-        if isinstance(module, ShardedLayer):
-            module.__class__ = type(module).__mro__[2]  # type: ignore[assignment]
+        if isinstance(module, ShardedConv1d):
+            module.__class__ = nn.Conv1d
+        elif isinstance(module, (ShardedLayer, ShardedRglru)):
+            module.__class__ = type(module).__mro__[2]
+            vars(module).pop("layers_of_model", None)
+
+
+@contextmanager
+def prepared(model: nn.Module) -> Iterator[None]:
+    """Run the model's recurrent layers on shards. They get their classes back at the end."""
+    prepare(model)
+    try:
+        yield
+    finally:
+        restore(model)
 
 
 def prepare_next_model() -> None:
@@ -132,19 +178,23 @@ def _listen() -> None:
 
 
 @cache
-def is_recurrent_layer(layer: type) -> bool:
-    """Return whether the class is a recurrent layer that can run on shards."""
-    return bool(_replaced(layer))
+def _base(layer: type) -> type | None:
+    """Return the first base of the subclass that runs on shards; None for layers that are not recurrent."""
+    if layer.__name__ == "RecurrentGemmaRglru":
+        return ShardedRglru
+    return ShardedLayer if layer.__name__ in WHOLE or _replaced(layer) else None
 
 
 @cache
-def _subclass(layer: type) -> type:
-    return type(layer.__name__, (ShardedLayer, layer), {"__module__": layer.__module__})
+def _subclass(layer: type, base: type) -> type:
+    return type(layer.__name__, (base, layer), {"__module__": layer.__module__})
 
 
 @cache
-def _on_shards(layer: type) -> Callable[..., Any]:
+def _own_forward(layer: type) -> Callable[..., Any]:
     """Return the layer's own `forward`, with its convolutions and rules replaced."""
+    if WHOLE.get(layer.__name__) is not None:
+        return WHOLE[layer.__name__]  # type: ignore[return-value]
     forward = unwrap(layer.forward)  # type: ignore[attr-defined]
     names = {**forward.__globals__, **_replaced(layer)}
     copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
@@ -183,4 +233,10 @@ def _convolution(stock: Any) -> Callable[..., Any]:
 
 def _rule(name: str, stock: Any) -> Callable[..., Any]:
     """Return the rule with the state that earlier parts leave."""
-    return lambda *args, **kwargs: RULES[name](current_chain.get().enter, stock, *args, **kwargs)
+    rule = RULES[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
+        return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
+
+    return run

@@ -1,0 +1,46 @@
+"""Recurrent layers of transformers whose recurrence is no function that could be replaced, on shards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad
+
+from attnmesh.comm.scan import AffineMap
+from attnmesh.hf.chain import current_chain
+from attnmesh.hf.recurrent_rules import Link, lightning_link, rg_lru_link
+
+
+def run_link(link: Link, convert: Callable[[Tensor], Tensor] = lambda state: state) -> tuple[Tensor, Tensor]:
+    """Return the outputs of this rank's tokens and the state after them. `convert` is that of `Chain.enter`."""
+    return link.finish(current_chain.get().enter(AffineMap(link.linear, link.bias), convert))
+
+
+def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Return the output and the state of `MiniMaxLightningAttention`."""
+    heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
+    out, state = run_link(lightning_link(*heads.split(layer.head_dim, -1), layer.slope_rate))
+    out = layer.norm(out.transpose(1, 2).flatten(2))
+    return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), state
+
+
+class ShardedRglru:
+    """First base of a subclass of `RecurrentGemmaRglru`, whose state goes across ranks on shards."""
+
+    def _rnn_scan(self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if current_chain.get(None) is None:
+            return super()._rnn_scan(hidden_states, recurrent_gate, reset, *args, **kwargs)  # type: ignore[misc]
+        return run_link(rg_lru_link(hidden_states, recurrent_gate, reset))[0], None
+
+
+class ShardedConv1d(nn.Conv1d):
+    """A causal convolution of one channel each, which takes a halo on shards."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the convolution, padded on both sides as `nn.Conv1d` pads."""
+        chain, size = current_chain.get(None), self.kernel_size[0] - 1
+        if chain is None:
+            return super().forward(input)
+        padded = pad(torch.cat([chain.halo(input, size, dim=2), input], 2), (0, size))
+        return conv1d(padded, self.weight, self.bias, groups=self.groups)

@@ -1,0 +1,63 @@
+"""States of a recurrent layer while a prompt is computed on shards."""
+
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.failures import collective
+from attnmesh.hf.chain import Chain
+from attnmesh.mesh.axes import Axis
+
+
+class PrefillStates:
+    """Stand-in for the cache in a recurrent layer on shards: states pass along the chain, and are stored at its end."""
+
+    def __init__(self, cache: Any, layer: Any) -> None:
+        self.cache, self.layer = cache, layer
+        self.conv: dict[str, Any] | None = None  # arguments of the cache's `update_conv_state`
+        self.state: Tensor | None = None
+
+    def entering(self) -> list[Tensor] | None:
+        """Return the cached states, in the order in which the layer reads them; None if there are none."""
+        conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=0)
+        state = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=0)
+        heads = getattr(self.layer, "n_mamba_heads", None)  # Zamba: the states of its heads are read one by one
+        states = [] if state is None else [state] if heads is None else [*state.unbind(1)]
+        return None if conv is None else [conv, *states]
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        """Return no state: the convolution takes a halo."""
+
+    def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+        """Return no state: the rule takes it from the chain."""
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        """Return False: the past is not kept."""
+        return False
+
+    def update_conv_state(self, x: Tensor, layer_idx: int, **options: Any) -> Tensor:
+        """Return the new tokens alone."""
+        self.conv = options
+        return x
+
+    def update_recurrent_state(self, state: Tensor, layer_idx: int, **_: Any) -> None:
+        """Keep the state after this rank's tokens."""
+        self.state = state
+
+    def store(self, chain: Chain) -> None:
+        """Store the states after the last part in the cache of every rank."""
+        if self.conv is not None:
+            tail = _of_last_rank(chain.leaving[0], chain.axis, chain.last)
+            self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
+        if self.state is not None:
+            self.cache.update_recurrent_state(_of_last_rank(self.state, chain.axis, chain.last), self.layer.layer_idx)
+
+
+def _of_last_rank(x: Tensor, axis: Axis, last: int) -> Tensor:
+    """Return the tensor of the rank with the last part."""
+    x = x.contiguous()
+    if axis.group is not None:
+        collective(axis, "sending states", partial(dist.broadcast, group_src=last), x)
+    return x
