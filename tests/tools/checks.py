@@ -3,7 +3,7 @@
 import functools
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -165,7 +165,8 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
             options.pop("prefill_chunk_size", None)
         return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **_options(options), **more})
 
-    return _check_finite(_run_generation(check, generate, dtype))
+    with precisely(model, dtype):
+        return _check_finite(_run_generation(check, generate, dtype))
 
 
 @guarded
@@ -179,7 +180,8 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
     def generate(ids: Tensor, **options: Any) -> Any:
         return hf.generate(model, ids, **target, **_options(options))
 
-    return _run_generation(check, generate, dtype)
+    with precisely(model, dtype):
+        return _run_generation(check, generate, dtype)
 
 
 def _run_generation(check: str, generate: Generate, dtype: torch.dtype) -> Result:
@@ -219,6 +221,11 @@ class DoublePrecision(TorchFunctionMode):
         return func(*map(doubled, args), **kwargs)
 
 
+def precisely(model: PreTrainedModel, dtype: torch.dtype) -> AbstractContextManager[object]:
+    """Return `DoublePrecision` for float64 models with recurrent layers."""
+    return DoublePrecision() if dtype == torch.float64 and is_recurrent(model.config) else nullcontext()
+
+
 def batch() -> dict[str, Tensor]:
     """Return two sequences whose first tokens have no labels."""
     ids = prompt(batch=2)
@@ -244,9 +251,8 @@ def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
 def _train(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dtype, reach: float = 0.0) -> Result:
     model.train()
     model.zero_grad()
-    precise = dtype == torch.float64 and is_recurrent(model.config)
     try:
-        with DoublePrecision() if precise else nullcontext():
+        with precisely(model, dtype):
             loss = model(**arguments).loss
             loss.backward()
     finally:

@@ -14,6 +14,7 @@ from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import autocast, check_scale
+from attnmesh.core.layout import Striped
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
@@ -128,12 +129,21 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
         call = Call(q, pending.k, pending.v, layer.sinks, None, options)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
-        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
-        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
+        _store_shard(pending, kv, shards)
     if not shards.has_prefix:
         return out
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
     return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
+
+
+def _store_shard(pending: PendingKV, kv: KVCache, shards: Shards) -> None:
+    """Store the keys of all ranks, each rank those of its blocks."""
+    if isinstance(shards.layout, Striped):
+        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
+        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
+        return
+    whole = [x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in pending.stored]
+    kv.append(*whole, token_mask=shards.token_mask)
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:

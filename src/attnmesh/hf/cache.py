@@ -22,8 +22,11 @@ from attnmesh.decode.recover import recover
 from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache_layer import ShardedLayer, check_settings
-from attnmesh.hf.models import cached_layers
+from attnmesh.hf.state_layer import StateLayer, make_layers, set_states, states_of
 from attnmesh.mesh.axes import Mesh
+
+STATES = "recurrent."
+"""First part of the names of recurrent states in a folder."""
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
@@ -89,7 +92,43 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        super().__init__(layers=[ShardedLayer(self) for _ in range(cached_layers(self.config))])
+        self.intact = True
+        """False while the model runs: recurrent states may be ahead of the tokens after an error."""
+        self._length = 0  # of models without attention, which count no tokens
+        super().__init__(layers=make_layers(self.config, self))
+
+    @property
+    def attention_layers(self) -> list[ShardedLayer]:
+        """Layers that hold keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, ShardedLayer)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """Layers that hold recurrent states."""
+        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return for each layer whether it holds recurrent states alone, as masks of transformers ask."""
+        return [isinstance(layer, StateLayer) and not isinstance(layer, ShardedLayer) for layer in self.layers]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of sequences; -1 before the first tokens."""
+        sizes = [layer.kv.sizes.batch for layer in self.attention_layers if layer.kv is not None]
+        return next(iter([*sizes, *map(len, states_of(self.layers).values())]), -1)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens, over all ranks."""
+        layers = self.attention_layers
+        if not layers:
+            return self._length
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, ShardedLayer) else layers[0]).get_seq_length()
+
+    def count(self, tokens: int) -> None:
+        """Set the number of cached tokens of a model without attention."""
+        self._length = tokens
 
     def attend(
         self,
@@ -107,28 +146,35 @@ class ShardedCache(Cache):  # type: ignore[misc]
     @property
     def held(self) -> int:
         """Tokens of each sequence that this rank holds, in the layer that holds most."""
-        return max((layer.kv.used for layer in self.layers if layer.kv is not None), default=0)
+        return max((layer.kv.used for layer in self.attention_layers if layer.kv is not None), default=0)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of keys and values that this rank holds, over all layers."""
-        return sum(layer.kv.shard.token_bytes for layer in self.layers if layer.kv is not None)
+        """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
+        keys = sum(layer.kv.shard.token_bytes for layer in self.attention_layers if layer.kv is not None)
+        return keys + sum(x.numel() * x.element_size() for x in states_of(self.layers).values())
 
     def truncate_to_shortest(self) -> None:
         """Truncate all layers to the shortest one. An interrupted forward pass leaves layers of different lengths.
 
         Layers that have forgotten what they need there drop all tokens, and so do the others.
         """
-        kvs = [layer.kv for layer in self.layers if layer.kv is not None]
-        lengths = [kv.length for kv in kvs] + [0] * (len(self.layers) - len(kvs))
-        if len(set(lengths)) > 1:
+        layers = self.attention_layers
+        kvs = [layer.kv for layer in layers if layer.kv is not None]
+        lengths = [kv.length for kv in kvs] + [0] * (len(layers) - len(kvs))
+        if self.state_layers and (not self.intact or len(set(lengths)) > 1):
+            self.reset()
+        elif len(set(lengths)) > 1:
             length = self.prefix(min(lengths))
             for kv in kvs:
                 kv.truncate(length)
 
     def prefix(self, length: int) -> int:
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
-        return length if all(layer.kv is None or layer.kv.shards.serves(length) for layer in self.layers) else 0
+        if self.state_layers:
+            return length if length == self.get_seq_length() else 0
+        kvs = (layer.kv for layer in self.attention_layers)
+        return length if all(kv is None or kv.shards.serves(length) for kv in kvs) else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of all layers.
@@ -143,7 +189,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
         left = max(0, length + tokens_to_remove) if type(tokens_to_remove) is int else length
         given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
         expected = "tokens that layers with a window still know"
+        if self.state_layers:
+            expected, fix = "all tokens or none, as recurrent states cannot go back", "make a new cache"
         require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
+        if self.state_layers and not left:
+            self.reset()
+            return
         super().crop(tokens_to_remove)
         if self.tokens is not None:
             self.tokens = self.tokens[:, : self.get_seq_length()]
@@ -151,7 +202,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def reset(self) -> None:
         """Drop all tokens."""
         super().reset()
-        self.tokens = None
+        self.tokens, self.intact, self._length = None, True, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink.
@@ -170,10 +221,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            first = self.layers[0].kv
-            for layer in self.layers if first.sizes.batch == 1 and first.saved.at_rest else ():
-                layer.kv = layer.kv.fork()
-            self.reorder_cache(torch.arange(self.layers[0].kv.sizes.batch).repeat_interleave(repeats))
+            kvs = [layer.cached for layer in self.attention_layers]
+            if kvs and kvs[0].sizes.batch == 1 and kvs[0].saved.at_rest:
+                for layer, kv in zip(self.attention_layers, kvs, strict=True):
+                    layer.kv = kv.fork()
+            self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some sequences.
@@ -200,18 +252,23 @@ class ShardedCache(Cache):  # type: ignore[misc]
         Raises:
             InputError: A layer is empty, the folder cannot be written, or ranks differ.
         """
-        kvs = [layer.kv for layer in self.layers]
+        kvs = [layer.kv for layer in self.attention_layers]
 
         def check() -> None:
             check_more({} if more is None else more)
+            expected, fix = "a cache with layers of attention", "prefill again instead"
+            require(bool(kvs), KernelError, "ShardedCache save", expected, "recurrent states alone", fix)
             filled = all(kv is not None and kv.length for kv in kvs)
             expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
-            require(filled, ShapeError, "ShardedCache save", expected, repr(self.layers[0]), fix)
-            require("held" not in (more or {}), StoreError, "save more", "names other than held", "held", "rename it")
+            require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
+            taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
+            expected = f"names other than held and {STATES}..."
+            require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
 
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
-        return save_layers(kvs, path, more={**held, **(more or {})}, note=note, wait=wait)
+        states = {STATES + name: x.cpu().clone() for name, x in states_of(self.layers).items()}
+        return save_layers(kvs, path, more={**held, **states, **(more or {})}, note=note, wait=wait)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -230,8 +287,12 @@ class ShardedCache(Cache):  # type: ignore[misc]
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=len(self.layers), device=device, **options)
+        layers = len(self.attention_layers)
+        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=layers, device=device, **options)
+        states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
+        states = {name.removeprefix(STATES): x for name, x in states.items()}
         self._fill(kvs)
+        set_states(self.layers, states, kvs[0].device)
         self.capacity = options["capacity"]
         self.tokens = more.pop("held", None)
         return more, note
@@ -243,7 +304,7 @@ class ShardedCache(Cache):  # type: ignore[misc]
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer."""
-        for layer, kv in zip(self.layers, kvs, strict=True):
+        for layer, kv in zip(self.attention_layers, kvs, strict=True):
             layer.kv, layer.is_initialized = kv, True
         self.block = kvs[0].sizes.block
 
@@ -275,11 +336,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
             InputError: Tokens were lost with their ranks, or the cache is of another model.
         """
         recovered = cls(config, mesh, **options)
-        run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, len(recovered.layers)), "ShardedCache.recover")
-        kvs = [] if cache is None else [layer.kv for layer in cache.layers]
+        run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, recovered), "ShardedCache.recover")
+        kvs = [] if cache is None else [layer.kv for layer in cache.attention_layers]
         left = kvs if None not in kvs else []  # a prefill interrupted in its first chunk leaves layers without a cache
         recovered._fill(recover(left or None, mesh, device=device, **recovered._kv_options))
-        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.layers[0].kv)
+        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.attention_layers[0].kv)
         return recovered
 
     def fork(self) -> "ShardedCache":
@@ -305,13 +366,20 @@ class ShardedCache(Cache):  # type: ignore[misc]
         copied.__dict__ = {**self.__dict__, "layers": []}
         for layer in self.layers:
             other = copy(layer)
-            other.cache, other.kv = copied, None if layer.kv is None else copy_layer(layer.kv)
+            if isinstance(layer, ShardedLayer):
+                other.cache, other.kv = copied, None if layer.kv is None else copy_layer(layer.kv)
+            if isinstance(layer, StateLayer):
+                other.set_tensors(layer.tensors)
             copied.layers.append(other)
         return copied
 
 
-def _check_recoverable(cache: Any, layers: int) -> None:
-    """Raise unless it is a cache with this number of layers, or None."""
+def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
+    """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
+    expected, given = "a model without recurrent states", recovered.config.model_type
+    fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
+    require(not recovered.state_layers, KernelError, "ShardedCache.recover", expected, given, fix)
+    layers = len(recovered.layers)
     if cache is None:
         return
     subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"

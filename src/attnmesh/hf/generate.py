@@ -5,7 +5,10 @@
 sample the same tokens.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -113,7 +116,7 @@ def _generate(
         if samples == 1:
             cache.tokens = _mark_sequences(ids, attention_mask)  # while the first new token is computed
     options["use_cache"] = True
-    output = model.generate(ids, past_key_values=cache, attention_mask=attention_mask, **options)
+    output = _run_generate(model, ids, cache, {"attention_mask": attention_mask, **options})
     # With several beams, the rows of the cache are in an unknown order.
     cache.tokens = None if beams > 1 else _cached_tokens(cache, getattr(output, "sequences", output), attention_mask)
     return output
@@ -154,10 +157,42 @@ def _generate_with_checkpoint(
         "use_cache": True,
         "prefill_chunk_size": None,
     }
-    output = model.generate(ids, past_key_values=cache, stopping_criteria=[keep], **remaining)
+    output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
     checkpoint.wait()
     cache.tokens = _cached_tokens(cache, getattr(output, "sequences", output), None)
     return output
+
+
+def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
+    """Run transformers' `generate`. The last token is not cached."""
+    cache.intact = False
+    if "cache_params" in signature(model.forward).parameters:
+        with _continuing(model, cache):
+            output = model.generate(ids, cache_params=cache, **options)
+    else:
+        output = model.generate(ids, past_key_values=cache, **options)
+    cache.intact = True
+    cache.count(getattr(output, "sequences", output).shape[1] - 1)
+    return output
+
+
+@contextmanager
+def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
+    """Feed the model only the tokens after the cached ones. transformers feeds models without attention all tokens."""
+    prepare: Any = model.prepare_inputs_for_generation
+
+    def after_cached(ids: Tensor, *args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
+        inputs = prepare(ids, *args, is_first_iteration=is_first_iteration, **kwargs)
+        if is_first_iteration:
+            named = {name: inputs[name] for name in ("input_ids", "attention_mask") if inputs.get(name) is not None}
+            inputs |= {name: x[:, cache.get_seq_length() :] for name, x in named.items()}
+        return inputs
+
+    model.prepare_inputs_for_generation = after_cached  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.prepare_inputs_for_generation
 
 
 def _infer_padding(ids: Tensor, settings: Settings) -> Tensor | None:

@@ -74,6 +74,10 @@ for _name in (
     setattr(Opaque, f"__{_name}__", lambda self, *_, name=_name: self._raise_read(name))
 
 
+OWN_CACHES = ("minimax", "recurrent_gemma")
+"""Model types that keep recurrent states in a cache of their own, or in their layers."""
+
+
 def check_model(model: PreTrainedModel) -> None:
     """Raise unless `generate` supports the model: causal, with a cache, and with attention set to attnmesh."""
     given = type(model).__name__
@@ -82,8 +86,13 @@ def check_model(model: PreTrainedModel) -> None:
     require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
     check_layers(model.config)
     check_keys(model.config)
+    kind = model.config.get_text_config(decoder=True).model_type
+    expected, found = "a model whose cache holds its recurrent states", f"{kind}, which keeps them elsewhere"
+    require(kind not in OWN_CACHES, KernelError, "generate", expected, found, USE_SUPPORTED)
     module = sys.modules.get(type(model).__module__)
-    selectable = model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    selectable = (
+        model.is_backend_compatible() or hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not attends(model.config)
+    )
     given, expected = f"{given} with built-in attention", "a model with selectable attention"
     require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
     drops_cache = model.training and getattr(model, "is_gradient_checkpointing", False)
@@ -122,6 +131,12 @@ def check_layers(config: PreTrainedConfig) -> None:
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether the model has recurrent layers that can run on shards."""
     return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
+
+
+def attends(config: PreTrainedConfig) -> bool:
+    """Return whether the model has layers of attention."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
+    return any(kind not in ("linear_attention", "conv", *OTHER_LAYERS) for kind in kinds)
 
 
 def mixing_layers(config: PreTrainedConfig) -> int:

@@ -140,7 +140,7 @@ def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
     """Raise unless it is a cache for this batch."""
     given, fix = type(cache).__name__, "pass attnmesh.hf.ShardedCache(model.config, mesh)"
     require(isinstance(cache, ShardedCache), KernelError, "generate cache", "a ShardedCache", given, fix)
-    cached = cache.layers[0].kv.sizes.batch if cache.get_seq_length() else len(ids)
+    cached = cache.batch_size if cache.get_seq_length() else len(ids)
     given, expected = f"{len(ids)} and {cached} in the cache", "as many sequences as the cache holds"
     require(cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache")
 

@@ -1,26 +1,31 @@
 """Prefill: compute a prompt over a mesh, each rank its share, and fill a cache."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.checks import require
-from attnmesh.core.layout import Striped
+from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.latent import latent_widths
-from attnmesh.hf.models import USE_SUPPORTED, rope_growth, rope_regime, unwrap
+from attnmesh.hf.models import USE_SUPPORTED, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
+from attnmesh.hf.recurrent import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
 """Tokens per chunk after cached tokens or with padding. There, every rank holds the queries of all ranks."""
+
+MAMBA = ("falcon_mamba", "jamba", "mamba", "zamba")
+"""Model types whose rule for several tokens always begins with a state of zero."""
 
 LATENT_CHUNK = 1024
 """The same in latent attention, whose queries of cached latents are wide."""
@@ -37,6 +42,7 @@ def prefill(
 ) -> None:
     """Fill the cache with all tokens of the prompt but the last one, from which `generate` decodes.
 
+    A model with recurrent layers leaves two.
     Each rank computes its share of the tokens. The prefix that the cache holds already is kept, the rest is cut.
 
     Args:
@@ -76,36 +82,49 @@ def prefill_rest(
 ) -> None:
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout.
 
-    All ranks compute the tokens before the first full round of blocks. All ranks compute every token if the model
-    takes no position_ids.
+    Recurrent layers need runs of tokens: models with such layers compute in the contiguous layout. Otherwise all ranks
+    compute the tokens before the first full round of blocks, and every token if the model takes no position_ids.
     """
-    start, end = cache.get_seq_length(), ids.shape[1] - 1
+    start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
     token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     if token_mask is not None:
         positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
-    layout = Striped(cache.block)
+    recurrent = is_recurrent(cache.config)
+    layout: Layout = Contiguous() if recurrent else Striped(cache.block)
+    unit = 1 if recurrent else cache.block * cache.ranks
     if chunk_size is None and (start or token_mask is not None):
         chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
-    with torch.no_grad():
-        for first, stop, sharded in _split_prompt(start, end, cache.block * cache.ranks, chunk_size or end):
+    cache.intact = False
+    with torch.no_grad(), prepared(model) if recurrent else nullcontext():
+        for first, stop, sharded in _split_prompt(start, end, unit, chunk_size or end):
             index = torch.arange(first, stop, device=ids.device)
             mask = None if token_mask is None else token_mask[:, :stop].long()
             padding = None if token_mask is None else token_mask[:, first:stop]
             shards = Shards(cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
-            if sharded and takes_positions:
+            if sharded and (takes_positions or recurrent):
                 index = first + layout.positions(stop - first, cache.ranks, Mesh.of(cache.mesh).shard).to(ids.device)
                 mask = ShardMask.of(torch.ones_like(ids[:, index]), shards)
             local = ShardPositions.of_sequence(positions[:, index], shards, last)
             _run_model(model, ids[:, index], mask, local, cache)
-            kept = {layer.get_seq_length() for layer in cache.layers} == {stop}
+            kept = all(layer.get_seq_length() == stop for layer in cache.attention_layers)
             given = f"{type(model).__name__}, in which some layers cache no keys"
             require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+            cache.count(stop)
             cache.tokens = mark_padding(ids[:, :stop], attention_mask)  # to continue from if a rank is lost
             if after is not None:
                 after(stop)
+    cache.intact = True
     cache.tokens = mark_padding(ids[:, : cache.get_seq_length()], attention_mask)
+
+
+def left_to_decode(config: PreTrainedConfig) -> int:
+    """Return the tokens of a prompt that are left to the first forward pass of decoding.
+
+    Two in models that compute one token by another rule than several: transformers bounds time steps in one of them.
+    """
+    return 2 if is_recurrent(config) and config.get_text_config(decoder=True).model_type not in MAMBA else 1
 
 
 def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
@@ -126,8 +145,9 @@ def _run_model(
     model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: ShardedCache
 ) -> None:
     """Run the model, with as few logits as it can compute."""
-    options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
     parameters = signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    options: dict[str, Any] = {"attention_mask": mask, name: cache, "use_cache": True}
     if "logits_to_keep" in parameters:
         options["logits_to_keep"] = 1
     if "position_ids" in parameters:
@@ -146,7 +166,9 @@ def crop_to_shared_prefix(
     if cache.rope and cached_rope != cache.rope and length:
         cache.crop(-length)  # the rope of this prompt differs from the rope of the cached keys
         return 0
-    shared = 0 if cache.tokens is None else min(length, ids.shape[1] - 1, cache.tokens.shape[1])
+    shared = (
+        0 if cache.tokens is None else min(length, ids.shape[1] - left_to_decode(cache.config), cache.tokens.shape[1])
+    )
     if cache.tokens is not None and shared:
         same = (mark_padding(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
         shared = int(same.long().cumprod(0).sum())

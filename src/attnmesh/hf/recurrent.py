@@ -49,6 +49,9 @@ class ShardedLayer:
     layers_of_model: int
     """Layers of the model that mix tokens."""
 
+    call: "ModelCall"
+    """The present call of the model."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on this rank's part of each chain of the layout."""
         layer: Any = self
@@ -57,6 +60,8 @@ class ShardedLayer:
         named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
         named.pop("self")
         shards = next((x for x in map(_shards_of, named.values()) if x is not None), None)
+        if shards is None and next(iter(named.values())).shape[1] == 1:
+            shards = self.call.shards  # transformers passes no mask with one token
         if shards is None:
             return stock.forward(layer, *args, **kwargs)
         _check_shards(shards)
@@ -66,6 +71,18 @@ class ShardedLayer:
         named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
         run = partial(_own_forward(stock), layer)
         return _prefill(run, layer, named, shards) if shards.cached else _train(run, named, shards)
+
+
+class ModelCall:
+    """The present call of a model, as a hook before its `forward` finds it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shards: Shards | None = None
+        """The shards that the model was called with."""
+        self.hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
 
 
 def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
@@ -120,16 +137,16 @@ def _check_shards(shards: Shards) -> None:
 
 def prepare(model: nn.Module) -> None:
     """Make the recurrent layers of a model able to run on shards."""
-    configs = (module.config for module in model.modules() if isinstance(module, PreTrainedModel))
-    config = next(configs, None)
-    for module in model.modules():
-        base = _base(type(module))
-        if base is not None and not isinstance(module, base):
-            module.__class__ = _subclass(type(module), base)
-        if isinstance(module, ShardedLayer):
-            for convolution in (child for child in module.children() if type(child) is nn.Conv1d):
-                convolution.__class__ = ShardedConv1d
-            module.layers_of_model = 1 if config is None else mixing_layers(config)
+    layers = [module for module in model.modules() if _base(type(module)) is not None]
+    if not layers or isinstance(layers[0], (ShardedLayer, ShardedRglru)):
+        return
+    outer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    call, count = ModelCall(outer or model), 1 if outer is None else mixing_layers(outer.config)
+    for layer in layers:
+        layer.__class__ = _subclass(type(layer), _base(type(layer)))
+        layer.layers_of_model, layer.call = count, call
+        for child in layer.children():
+            child.__class__ = ShardedConv1d if type(child) is nn.Conv1d else type(child)
 
 
 def restore(model: nn.Module) -> None:
@@ -139,7 +156,8 @@ def restore(model: nn.Module) -> None:
             module.__class__ = nn.Conv1d
         elif isinstance(module, (ShardedLayer, ShardedRglru)):
             module.__class__ = type(module).__mro__[2]
-            vars(module).pop("layers_of_model", None)
+            module.call.hook.remove()
+            del module.call, module.layers_of_model
 
 
 @contextmanager

@@ -1,0 +1,112 @@
+"""Layers of a `ShardedCache` that keep a recurrent state, whole on every rank: it does not grow with the tokens."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+
+from attnmesh.core.checks import require
+from attnmesh.errors import KernelError
+from attnmesh.hf.cache_layer import ShardedLayer
+from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent
+
+CROP_FIX = "make a new cache, or crop all tokens"
+
+
+class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """States of one recurrent layer: the last tokens of its convolution, and the state of its recurrence."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Do nothing for 0 tokens, and raise otherwise: a state cannot go back."""
+        given, fix = f"{-tokens_to_remove} tokens to remove", CROP_FIX
+        expected = "0 tokens to remove from recurrent states"
+        require(tokens_to_remove == 0, KernelError, "ShardedCache crop", expected, given, fix)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states by name; none before the first tokens."""
+        held = ((f"conv.{i}", x) for i, x in self.conv_states.items() if self.has_previous_state[i])
+        states = ((f"state.{i}", x) for i, x in self.recurrent_states.items() if self.has_previous_state[i])
+        return {name: x for name, x in (*held, *states) if x is not None}
+
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the states by those of `tensors`."""
+        self.drop()
+        for name, x in tensors.items():
+            kind, index = name.split(".")
+            if kind == "conv":
+                self.update_conv_state(x, int(index), conv_kernel_size=x.shape[-1])
+            else:
+                self.update_recurrent_state(x, int(index))
+
+    def drop(self) -> None:
+        """Drop the states. The next ones may be of another batch."""
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def reset(self) -> None:
+        """Drop the states."""
+        self.drop()
+
+
+class HybridLayer(StateLayer, ShardedLayer):  # type: ignore[misc]
+    """Keys and values, and the states of a recurrent layer beside them."""
+
+    def __init__(self, cache: Any) -> None:
+        ShardedLayer.__init__(self, cache)
+        LinearAttentionLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate states. Keys and values are allocated by `reserve`."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+    def drop(self) -> None:
+        """Drop the states."""
+        LinearAttentionLayer.__init__(self, self.number_of_states)
+
+    def reset(self) -> None:
+        """Drop all tokens and states."""
+        ShardedLayer.reset(self)
+        self.drop()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens, of which there are none or all."""
+        ShardedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
+        ShardedLayer.reorder_cache(self, beam_idx)
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+
+
+def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
+    """Return an empty layer of the cache for each layer of the model that keeps something."""
+    kinds = (getattr(config, "layer_types", None) or []) if is_recurrent(config) else []
+    kinds = kinds or ["full_attention"] * cached_layers(config)
+    return [_make_layer(kind, cache) for kind in kinds]
+
+
+def _make_layer(kind: str, cache: Any) -> Any:
+    if kind in OTHER_LAYERS:
+        return DummyLayer()
+    if kind not in RECURRENT_LAYERS:
+        return ShardedLayer(cache)
+    return HybridLayer(cache) if kind == "hybrid" else StateLayer()
+
+
+def states_of(layers: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the states of all layers by number of the layer and name."""
+    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, StateLayer)]
+    return {f"{number}.{name}": x for number, layer in states for name, x in layer.tensors.items()}
+
+
+def set_states(layers: list[Any], states: dict[str, Tensor], device: torch.device) -> None:
+    """Replace the states of all layers."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, StateLayer):
+            prefix = f"{number}."
+            named = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
+            layer.set_tensors({name: x.to(device) for name, x in named.items()})
