@@ -69,12 +69,16 @@ class Rule:
     """Return a state of the stock rule as (batch, heads, K, V)."""
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> Link:
-        """Return the link of a shard: `link(stock, *args, **kwargs)`. Arguments of states are ignored."""
+        """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         packed = [name for name in PACKED if kwargs.get(name) is not None]
         if packed:
             raise ValueError(
                 f"recurrent layer {packed[0]}: expected None over a mesh, given {type(kwargs[packed[0]]).__name__}. "
                 "Fix: pass one sequence per row"
+            )
+        if self.initial_state in kwargs and kwargs[self.initial_state] is not None:
+            raise ValueError(
+                f"recurrent layer {self.initial_state}: expected None, given a tensor. Fix: pass it to link.finish"
             )
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
