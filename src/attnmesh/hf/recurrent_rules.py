@@ -24,7 +24,7 @@ from torch.nn.functional import pad, silu, softplus
 Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
 
-SEGMENTS = {"gated_delta": 512, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
+SEGMENTS = {"gated_delta": 256, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
 
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
