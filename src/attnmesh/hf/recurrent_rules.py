@@ -225,7 +225,8 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     gates, inputs = (recurrent_gate * ~reset).to(dtype), hidden_states.to(dtype)
-    decays, states = [], []
+    decays: list[Tensor] = []
+    states: list[Tensor] = []
     for t in _spans(inputs, inputs.shape[1], "rg_lru"):
         decay, state = _scan(gates[:, t], inputs[:, t])
         if states:
