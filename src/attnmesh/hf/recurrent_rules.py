@@ -24,7 +24,7 @@ from torch.nn.functional import pad, silu, softplus
 Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
 
-SEGMENTS = {"gated_delta": 256, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
+SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
 
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
@@ -117,8 +117,8 @@ def _delta_link(
     bias, linear = (x.contiguous() for x in state.split((columns, rows), dim=-1))
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = [zero + (unit.float() @ entering) for zero, unit in parts]
-        return torch.cat(outputs, dim=2).transpose(1, 2).to(query.dtype), linear @ entering + bias
+        outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
+        return torch.cat(outputs, dim=1), linear @ entering + bias
 
     return Link(linear, bias, finish)
 
