@@ -211,6 +211,21 @@ def test_bfloat16_is_no_worse_than_stock(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_states_stay_float32_and_no_worse_than_stock_in_autocast(name: str) -> None:
+    family, inputs = FAMILIES[name][0], inputs_of(name)
+    exact = run_stock(family, name, inputs, inputs.tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = run_stock(family, name, inputs, inputs.tensors)
+        args, kwargs = inputs.arguments(inputs.tensors)
+        link = RULES[name](getattr(module_of(family), name), *args, **kwargs)
+        given = link.finish(torch.zeros_like(link.bias))
+    assert link.linear.dtype == link.bias.dtype == torch.float32
+    for x, y, z in zip(given, stock, exact, strict=True):
+        assert x.dtype == y.dtype
+        assert (x - z).norm() <= 1.1 * (y - z).norm() + TOLERANCE * z.norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_link_is_scalar_diagonal_or_matrix(name: str) -> None:
     inputs = inputs_of(name)
     args, kwargs = inputs.arguments(inputs.shards(inputs.tensors)[1])
