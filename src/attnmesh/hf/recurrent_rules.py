@@ -28,6 +28,9 @@ Stock = Callable[..., Any]
 SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
 
+LOWEST = -87.0
+"""Logarithm of the smallest decay that outputs are corrected with. CPUs take 50 times longer for denormal results."""
+
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
 
@@ -185,7 +188,7 @@ def _mamba1_link(
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state, added = entering.squeeze(-1)[:, :, None], []
         for t in _spans(outputs, outputs.shape[-1], "selective"):
-            states = (rates[None, :, None] * elapsed[:, :, t, None]).exp() * state
+            states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
             added.append(_exact(torch.einsum)("bdtk,bkt->bdt", states, reads[:, :, t].float()))
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
