@@ -159,10 +159,7 @@ def run_links(
 ) -> tuple[Tensor, Tensor]:
     stock = getattr(module_of(family), name)
     assert stock.__name__ == name
-    links = []
-    for shard in inputs.shards(tensors):
-        args, kwargs = inputs.arguments(shard)
-        links.append(RULES[name](stock, *args, **kwargs))
+    links = [RULES[name](stock, *args, **kwargs) for args, kwargs in map(inputs.arguments, inputs.shards(tensors))]
     return fold(links, state, inputs.token_dim["hidden_states" if "mamba" in name else "query"])
 
 
