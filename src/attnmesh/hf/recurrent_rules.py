@@ -13,22 +13,37 @@ form in float32. All results are differentiable. A shard has at least one token.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
+Result = TypeVar("Result")
 Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
 
-SEGMENTS = {"gated_delta": 256, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
+SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
+
+LOWEST = -87.0
+"""Logarithm of the smallest decay that outputs are corrected with. CPUs take 50 times longer for denormal results."""
 
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")
 """Arguments that begin a new sequence inside the tokens."""
+
+
+def _exact(function: Callable[..., Result]) -> Callable[..., Result]:
+    """The same function outside of autocast, which would round states to half precision."""
+
+    @wraps(function)
+    def exact(*args: Any) -> Result:
+        with torch.autocast(args[-1].device.type, enabled=False):
+            return function(*args)
+
+    return exact
 
 
 class Link(NamedTuple):
@@ -46,8 +61,9 @@ class Link(NamedTuple):
         return self.bias + apply_linear(self.linear, state)
 
 
+@_exact
 def apply_linear(linear: Tensor, state: Tensor) -> Tensor:
-    """Return A S for a state (batch, heads, K, V), with A scalar, diagonal or matrix."""
+    """Return A S for a state (batch, heads, K, V), with A scalar, diagonal or matrix. Autocast has no effect."""
     return linear @ state if linear.ndim == 4 else linear[(...,) + (None,) * (4 - linear.ndim)] * state
 
 
@@ -116,9 +132,10 @@ def _delta_link(
         parts.append(part.transpose(1, 2).split((columns, rows), dim=-1))
     bias, linear = (x.contiguous() for x in state.split((columns, rows), dim=-1))
 
+    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = [zero + (unit.float() @ entering) for zero, unit in parts]
-        return torch.cat(outputs, dim=2).transpose(1, 2).to(query.dtype), linear @ entering + bias
+        outputs = [(zero + (unit.float() @ entering)).to(query.dtype).transpose(1, 2) for zero, unit in parts]
+        return torch.cat(outputs, dim=1), linear @ entering + bias
 
     return Link(linear, bias, finish)
 
@@ -143,7 +160,7 @@ def _mamba2_link(
     linear = decay.sum(1).exp()
     weighted = hidden_states.float() * (sizes * after.exp())[..., None]
     grouped = weighted.unflatten(2, (writes.shape[2], -1))
-    bias = torch.einsum("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
+    bias = _exact(torch.einsum)("btgk,btghv->bghkv", writes.float(), grouped).flatten(1, 2)
 
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         states = {"initial_states": entering.transpose(-1, -2), "return_final_states": True}
@@ -171,8 +188,8 @@ def _mamba1_link(
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state, added = entering.squeeze(-1)[:, :, None], []
         for t in _spans(outputs, outputs.shape[-1], "selective"):
-            states = (rates[None, :, None] * elapsed[:, :, t, None]).exp() * state
-            added.append(torch.einsum("bdtk,bkt->bdt", states, reads[:, :, t].float()))
+            states = (rates[None, :, None] * elapsed[:, :, t, None]).clamp(min=LOWEST).exp() * state
+            added.append(_exact(torch.einsum)("bdtk,bkt->bdt", states, reads[:, :, t].float()))
         correction = torch.cat(added, dim=-1) * (1 if z is None else silu(z.float()))
         return (outputs + correction).to(outputs.dtype), linear.unsqueeze(-1) * entering + bias
 
@@ -195,8 +212,9 @@ def lightning_link(query: Tensor, key: Tensor, value: Tensor, slope_rate: Tensor
     tokens, (q, k, v, slope) = value.shape[2], (x.to(dtype) for x in (query, key, value, slope_rate))
     position = torch.arange(tokens, dtype=dtype, device=value.device)[:, None]
     linear = torch.exp(-slope * tokens).view(1, -1).expand(value.shape[0], -1)
-    bias = (k * torch.exp(-slope * (tokens - 1 - position))).transpose(-1, -2) @ v
+    bias = _exact(torch.matmul)((k * torch.exp(-slope * (tokens - 1 - position))).mT, v)
 
+    @_exact
     def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
         state, outputs = entering.to(dtype), []
         for t in _spans(value, tokens, "lightning"):
@@ -225,7 +243,8 @@ def rg_lru_link(hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor) ->
     """
     dtype = torch.promote_types(hidden_states.dtype, torch.float32)
     gates, inputs = (recurrent_gate * ~reset).to(dtype), hidden_states.to(dtype)
-    decays, states = [], []
+    decays: list[Tensor] = []
+    states: list[Tensor] = []
     for t in _spans(inputs, inputs.shape[1], "rg_lru"):
         decay, state = _scan(gates[:, t], inputs[:, t])
         if states:
