@@ -336,11 +336,6 @@ def _memory_error(least: float, workload: Workload, cluster: Cluster) -> Cluster
     left = most - workload.state_bytes  # of which every rank holds all
     hosts = ceil(min_memory(workload) / max(1.0, left) / cluster.ranks)
     many = hosts * cluster.ranks > MAX_RANKS
-    fix = (
-        "take fewer sequences"
-        if left < 0
-        else "take fewer tokens"
-        if many
-        else f"take about {hosts:,} hosts, or fewer tokens"
-    )
+    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+    fix = "take fewer sequences or smaller states" if left < 0 else fix
     return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)

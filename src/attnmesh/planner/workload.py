@@ -242,9 +242,10 @@ class Workload:
         )
 
     def scan_bytes(self, ranks: int, layout: Layout) -> int:
-        """Return the bytes that the busiest rank sends in the scans of all recurrent layers.
+        """Return the most bytes that a rank sends in the scans of all recurrent layers: one message per round.
 
-        A scan has ceil(log2 ranks) rounds. `Zigzag` needs two scans per pass, the second in reverse.
+        A scan has ceil(log2 ranks) rounds. `Zigzag` needs two scans per pass, the second in reverse. `Plan.bytes` has
+        the exact sum over all ranks.
 
         Args:
             ranks: Ranks that share the tokens.
@@ -262,7 +263,7 @@ class Workload:
         return self.passes * runs_per_shard("scan_bytes", layout) * rounds * self.batch * numbers * self.wide
 
     def halo_bytes(self, ranks: int, layout: Layout) -> int:
-        """Return the bytes that the busiest rank sends in the halos of all convolutions.
+        """Return the most bytes that a rank sends in the halos of all convolutions.
 
         Args:
             ranks: Ranks that share the tokens.
