@@ -32,6 +32,7 @@ from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 from attnmesh.planner.cluster import Cluster as Cluster
 from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
+from attnmesh.planner.workload import Recurrent as Recurrent
 from attnmesh.planner.workload import Workload as Workload
 
 __version__ = "0.1.0"

@@ -68,12 +68,31 @@ def test_json_is_one_object_that_plans_again() -> None:
     plans = am.plan(work, cluster)
     assert code == 0
     assert am.Cluster.of_record(report["cluster"]) == cluster
-    assert report["workload"] | {"mask": am.Window(1000)} == vars(work)
+    assert report["workload"] | {"mask": am.Window(1000), "recurrent": ()} == vars(work)
     assert report["explanation"] == plans[0].explain()
     assert report["plans"][0]["seconds"] == plans[0].seconds == pytest.approx(sum(report["plans"][0]["parts"].values()))
     assert len({(*one["shape"], one["exchange"]) for one in report["plans"]}) == len(report["plans"])
     again = json.loads(run(*report["command"].split()[2:], "--json")[1])
     assert again == report
+
+
+def test_recurrent_layers_are_planned_with_attention() -> None:
+    kinds = "--recurrent", "32x128x128:layers=36:conv=8192x4", "--recurrent", "8x64x64:scalar"
+    given = *arguments("a100x4:2", "16/2", "64k", "--layers", "12"), *kinds
+    report, text = json.loads(run(*given, "--json")[1]), run(*given)[1]
+    layers = am.Recurrent(32, 128, 128, layers=36, conv_channels=8192, conv_width=4)
+    work = am.Workload(16, 2, 128, 64000, layers=12, recurrent=(layers, am.Recurrent(8, 64, 64, transition="scalar")))
+    best = am.plan(work, am.Cluster.preset("a100x4", 2))[0]
+    figures = report["plans"][0]["recurrent"]
+    for one, name in ((best.recurrent.scan, "scan"), (best.recurrent.halo, "halo")):
+        assert figures[name]["seconds"] == report["plans"][0]["parts"][name] == one.seconds > 0
+        assert figures[name]["bytes"] == {"inside": one.inside, "between": one.between}
+    assert figures["memory"] == work.state_bytes
+    assert report["plans"][0]["seconds"] == best.seconds
+    assert [am.Recurrent(**kind) for kind in report["workload"]["recurrent"]] == [*work.recurrent_kinds]
+    assert json.loads(run(*report["command"].split()[2:], "--json")[1]) == report
+    assert f"Recurrent layers (37) are included: scans send {in_bytes(sum(figures['scan']['bytes'].values()))}" in text
+    assert json.loads(run(*given[:-4], "--json")[1])["plans"][0]["recurrent"] is None
 
 
 def test_a_file_of_measured_figures_is_a_cluster(tmp_path: Path) -> None:
@@ -121,6 +140,23 @@ INVALID = {
         "int8",
     ): "Workload dtype: expected one of float64, float32, bfloat16, float16",
     ("dgx-h100", "32/8", "9k", "--q-len", "2"): "expected q_len in decode only, given q_len=2 in training",
+    (
+        "dgx-h100",
+        "32/8",
+        "9k",
+        "--recurrent",
+        "32x128",
+    ): "--recurrent: expected HEADSxROWSxCOLUMNS of a state, given '32x",
+    ("dgx-h100", "32/8", "9k", "--recurrent", "4x8x8:dense"): "or conv=CHANNELSxWIDTH after each colon, given 'dense'.",
+    (
+        "dgx-h100",
+        "32/8",
+        "9k",
+        "--recurrent",
+        "4x8x8:layers",
+    ): "after each colon, given 'layers'. Fix: write 32x128x128",
+    ("dgx-h100", "32/8", "9k", "--recurrent", "4x8x8:scalar:matrix"): "each setting once, given '4x8x8:scalar:matrix'",
+    ("dgx-h100", "32/8", "9k", "--recurrent", "4x0x8"): "or 0 in all, given 4 heads of 0 x 8. Fix: pass",
     ("dgx-h100:1", "32/8", "99M"): "plan for training: expected at most 80.0 GB a rank",
     ("dgx-h100", "32/8", "9k", "--plot", "plan.pdf"): "--plot: expected a file named .png or .svg, given 'plan.pdf'",
     ("dgx-h100", "32/8", "9k", "--report", "plan.txt"): "--report: expected a file named .html, given 'plan.txt'",

@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from attnmesh.cli.output import (
 )
 from attnmesh.cli.plan_figure import check_picture, write_plot
 from attnmesh.cli.plan_page import write_report
+from attnmesh.cli.plan_recurrent import RecurrentOption, recurrent_of, recurrent_record, recurrent_text
 from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
@@ -45,6 +46,7 @@ ReportFile = Annotated[
 LatentOption = Annotated[
     str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
 ]
+QLenOption = Annotated[int | None, typer.Option(min=1, help="New tokens per sequence in a decode step; 1 by default.")]
 
 
 def plan(
@@ -63,11 +65,10 @@ def plan(
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="Layers, one after the other.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Attention layers, one after the other.")] = 1,
+    recurrent: RecurrentOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    q_len: Annotated[
-        int | None, typer.Option(min=1, help="New tokens per sequence in a decode step; 1 by default.")
-    ] = None,
+    q_len: QLenOption = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
     window: Annotated[
         int | None, typer.Option(min=0, help="A token sees itself and this many before it; all before it by default.")
@@ -95,6 +96,7 @@ def plan(
         phase=_phase(training, prefill, decode),
         mask=_mask(window, full),
         latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
+        recurrent=tuple(recurrent_of(text) for text in recurrent or ()),
     )
     _check_files(plot, report)
     with progress.status("pricing") as status:
@@ -286,7 +288,7 @@ def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Pla
     return {
         "command": _command(cluster, work),
         "cluster": machines.record(),
-        "workload": {**{field.name: getattr(work, field.name) for field in fields(work)}, "mask": repr(work.mask)},
+        "workload": asdict(work) | {"mask": repr(work.mask)},
         "plans": [_plan_record(one) for one in shown],
         "explanation": shown[0].explain(),
     }
@@ -303,6 +305,7 @@ def _plan_record(one: Plan) -> dict[str, Any]:
         "bytes": {"inside": one.bytes.inside, "between": one.bytes.between},
         "memory": one.memory,
         "parts": dict(one.parts),
+        "recurrent": recurrent_record(one.recurrent) if one.workload.recurrent else None,
     }
 
 
@@ -312,4 +315,5 @@ def _command(cluster: str, work: Workload) -> str:
     mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
     counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
     mask += "" if work.latent is None else f" --latent {work.latent[0]}/{work.latent[1]}"
+    mask += "".join(f" --recurrent {recurrent_text(kind)}" for kind in work.recurrent_kinds)
     return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

@@ -14,6 +14,7 @@ from attnmesh.planner.candidate import Candidate, Cost, rank_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import agree_cost, decode_cost
 from attnmesh.planner.hardware import Device, Link
+from attnmesh.planner.recurrent_cost import recurrent_cost
 from attnmesh.planner.traffic import Flow, Load, Pairs, PlannedTraffic, traffic
 from attnmesh.planner.workload import Workload
 
@@ -24,7 +25,10 @@ COPIES, SUM_COPIES = 4.0, 3.0
 def cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all layers of a workload, run as the candidate says."""
     price = decode_cost if workload.phase == "decode" else _attention_cost
-    return price(candidate, workload, cluster).of_layers(workload.layers)
+    total = price(candidate, workload, cluster).of_layers(workload.layers)
+    if workload.recurrent:
+        recurrent_cost(candidate, workload, cluster).add_to(total)
+    return total
 
 
 def _attention_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:

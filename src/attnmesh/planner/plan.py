@@ -18,6 +18,7 @@ from attnmesh.planner.candidate import Candidate, min_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MERGES
+from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.traffic import divisors, tiles
 from attnmesh.planner.workload import Workload
 
@@ -149,9 +150,25 @@ class Plan:
         4x1x1 bulk is ... times as fast as 2x...
         """
         lines = [f"On {self.cluster.title}:", self._summary()]
+        if self.workload.recurrent:
+            lines.append(self._recurrent_line())
         if self.runner_up is not None:
             lines += [self._comparison(self.runner_up), self.runner_up._summary()]
         return "\n".join(lines)
+
+    @property
+    def recurrent(self) -> RecurrentCost:
+        """Predicted scans, halos and states of the recurrent layers, which the plan's figures include."""
+        candidate = Candidate(self.shape, self.tile, self.layout, self.exchange)
+        return recurrent_cost(candidate, self.workload, self.cluster)
+
+    def _recurrent_line(self) -> str:
+        scan, halo, memory = self.recurrent
+        layers = sum(kind.layers for kind in self.workload.recurrent_kinds)
+        named = {"scans": (scan, scan.inside + scan.between), "halos": (halo, halo.inside + halo.between)}
+        sent = [f"{name} send {in_bytes(x)} in {in_seconds(one.seconds)}" for name, (one, x) in named.items() if x]
+        what = f"are included: {', '.join(sent)}" if sent else "send nothing"
+        return f"Recurrent layers ({layers}) {what}; each rank holds {in_bytes(memory)} of states."
 
     def _sent(self) -> str:
         return f"{in_bytes(self.bytes.between)} between hosts and {in_bytes(self.bytes.inside)} inside hosts"
@@ -195,6 +212,8 @@ STAGES = {
     "waiting": "waiting for transfers that the kernel does not hide",
     "give back": "returning results to their owners",
     "merge": "merging partials",
+    "scan": "scanning the states of recurrent layers",
+    "halo": "exchanging the halos of convolutions",
 }
 """Descriptions of the stages in `Plan.parts`."""
 
@@ -314,7 +333,9 @@ def _memory_error(least: float, workload: Workload, cluster: Cluster) -> Cluster
     most = cluster.device.memory
     over = f"{(least - most) / 1e9:,.1f} GB too many"
     given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
-    hosts = ceil(min_memory(workload) / most / cluster.ranks)
+    left = most - workload.state_bytes  # of which every rank holds all
+    hosts = ceil(min_memory(workload) / max(1.0, left) / cluster.ranks)
     many = hosts * cluster.ranks > MAX_RANKS
     fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+    fix = "take fewer sequences or smaller states" if left < 0 else fix
     return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
