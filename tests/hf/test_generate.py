@@ -14,8 +14,8 @@ from transformers import (
     DogeConfig,
     DynamicCache,
     GenerationConfig,
-    MambaConfig,
-    Qwen3NextConfig,
+    MiniMaxConfig,
+    RwkvConfig,
 )
 from transformers.generation import BaseStreamer
 
@@ -331,14 +331,13 @@ TINY: dict[str, Any] = {
 
 UNSUPPORTED = {
     "recurrent states": (
-        MambaConfig(**{**TINY, "num_attention_heads": None}),
+        RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16),
         "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
-        "chunked_attention, given mamba",
+        "chunked_attention, given rwkv with layers of recurrent states",
     ),
-    "linear attention": (
-        Qwen3NextConfig(**TINY, num_key_value_heads=1, head_dim=8, num_experts=2, layer_types=["linear_attention"] * 2),
-        "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
-        "chunked_attention, given qwen3_next with layers of linear_attention",
+    "a cache of its own": (
+        MiniMaxConfig(**TINY, num_key_value_heads=1, head_dim=8, num_local_experts=2, intermediate_size=16),
+        "KernelError: generate: expected a model whose cache holds its recurrent states, given minimax",
     ),
     "attention of its own": (
         BloomConfig(**TINY),

@@ -119,7 +119,7 @@ def fold(links: list[Link], state: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The outputs of all shards and the last state. Each leaving state is the affine map of the entering state."""
     outputs = []
     for link in links:
-        expected = link.apply(state)
+        expected = link.map(state)
         out, state = link.finish(state)
         assert_close(state, expected)
         outputs.append(out)

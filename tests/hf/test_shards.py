@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvC
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
+from attnmesh.hf.labels import ItemCount
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import Opaque
-from attnmesh.hf.shards import ItemCount, ShardMask, ShardPositions
+from attnmesh.hf.shards import ShardMask, ShardPositions
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt
@@ -54,7 +55,8 @@ MASK_READS: dict[str, Callable[[Any], Any]] = {
     "cumsum": lambda mask: mask.long().cumsum(-1) - 1,
     "dim sum": lambda mask: mask.sum(-1),
     "sum of bools": lambda mask: mask.bool().sum(),
-    "compare": lambda mask: mask == 1,
+    "compare": lambda mask: mask == 0,
+    "compared": lambda mask: (mask == 1).sum(),
     "multiply": lambda mask: torch.ones(2, 21) * mask,
     "subtract": lambda mask: 1.0 - mask,
     "all": lambda mask: torch.all(mask),

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import agree_on_call, describe_call
 from attnmesh.comm.merge import axis_of
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.core.checks import check_checked, check_one_device, check_tensor, require
+from attnmesh.core.checks import check_checked, check_one_device, check_tensor, require, without_autocast
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, group_named
@@ -36,12 +36,14 @@ class AffineMap(NamedTuple):
     bias: Tensor
 
     def __call__(self, state: Tensor) -> Tensor:
-        """Return the mapped state."""
-        return _times(self.linear, state) + self.bias
+        """Return the mapped state. Autocast, which would round it, has no effect."""
+        with without_autocast(self.bias):
+            return _times(self.linear, state) + self.bias
 
     def after(self, first: "AffineMap") -> "AffineMap":
         """Return the composition: `first`, then this map."""
-        return AffineMap(_compose(self.linear, first.linear, self.bias.ndim), self(first.bias))
+        with without_autocast(self.bias):
+            return AffineMap(_compose(self.linear, first.linear, self.bias.ndim), self(first.bias))
 
 
 def scan_across(
@@ -161,7 +163,8 @@ def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     place = [index, *reversed(order)]
     _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False)
     whole = torch.cat(state, -1)
-    dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
+    with without_autocast(later):
+        dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
     return dlinear, later[..., : prefix_bias.shape[-1]], None, None, None
 
 

@@ -16,6 +16,7 @@ from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.mask import mask_function
 from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
+from attnmesh.hf.recurrent import restore as restore
 from attnmesh.hf.shards import Shards as Shards
 from attnmesh.hf.training import shard_batch as shard_batch
 

@@ -142,8 +142,9 @@ def _store_shard(pending: PendingKV, kv: KVCache, shards: Shards) -> None:
         queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
         kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
         return
-    whole = [x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in pending.stored]
-    kv.append(*whole, token_mask=shards.token_mask)
+    keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in pending.stored)
+    assert keys is not None
+    kv.append(keys, values, token_mask=shards.token_mask)
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:

@@ -1,35 +1,29 @@
 """Cache of transformers whose keys and values are sharded over the ranks of a mesh, one `KVCache` per layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from copy import copy, deepcopy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import Cache, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import Saving, save_layers
 from attnmesh.decode.decode import decode
 from attnmesh.decode.recover import recover
-from attnmesh.decode.tensor_file import check_more
-from attnmesh.errors import KernelError, ShapeError, StoreError
+from attnmesh.errors import KernelError, ShapeError
 from attnmesh.hf.cache_layer import ShardedLayer, check_settings
-from attnmesh.hf.state_layer import StateLayer, make_layers, set_states, states_of
+from attnmesh.hf.state_layer import StateLayer, make_layers, states_of
+from attnmesh.hf.stored_layers import StoredLayers
 from attnmesh.mesh.axes import Mesh
 
-STATES = "recurrent."
-"""First part of the names of recurrent states in a folder."""
 
-
-class ShardedCache(Cache):  # type: ignore[misc]
+class ShardedCache(StoredLayers):
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
 
     Every rank holds a share of the tokens and makes the same calls.
@@ -96,16 +90,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """False while the model runs: recurrent states may be ahead of the tokens after an error."""
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
-
-    @property
-    def attention_layers(self) -> list[ShardedLayer]:
-        """Layers that hold keys and values."""
-        return [layer for layer in self.layers if isinstance(layer, ShardedLayer)]
-
-    @property
-    def state_layers(self) -> list[StateLayer]:
-        """Layers that hold recurrent states."""
-        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @property
     def is_linear(self) -> list[bool]:
@@ -235,79 +219,6 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         self.reorder_cache(indices)
 
-    def save(
-        self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
-    ) -> Saving:
-        """Write all layers to a folder, as `KVCache.save` writes one.
-
-        Args:
-            path: A folder that all ranks can write to.
-            more: Further tensors, which `restore` returns.
-            note: Text, which `restore` returns.
-            wait: False to return while the files are written.
-
-        Returns:
-            The running save. Its `wait` returns when the files are complete.
-
-        Raises:
-            InputError: A layer is empty, the folder cannot be written, or ranks differ.
-        """
-        kvs = [layer.kv for layer in self.attention_layers]
-
-        def check() -> None:
-            check_more({} if more is None else more)
-            expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(bool(kvs), KernelError, "ShardedCache save", expected, "recurrent states alone", fix)
-            filled = all(kv is not None and kv.length for kv in kvs)
-            expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
-            require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
-            taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
-            expected = f"names other than held and {STATES}..."
-            require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
-
-        run_agreed(Mesh.of(self.mesh), check, "save")
-        held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
-        states = {STATES + name: x.cpu().clone() for name, x in states_of(self.layers).items()}
-        return save_layers(kvs, path, more={**held, **states, **(more or {})}, note=note, wait=wait)
-
-    def restore(
-        self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
-    ) -> tuple[dict[str, Tensor], str]:
-        """Replace the cached tokens by those in a folder. Every rank calls it, on any number of ranks.
-
-        Args:
-            path: A folder that `save` wrote.
-            device: The device of the tensors; None for the mesh's device.
-            capacity: Tokens to allocate for; None for the cache's capacity.
-
-        Returns:
-            The further tensors and the note that were saved.
-
-        Raises:
-            InputError: The folder has no complete save of such a cache, or ranks differ.
-        """
-        options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        layers = len(self.attention_layers)
-        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=layers, device=device, **options)
-        states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
-        states = {name.removeprefix(STATES): x for name, x in states.items()}
-        self._fill(kvs)
-        set_states(self.layers, states, kvs[0].device)
-        self.capacity = options["capacity"]
-        self.tokens = more.pop("held", None)
-        return more, note
-
-    @property
-    def _kv_options(self) -> dict[str, Any]:
-        """Options of the `KVCache` of each layer."""
-        return {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
-
-    def _fill(self, kvs: Sequence[KVCache]) -> None:
-        """Set the `KVCache` of each layer."""
-        for layer, kv in zip(self.attention_layers, kvs, strict=True):
-            layer.kv, layer.is_initialized = kv, True
-        self.block = kvs[0].sizes.block
-
     @classmethod
     def recover(
         cls,
@@ -337,10 +248,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
         """
         recovered = cls(config, mesh, **options)
         run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, recovered), "ShardedCache.recover")
-        kvs = [] if cache is None else [layer.kv for layer in cache.attention_layers]
+        kvs: list[Any] = [] if cache is None else [layer.kv for layer in cache.attention_layers]
         left = kvs if None not in kvs else []  # a prefill interrupted in its first chunk leaves layers without a cache
         recovered._fill(recover(left or None, mesh, device=device, **recovered._kv_options))
-        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.attention_layers[0].kv)
+        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.attention_layers[0].cached)
         return recovered
 
     def fork(self) -> "ShardedCache":

@@ -13,9 +13,10 @@ from attnmesh.core.mask import Causal, Full, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache_layer import PendingKV
+from attnmesh.hf.labels import ItemCount
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
-from attnmesh.hf.shards import ItemCount, Shards
+from attnmesh.hf.shards import Shards
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.world import cached_per_world
 

@@ -188,7 +188,7 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
             inputs |= {name: x[:, cache.get_seq_length() :] for name, x in named.items()}
         return inputs
 
-    model.prepare_inputs_for_generation = after_cached  # type: ignore[method-assign]
+    model.prepare_inputs_for_generation = after_cached
     try:
         yield
     finally:

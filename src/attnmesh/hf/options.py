@@ -14,7 +14,7 @@ from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, rope_regime
+from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, is_recurrent, rope_regime
 from attnmesh.mesh.axes import Mesh
 
 UNSUPPORTED = {
@@ -120,6 +120,9 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     for name, value in unsupported.items():
         given, supported = f"{name}={describe_value(value)}", value in (None, no_effect.get(name, False))
         require(supported, ArgumentError, "generate", "options that work on a mesh", given, UNSUPPORTED[name])
+    assisted = [name for name in ASSISTED_OPTIONS if settings[name] and is_recurrent(model.config)]
+    expected, fix = "options that work on recurrent states", "leave it out: states cannot go back"
+    require(not assisted, ArgumentError, "generate", expected, ", ".join(assisted), fix)
     checkpoint, fix = options.get("checkpoint"), "pass hf.Checkpoint(path)"
     is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
     require(is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, fix)

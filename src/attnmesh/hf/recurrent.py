@@ -55,7 +55,7 @@ class ShardedLayer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on this rank's part of each chain of the layout."""
         layer: Any = self
-        stock = type(layer).__mro__[2]
+        stock: Any = type(layer).__mro__[2]
         bound = signature(stock.forward).bind(layer, *args, **kwargs)
         named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
         named.pop("self")
@@ -136,25 +136,40 @@ def _check_shards(shards: Shards) -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Make the recurrent layers of a model able to run on shards."""
-    layers = [module for module in model.modules() if _base(type(module)) is not None]
-    if not layers or isinstance(layers[0], (ShardedLayer, ShardedRglru)):
+    """Make the recurrent layers of a model able to run on shards, unless they are."""
+    modules: list[Any] = [*model.modules()]
+    layers = [x for x in modules if _base(x.__class__) and not isinstance(x, (ShardedLayer, ShardedRglru))]
+    if not layers:
         return
-    outer = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    outer: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     call, count = ModelCall(outer or model), 1 if outer is None else mixing_layers(outer.config)
     for layer in layers:
-        layer.__class__ = _subclass(type(layer), _base(type(layer)))
+        kind: Any = type(layer)
+        layer.__class__ = _subclass(kind, _base(kind))
         layer.layers_of_model, layer.call = count, call
-        for child in layer.children():
-            child.__class__ = ShardedConv1d if type(child) is nn.Conv1d else type(child)
+        children: list[Any] = [child for child in layer.children() if type(child) is nn.Conv1d]
+        for child in children:
+            child.__class__ = ShardedConv1d
 
 
 def restore(model: nn.Module) -> None:
-    """Give the recurrent layers of a model their own classes back."""
-    for module in model.modules():
-        if isinstance(module, ShardedConv1d):
-            module.__class__ = nn.Conv1d
-        elif isinstance(module, (ShardedLayer, ShardedRglru)):
+    """Give the recurrent layers of a model their own classes back.
+
+    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards. Call this
+    before the whole model is pickled.
+
+    Args:
+        model: A model that was called with a batch of `shard_batch`.
+
+    >>> from transformers import AutoModelForCausalLM, MambaConfig
+    >>> model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    >>> restore(model)
+    """
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        if type(module) is ShardedConv1d:
+            module.__class__ = nn.Conv1d  # type: ignore[assignment]
+        elif issubclass(type(module), (ShardedLayer, ShardedRglru)):
             module.__class__ = type(module).__mro__[2]
             module.call.hook.remove()
             del module.call, module.layers_of_model
@@ -162,12 +177,14 @@ def restore(model: nn.Module) -> None:
 
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
-    """Run the model's recurrent layers on shards. They get their classes back at the end."""
+    """Run the model's recurrent layers on shards. They get the classes back that they had."""
+    was_prepared = any(isinstance(module, ShardedLayer) for module in model.modules())
     prepare(model)
     try:
         yield
     finally:
-        restore(model)
+        if not was_prepared:
+            restore(model)
 
 
 def prepare_next_model() -> None:
@@ -196,7 +213,7 @@ def _listen() -> None:
 
 
 @cache
-def _base(layer: type) -> type | None:
+def _base(layer: Any) -> type | None:
     """Return the first base of the subclass that runs on shards; None for layers that are not recurrent."""
     if layer.__name__ == "RecurrentGemmaRglru":
         return ShardedRglru

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
-from attnmesh.comm.scan import AffineMap
 from attnmesh.hf.chain import current_chain
 from attnmesh.hf.recurrent_rules import Link, lightning_link, rg_lru_link
 
 
 def run_link(link: Link, convert: Callable[[Tensor], Tensor] = lambda state: state) -> tuple[Tensor, Tensor]:
     """Return the outputs of this rank's tokens and the state after them. `convert` is that of `Chain.enter`."""
-    return link.finish(current_chain.get().enter(AffineMap(link.linear, link.bias), convert))
+    return link.finish(current_chain.get().enter(link.map, convert))
 
 
 def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the output and the state of `MiniMaxLightningAttention`."""
     heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
-    out, state = run_link(lightning_link(*heads.split(layer.head_dim, -1), layer.slope_rate))
+    q, k, v = heads.split(layer.head_dim, -1)
+    out, state = run_link(lightning_link(q, k, v, layer.slope_rate))
     out = layer.norm(out.transpose(1, 2).flatten(2))
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), state
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
+from attnmesh.comm.scan import AffineMap
+
 Result = TypeVar("Result")
 Stock = Callable[..., Any]
 """A rule of transformers: one function for all tokens of a layer."""
@@ -56,15 +58,10 @@ class Link(NamedTuple):
     finish: Callable[[Tensor], tuple[Tensor, Tensor]]
     """Return outputs as the stock rule returns them, and the leaving state, of the entering (batch, heads, K, V)."""
 
-    def apply(self, state: Tensor) -> Tensor:
-        """Return the state after this shard, A S + B."""
-        return self.bias + apply_linear(self.linear, state)
-
-
-@_exact
-def apply_linear(linear: Tensor, state: Tensor) -> Tensor:
-    """Return A S for a state (batch, heads, K, V), with A scalar, diagonal or matrix. Autocast has no effect."""
-    return linear @ state if linear.ndim == 4 else linear[(...,) + (None,) * (4 - linear.ndim)] * state
+    @property
+    def map(self) -> AffineMap:
+        """The map of states, S -> A S + B."""
+        return AffineMap(self.linear, self.bias)
 
 
 @dataclass(frozen=True)

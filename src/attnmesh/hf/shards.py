@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
-from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.errors import KernelError
 from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
 from attnmesh.mesh.axes import Mesh
 
@@ -215,8 +215,8 @@ class ShardMask(ShardTensor):
             return result
         if name == "zeros_like":
             return call()
-        if name in ("eq", "__eq__"):  # asks whether there is padding: layers that keep a state get the mask if so
-            return torch.zeros((), dtype=torch.bool, device=self.device)
+        if name in ("eq", "__eq__") and type(args[1]) is int and args[1] == 1:
+            return NoPadding.of(self.plain() == 1, self.shards)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
         if name == "cumsum":
@@ -230,6 +230,19 @@ class ShardMask(ShardTensor):
         given = f"one that reads it with {name.strip('_')}, as recurrent layers and custom attention do"
         fix = f'call model.set_attn_implementation("attnmesh"), or {USE_SUPPORTED}'
         return KernelError(SUBJECT, expected, given, fix)
+
+
+class NoPadding(ShardTensor):
+    """A `ShardMask` compared with 1. transformers drops the mask of recurrent layers if no token is padding.
+
+    They get it in any case, as it carries the shards.
+    """
+
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return False for `all`. Raise on all other functions."""
+        if name != "all" or len(args) > 1 or kwargs:
+            raise ShardMask.read_error("eq")
+        return torch.zeros((), dtype=torch.bool, device=self.device)
 
 
 def _is_whole(index: Any, tokens: int) -> bool:
@@ -293,68 +306,6 @@ def _check_no_inner_padding(ids: Tensor, padding: int) -> None:
     at_end = not bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any())
     expected, given = "padding at the end of a sequence, if any", f"padding token {padding} before another token"
     require(at_end, KernelError, f"{SUBJECT} input_ids", expected, given, "replace it by another token")
-
-
-class GuardedLabels(ShardTensor):
-    """Labels that request a loss from a model. The model must compute it from `shift_labels`."""
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the labels cast or reshaped. Raise on all other functions."""
-        if name in METADATA_FUNCTIONS | VIEW_FUNCTIONS - {"__getitem__", "select", "narrow"}:
-            return self.wrap(call())
-        expected = "a loss computed from shift_labels, as by ForCausalLMLoss of transformers"
-        given = f"one computed from labels ({name}), which are shifted already"
-        raise KernelError(f"{SUBJECT} labels", expected, given, "compute the loss from logits and shift_labels")
-
-
-class ShardLabels(ShardTensor):
-    """Target of each of this rank's tokens, the next token of the whole sequence, as `shift_labels`."""
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result. `cross_entropy` raises unless all layers attended over all shards."""
-        if name in VIEW_FUNCTIONS:
-            return self.wrap(call())
-        if name != "cross_entropy":
-            return call()
-        self.shards.check_all_layers_counted()
-        reduction = kwargs.get("reduction", "mean")
-        expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
-        fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
-        weighed = reduction != "mean" or self.shards.even
-        require(weighed, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, fix)
-        return LossSum.of(call(), self.shards) if reduction == "sum" else call()
-
-
-class LossSum(ShardTensor):
-    """Sum of losses over this rank's tokens. Models divide it by the number of labels."""
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result. A division by `Trainer`'s count of all ranks' labels is multiplied by the ranks.
-
-        Then the mean over ranks is the loss of the whole batch, as it is with the batch's `ItemCount`.
-        """
-        if name in ("__get__", "to", "float", "double"):
-            return self.wrap(call())
-        if name.strip("_") not in ("div", "true_divide", "divide", "truediv", "itruediv") or self.shards.ranks == 1:
-            return call()
-        divisor, count = args[1], self.shards.forward_pass.item_count
-        if divisor is count or (isinstance(divisor, Tensor) and isinstance(count, Tensor) and bool(divisor == count)):
-            return call().mul_(self.shards.ranks)
-        is_count = isinstance(divisor, ItemCount) or not isinstance(divisor, Tensor)
-        subject, fix = f"{SUBJECT} num_items_in_batch", "pass it to shard_batch(..., num_items_in_batch=)"
-        require(is_count, ArgumentError, subject, "the count of the batch", "another tensor", fix)
-        return call()
-
-
-class ItemCount(ShardTensor):
-    """Number of labels to learn divided by the ranks, as `num_items_in_batch`. Mixed precision must not round it."""
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result as a count. Casts move it to another device and keep its dtype."""
-        result = call()
-        if name in COPY_FUNCTIONS and isinstance(result, Tensor):
-            result = self.plain().to(result.device)
-        return self.wrap(result)
 
 
 def flatten(values: Iterable[Any]) -> Iterable[Any]:

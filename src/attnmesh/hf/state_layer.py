@@ -51,7 +51,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.drop()
 
 
-class HybridLayer(StateLayer, ShardedLayer):  # type: ignore[misc]
+class HybridLayer(StateLayer, ShardedLayer):
     """Keys and values, and the states of a recurrent layer beside them."""
 
     def __init__(self, cache: Any) -> None:
