@@ -82,8 +82,8 @@ def prefill_rest(
 ) -> None:
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout.
 
-    Recurrent layers need runs of tokens: models with such layers compute in the contiguous layout. Otherwise all ranks
-    compute the tokens before the first full round of blocks, and every token if the model takes no position_ids.
+    All ranks compute the tokens before the first full round of blocks, and every token if the model takes no
+    position_ids. Models with recurrent layers, which need runs of tokens, compute in the contiguous layout.
     """
     start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
     token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
@@ -93,12 +93,11 @@ def prefill_rest(
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
     recurrent = is_recurrent(cache.config)
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
-    unit = 1 if recurrent else cache.block * cache.ranks
     if chunk_size is None and (start or token_mask is not None):
         chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
     cache.intact = False
     with torch.no_grad(), prepared(model) if recurrent else nullcontext():
-        for first, stop, sharded in _split_prompt(start, end, unit, chunk_size or end):
+        for first, stop, sharded in _chunks(cache, start, end, chunk_size or end):
             index = torch.arange(first, stop, device=ids.device)
             mask = None if token_mask is None else token_mask[:, :stop].long()
             padding = None if token_mask is None else token_mask[:, first:stop]
@@ -124,7 +123,36 @@ def left_to_decode(config: PreTrainedConfig) -> int:
 
     Two in models that compute one token by another rule than several: transformers bounds time steps in one of them.
     """
-    return 2 if is_recurrent(config) and config.get_text_config(decoder=True).model_type not in MAMBA else 1
+    return 2 if is_recurrent(config) and not _steps_alone(config) else 1
+
+
+def _steps_alone(config: PreTrainedConfig) -> bool:
+    return config.get_text_config(decoder=True).model_type in MAMBA
+
+
+def _chunks(cache: ShardedCache, start: int, stop: int, size: int) -> list[tuple[int, int, bool]]:
+    """Return chunks of a prompt (first, stop, sharded)."""
+    if is_recurrent(cache.config):
+        return _split_evenly(start, stop, cache.ranks, size, _steps_alone(cache.config))
+    return _split_prompt(start, stop, cache.block * cache.ranks, size)
+
+
+def _split_evenly(start: int, stop: int, ranks: int, size: int, steps_alone: bool) -> list[tuple[int, int, bool]]:
+    """Return chunks with equally many tokens on each rank, and the rest, which all ranks compute.
+
+    The rest is one token at a time with `steps_alone`, and otherwise more than one: then a single token is left out.
+
+    >>> _split_evenly(0, 11, 4, 8, False), _split_evenly(0, 9, 4, 8, False), _split_evenly(0, 10, 4, 8, True)
+    ([(0, 8, True), (8, 11, False)], [(0, 4, True), (4, 9, False)], [(0, 8, True), (8, 9, False), (9, 10, False)])
+    """
+    even = (stop - start) // ranks * ranks
+    if not steps_alone and stop - start - even == 1:
+        even = max(even - ranks, 0)
+    size, edge = max(size // ranks, 1) * ranks, start + even
+    chunks = [(first, last, True) for first, last in pairwise([*range(start, edge, size), edge])]
+    if steps_alone:
+        return chunks + [(token, token + 1, False) for token in range(edge, stop)]
+    return chunks + [(edge, stop, False)] * (stop - edge > 1)
 
 
 def _split_prompt(start: int, stop: int, unit: int, size: int) -> list[tuple[int, int, bool]]:
@@ -147,6 +175,8 @@ def _run_model(
     """Run the model, with as few logits as it can compute."""
     parameters = signature(model.forward).parameters
     name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    if name == "cache_params" and mask is not None:  # Mamba takes the mask of the new tokens
+        mask = mask[:, -ids.shape[1] :]
     options: dict[str, Any] = {"attention_mask": mask, name: cache, "use_cache": True}
     if "logits_to_keep" in parameters:
         options["logits_to_keep"] = 1

@@ -187,29 +187,33 @@ def prepared(model: nn.Module) -> Iterator[None]:
             restore(model)
 
 
-def prepare_next_model() -> None:
-    """Prepare the modules that are called until a forward pass on shards begins, where tokens are embedded."""
-    if _hook is None:
-        _listen()
+class Preparation:
+    """Prepares the models that are called with a batch of `shard_batch`.
 
+    A hook on all modules sees what is called until the tokens are embedded, where a forward pass on shards begins.
+    """
 
-_hook: Any = None
+    def __init__(self) -> None:
+        self._hook: Any = None
+        self._seen = WeakSet[nn.Module]()
 
+    def begin(self) -> None:
+        """Prepare the next model that is called."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._before)
 
-def _listen() -> None:
-    global _hook
-    seen = WeakSet[nn.Module]()
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        global _hook
-        if any(isinstance(x, ShardIds) for x in args) and isinstance(module, nn.Embedding):
-            _hook.remove()
-            _hook = None
-        elif module not in seen:
-            seen.update(module.modules())
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
+            self._hook.remove()
+            for call in {layer.call for layer in self._seen if isinstance(layer, ShardedLayer)}:
+                call.shards = args[0].shards  # its own hook is run from the next call on
+            self.__init__()  # type: ignore[misc]
+        elif module not in self._seen:
             prepare(module)
+            self._seen.update(module.modules())
 
-    _hook = register_module_forward_pre_hook(before)
+
+PREPARATION = Preparation()
 
 
 @cache

@@ -18,7 +18,7 @@ from attnmesh.core.mask import Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
 from attnmesh.hf.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.hf.models import USE_TOKENIZER
-from attnmesh.hf.recurrent import prepare_next_model
+from attnmesh.hf.recurrent import PREPARATION
 from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 
@@ -65,7 +65,7 @@ def shard_batch(
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
 
-    prepare_next_model()
+    PREPARATION.begin()
     counted_ids = ids if batch.get("position_ids") is None else None
     mask = batch.get("attention_mask")
     return {
@@ -88,6 +88,7 @@ def _agree_on_batch(
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
         _check_batch(whole, place.shape.ranks)
+        _check_shards(whole["input_ids"].shape[1], place.shape.ranks, layout)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
         return whole, positions, documents
@@ -98,6 +99,13 @@ def _agree_on_batch(
         return describe_call("shard_batch", **{"layout": layout, **fingerprints(tensors), **others})
 
     return run_agreed(place, check, describe)
+
+
+def _check_shards(length: int, ranks: int, layout: Layout) -> None:
+    """Raise unless each rank gets a token: models of transformers cannot compute none."""
+    counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
+    given, fix = f"{length} tokens in {layout} on {ranks} ranks", "use longer sequences, fewer ranks or layout=Zigzag()"
+    require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)
 
 
 def _shift_labels(batch: Mapping[str, Any]) -> Tensor | None:
