@@ -97,7 +97,7 @@ def steps_on_ranks(shape: Shape, layout: Layout) -> list[float]:
     mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
     losses = []
     for step in range(30):
-        ids = tokens(64, seed=step % 5)
+        ids = tokens(33, seed=step % 5)
         loss = model(**hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout)).loss
         loss.backward()
         summed = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
