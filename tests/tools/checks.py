@@ -216,7 +216,7 @@ class DoublePrecision(TorchFunctionMode):
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         doubled = lambda x: torch.float64 if x is torch.float32 else x  # noqa: E731
         kwargs = {name: doubled(value) for name, value in (kwargs or {}).items()}
-        if getattr(func, "__name__", "") == "float":
+        if getattr(func, "__name__", "") == "float" and args[0].is_floating_point():
             return args[0].double()
         return func(*map(doubled, args), **kwargs)
 

@@ -28,7 +28,7 @@ from attnmesh.hf.models import SUBJECT, mixing_layers
 from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru, lightning, run_link
 from attnmesh.hf.recurrent_prefill import PrefillStates
 from attnmesh.hf.recurrent_rules import RULES
-from attnmesh.hf.shards import ShardIds, Shards, ShardTensor
+from attnmesh.hf.shards import ShardIds, ShardPositions, Shards, ShardTensor
 
 PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
 """Arguments of recurrent layers with one value per token, along dim 1."""
@@ -124,6 +124,9 @@ def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens
 
 
 def _shards_of(value: object) -> Shards | None:
+    """Return the shards of a mask or of token ids. Positions have them in any prefill."""
+    if isinstance(value, ShardPositions):
+        return None
     shards = getattr(value, "shards", None)
     return shards if isinstance(shards, Shards) else None
 
