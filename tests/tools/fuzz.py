@@ -8,6 +8,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from tests.support import histories, mesh_problems, problems
@@ -21,49 +22,59 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=SIZES, help="ranks of the mesh; one device by default")
     parser.add_argument("--caches", action="store_true", help="histories of caches, on meshes of any size")
     parser.add_argument("--seed", type=int, help="check only this problem")
+    parser.add_argument("--only", default="", help="check only problems whose text contains this, such as Chunks")
     options = parser.parse_args()
     pool = Pool()
     check = _one_device if options.ranks is None else _on_mesh(pool, options.ranks)
     check = _caches(pool) if options.caches else check
+    check = partial(check, options.only)
     try:
         _run(check, options)
     finally:
         pool.close()
 
 
-def _run(check: Callable[[int], None], options: argparse.Namespace) -> None:
+def _run(check: Callable[[int], bool], options: argparse.Namespace) -> None:
     end, count = time.monotonic() + options.seconds, 0
     kind = "" if options.ranks is None else f" --ranks {options.ranks}"
     kind = " --caches" if options.caches else kind
     while count == 0 or (options.seed is None and time.monotonic() < end):
         seed = random.getrandbits(48) if options.seed is None else options.seed
         try:
-            check(seed)
+            checked = check(seed)
         except BaseException:
             print(f"\nwrong: python -m tests.tools.fuzz{kind} --seed {seed}")
             raise
-        count += 1
-        if count % 100 == 0:
+        count += checked
+        if checked and count % 100 == 0:
             print(f"\r{count} problems, none wrong, {max(0, end - time.monotonic()):.0f} s left  ", end="", flush=True)
     print(f"\r{count} problems{kind} against float64: none wrong")
 
 
-def _one_device(seed: int) -> None:
-    problems.draw(seed).check()
+def _one_device(only: str, seed: int) -> bool:
+    problem = problems.draw(seed)
+    if only in repr(problem):
+        problem.check()
+    return only in repr(problem)
 
 
-def _on_mesh(pool: Pool, ranks: int) -> Callable[[int], None]:
-    def check(seed: int) -> None:
+def _on_mesh(pool: Pool, ranks: int) -> Callable[[str, int], bool]:
+    def check(only: str, seed: int) -> bool:
         problem = mesh_problems.draw(seed, ranks)
-        mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+        if only in repr(problem):
+            mesh_problems.check(problem, pool.run(ranks, mesh_problems.run, problem))
+        return only in repr(problem)
 
     return check
 
 
-def _caches(pool: Pool) -> Callable[[int], None]:
-    def check(seed: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            histories.check(histories.draw(seed), pool, Path(folder))
+def _caches(pool: Pool) -> Callable[[str, int], bool]:
+    def check(only: str, seed: int) -> bool:
+        history = histories.draw(seed)
+        if only in repr(history):
+            with tempfile.TemporaryDirectory() as folder:
+                histories.check(history, pool, Path(folder))
+        return only in repr(history)
 
     return check
 

@@ -105,6 +105,7 @@ def running(chain: Chain) -> Iterator[Chain]:
         current_chain.reset(token)
 
 
+@cached_per_world(64)
 def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
     """Return the axis, owners and lengths of each chain of a layout, early parts before late ones."""
     axis, order = _chain_axis(mesh)

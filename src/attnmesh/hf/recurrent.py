@@ -207,13 +207,17 @@ class Preparation:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
-            self._hook.remove()
-            for call in {layer.call for layer in self._seen if isinstance(layer, ShardedLayer)}:
-                call.shards = args[0].shards  # its own hook is run from the next call on
-            self.__init__()  # type: ignore[misc]
+            self._end(args[0].shards)
         elif module not in self._seen:
             prepare(module)
             self._seen.update(module.modules())
+
+    def _end(self, shards: Shards) -> None:
+        """Stop, and pass the shards to the prepared models, whose own hooks run from the next call on."""
+        self._hook.remove()
+        for call in {layer.call for layer in self._seen if isinstance(layer, ShardedLayer)}:
+            call.shards = shards
+        self._hook, self._seen = None, WeakSet()
 
 
 PREPARATION = Preparation()
