@@ -150,7 +150,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "bytes").write_bytes(bytes(range(128, 256)))
     (place / "no.gguf").write_bytes(b"GGUF but not really")
     (place / "recurrent").mkdir()
-    (place / "recurrent" / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
+    (place / "recurrent" / "config.json").write_text('{"model_type": "rwkv", "num_hidden_layers": 2}')
     return place
 
 

@@ -808,7 +808,7 @@ OF_TRANSFORMERS: Table = {
         (
             {"more": {"held": T(3)}},
             StoreError,
-            r"save more: expected names other than held, given held\. Fix: rename it",
+            r"save more: expected names other than held and recurrent\.\*, given held\. Fix: rename it",
         ),
         ({"more": [1]}, StoreError, r"save more: expected tensors by their names, given list\. Fix: pass a dict"),
     ],

@@ -92,7 +92,7 @@ def test_the_scan_is_the_sequential_fold_with_its_gradients(pool: Pool, ranks: i
     check(pool, ranks, [(7, form, (2, 3, 4, 5), reverse) for form in FORMS for reverse in (False, True)])
 
 
-@pytest.mark.parametrize("number", [50, pytest.param(250, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [25, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 def test_random_problems(pool: Pool, ranks: int, number: int) -> None:
     """Sizes of 1 are among them, and states without columns."""

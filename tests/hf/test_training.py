@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, StableLmConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
@@ -178,7 +178,6 @@ def test_ranks_with_different_batches_all_raise(pool: Pool) -> None:
 FOREIGN = {
     "stock attention": LlamaConfig(**families.SIZES),
     "custom attention": BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2),
-    "recurrent states": MambaConfig(vocab_size=97, hidden_size=16, num_hidden_layers=1),
 }
 
 

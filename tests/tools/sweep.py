@@ -53,7 +53,7 @@ MESHES: dict[str, Shape | None] = {
 
 QUICK = (
     *("llama", "gpt_oss", "gemma3_text", "mistral", "qwen3_moe", "deepseek_v3", "gpt2", "falcon", "bert"),
-    *("gemma3n_text", "qwen3_next", "bamba", "mamba", "minimax", "rwkv", "llama+dynamic-crossed"),
+    *("gemma3n_text", "qwen3_next", "minimax", "rwkv", "llama+dynamic-crossed"),
 )
 
 

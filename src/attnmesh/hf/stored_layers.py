@@ -71,7 +71,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
             require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
             taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
-            expected = f"names other than held and {STATES}..."
+            expected = f"names other than held and {STATES}*"
             require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
 
         run_agreed(Mesh.of(self.mesh), check, "save")
