@@ -1,4 +1,4 @@
-"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent` and `gpu-kernels`."""
+"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent` and `gpu-kernels`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +11,7 @@ from rich.table import Table
 from attnmesh.cli.bench import rows_table
 from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.netns import ranks_of, world_of
+from attnmesh.cli.netns import Hosts, ranks_of, world_of
 from attnmesh.cli.output import HostsOption, machine, pairs, titled
 from attnmesh.errors import ArgumentError
 from attnmesh_command import SETTINGS
@@ -20,10 +20,11 @@ from benchmarks import gpu_kernels
 from benchmarks import latent as latent_bench
 from benchmarks import model as model_bench
 from benchmarks import plan as plan_bench
+from benchmarks import recurrent as recurrent_bench
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, whole models, latent attention, and kernels on a GPU.",
+    help="Measure the planner, recovery from faults, whole models, layers of latents and states, and kernels on a GPU.",
     add_completion=False,
     **SETTINGS,
 )
@@ -183,6 +184,35 @@ def bench_latent(
     for row in rows:
         ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
         table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
+    return [table]
+
+
+RECURRENT_EXPLAINED = """\
+Times are medians with quartiles of calls that take turns, with one thread a rank. Hosts share the cores of this machine,
+so "no exchange" is the time of a rank's own tokens while all ranks compute. The limit adds messages at the link's rate."""
+
+
+@bench_command(
+    app, "python -m benchmarks recurrent", "A Gated DeltaNet layer, stock and over hosts.", RECURRENT_EXPLAINED
+)
+def bench_recurrent(
+    run: Bench,
+    hosts: Annotated[str, typer.Option(help="Hosts to make on this machine.")] = "4x1@250mbit",
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the sequence.")] = 8192,
+    heads: Annotated[int, typer.Option(min=1, help="Key heads. There are twice as many value heads.")] = 4,
+    rounds: Annotated[int, typer.Option(min=5, help="Rounds to time.")] = 5,
+) -> list[Table]:
+    """A layer like Qwen3-Next's, with heads of 128 and 128 columns for each key head, in float32."""
+    world = Hosts.parse(hosts)
+    run.step(f"{tokens:,} tokens on one rank, then on {world}")
+    recurrent_bench.rows(recurrent_bench.Request(tokens, heads, rounds), world, run.table("rows"))
+    rows: list[recurrent_bench.Row] = run.tables["rows"]
+    table = titled(f"Gated DeltaNet, {tokens:,} tokens, {heads}/{2 * heads} heads of 128, {world}", "contender")
+    for name in ("work", "ms", "MB received", "limit, ms", "of the limit"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        limit = ["", ""] if row.limit_ms is None else [f"{row.limit_ms:.0f}", f"{row.timing.median / row.limit_ms:.2f}"]
+        table.add_row(row.contender, row.work, str(row.timing), f"{row.received / 1e6:.2f}", *limit)
     return [table]
 
 
