@@ -188,8 +188,8 @@ def bench_latent(
 
 
 RECURRENT_EXPLAINED = """\
-Times are medians with quartiles of calls that take turns, with one thread a rank. Hosts share the cores of this machine,
-so "no exchange" is the time of a rank's own tokens while all ranks compute. The limit adds messages at the link's rate."""
+Times are medians with quartiles of calls that take turns, one thread a rank. Hosts share the cores of this machine: "no
+exchange" is the time of a rank's own tokens while all ranks compute. The limit adds messages at the link's rate."""
 
 
 @bench_command(
