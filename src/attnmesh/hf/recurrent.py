@@ -6,7 +6,7 @@ take the state that earlier ranks leave. On tokens that are no shards it does wh
 gives the layers their classes back. Nothing outside the model is changed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from inspect import signature, unwrap
@@ -74,12 +74,17 @@ class ShardedLayer:
 
 
 class ModelCall:
-    """The present call of a model, as a hook before its `forward` finds it."""
+    """The present call of a model, as hooks before its `forward` and that of the models inside of it find it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, models: Sequence[nn.Module]) -> None:
         self.shards: Shards | None = None
         """The shards that the model was called with."""
-        self.hook = model.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
+
+    def remove_hooks(self) -> None:
+        """Forget the model."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
@@ -144,8 +149,8 @@ def prepare(model: nn.Module) -> None:
     layers = [x for x in modules if _base(x.__class__) and not isinstance(x, (ShardedLayer, ShardedRglru))]
     if not layers:
         return
-    outer: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    call, count = ModelCall(outer or model), 1 if outer is None else mixing_layers(outer.config)
+    models: list[Any] = [module for module in modules if isinstance(module, PreTrainedModel)]
+    call, count = ModelCall(models or [model]), mixing_layers(models[0].config) if models else 1
     for layer in layers:
         kind: Any = type(layer)
         layer.__class__ = _subclass(kind, _base(kind))
@@ -174,7 +179,7 @@ def restore(model: nn.Module) -> None:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (ShardedLayer, ShardedRglru)):
             module.__class__ = type(module).__mro__[2]
-            module.call.hook.remove()
+            module.call.remove_hooks()
             del module.call, module.layers_of_model
 
 
