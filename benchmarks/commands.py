@@ -1,5 +1,6 @@
-"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent` and `gpu-kernels`."""
+"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent` and `gpu-kernels`."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,10 +21,11 @@ from benchmarks import gpu_kernels
 from benchmarks import latent as latent_bench
 from benchmarks import model as model_bench
 from benchmarks import plan as plan_bench
+from benchmarks import recurrent as recurrent_bench
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, whole models, latent attention, and kernels on a GPU.",
+    help="Measure the planner, recovery from faults, whole models, latent and recurrent layers, and kernels on a GPU.",
     add_completion=False,
     **SETTINGS,
 )
@@ -184,6 +186,46 @@ def bench_latent(
         ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
         table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
     return [table]
+
+
+RECURRENT_EXPLAINED = """\
+Times are medians with quartiles of calls that take turns, each as long as its slowest rank; ranks have one thread.
+Messages are the bytes that the busiest rank receives, at the link's rate. The limit is an even share of the time of one
+rank with all tokens, and the messages: it takes a core per rank. "beside shares" is the time over that of all ranks'
+shares at once without exchange, and the messages."""
+
+
+@bench_command(
+    app, "python -m benchmarks recurrent", "A Gated DeltaNet layer over ranks: scan and heads.", RECURRENT_EXPLAINED
+)
+def bench_recurrent(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
+    hosts: HostsOption = None,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 8192,
+    key_heads: Annotated[int, typer.Option(min=2, help="Key heads; value heads are twice as many.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=4, help="Width of a head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
+) -> list[Table]:
+    """One rank with all tokens beside ranks that exchange states by a scan, or tokens of their heads."""
+    world = world_of(ranks, hosts)
+    run.step(f"{length:,} tokens on one rank, then on {ranks_of(world)}")
+    request = recurrent_bench.Request(length, key_heads, head_dim, rounds)
+    recurrent_bench.rows(request, world, run.table("rows"))
+    run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
+    return [_recurrent_table(run.tables["rows"], request)]
+
+
+def _recurrent_table(rows: "list[recurrent_bench.Row]", request: "recurrent_bench.Request") -> Table:
+    heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
+    table = titled(f"{heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "pass", "contender")
+    for name in ("ms", "MB received", "messages ms", "limit ms", "beside shares"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        figures = (row.messages_ms, row.limit_ms, row.beside_shares)
+        cells = ("" if x is None else f"{x:,}" for x in figures)
+        table.add_row(row.case, row.contender, str(row.timing), f"{row.received / 1e6:.1f}", *cells)
+    return table
 
 
 GPU_EXPLAINED = """\
