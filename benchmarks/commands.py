@@ -1,5 +1,6 @@
 """The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent` and `gpu-kernels`."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from rich.table import Table
 from attnmesh.cli.bench import rows_table
 from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.netns import Hosts, ranks_of, world_of
+from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import HostsOption, machine, pairs, titled
 from attnmesh.errors import ArgumentError
 from attnmesh_command import SETTINGS
@@ -24,7 +25,7 @@ from benchmarks import recurrent as recurrent_bench
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, whole models, layers of latents and states, and kernels on a GPU.",
+    help="Measure the planner, recovery from faults, whole models, latent and recurrent layers, and kernels on a GPU.",
     add_completion=False,
     **SETTINGS,
 )
@@ -188,32 +189,43 @@ def bench_latent(
 
 
 RECURRENT_EXPLAINED = """\
-Times are medians with quartiles of calls that take turns, one thread a rank. Hosts share the cores of this machine: "no
-exchange" is the time of a rank's own tokens while all ranks compute. The limit adds messages at the link's rate."""
+Times are medians with quartiles of calls that take turns, each as long as its slowest rank; ranks have one thread.
+Messages are the bytes that the busiest rank receives, at the link's rate. The limit is an even share of the time of one
+rank with all tokens, and the messages: it takes a core per rank. "beside shares" is the time over that of all ranks'
+shares at once without exchange, and the messages."""
 
 
 @bench_command(
-    app, "python -m benchmarks recurrent", "A Gated DeltaNet layer, stock and over hosts.", RECURRENT_EXPLAINED
+    app, "python -m benchmarks recurrent", "A Gated DeltaNet layer over ranks: scan and heads.", RECURRENT_EXPLAINED
 )
 def bench_recurrent(
     run: Bench,
-    hosts: Annotated[str, typer.Option(help="Hosts to make on this machine.")] = "4x1@250mbit",
-    tokens: Annotated[int, typer.Option(min=64, help="Tokens of the sequence.")] = 8192,
-    heads: Annotated[int, typer.Option(min=1, help="Key heads. There are twice as many value heads.")] = 4,
-    rounds: Annotated[int, typer.Option(min=5, help="Rounds to time.")] = 5,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
+    hosts: HostsOption = None,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 8192,
+    key_heads: Annotated[int, typer.Option(min=2, help="Key heads; value heads are twice as many.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=4, help="Width of a head.")] = 128,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
 ) -> list[Table]:
-    """A layer like Qwen3-Next's, with heads of 128 and 128 columns for each key head, in float32."""
-    world = Hosts.parse(hosts)
-    run.step(f"{tokens:,} tokens on one rank, then on {world}")
-    recurrent_bench.rows(recurrent_bench.Request(tokens, heads, rounds), world, run.table("rows"))
-    rows: list[recurrent_bench.Row] = run.tables["rows"]
-    table = titled(f"Gated DeltaNet, {tokens:,} tokens, {heads}/{2 * heads} heads of 128, {world}", "contender")
-    for name in ("work", "ms", "MB received", "limit, ms", "of the limit"):
+    """One rank with all tokens beside ranks that exchange states by a scan, or tokens of their heads."""
+    world = world_of(ranks, hosts)
+    run.step(f"{length:,} tokens on one rank, then on {ranks_of(world)}")
+    request = recurrent_bench.Request(length, key_heads, head_dim, rounds)
+    recurrent_bench.rows(request, world, run.table("rows"))
+    run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
+    return [_recurrent_table(run.tables["rows"], request)]
+
+
+def _recurrent_table(rows: "list[recurrent_bench.Row]", request: "recurrent_bench.Request") -> Table:
+    heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
+    table = titled(f"{heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "pass", "contender")
+    for name in ("ms", "MB received", "messages ms", "limit ms", "beside shares"):
         table.add_column(name, justify="right")
     for row in rows:
-        limit = ["", ""] if row.limit_ms is None else [f"{row.limit_ms:.0f}", f"{row.timing.median / row.limit_ms:.2f}"]
-        table.add_row(row.contender, row.work, str(row.timing), f"{row.received / 1e6:.2f}", *limit)
-    return [table]
+        figures = (row.messages_ms, row.limit_ms, row.beside_shares)
+        cells = ("" if x is None else f"{x:,}" for x in figures)
+        table.add_row(row.case, row.contender, str(row.timing), f"{row.received / 1e6:.1f}", *cells)
+    return table
 
 
 GPU_EXPLAINED = """\

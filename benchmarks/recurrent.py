@@ -1,111 +1,173 @@
-"""`python -m benchmarks recurrent`: a Gated DeltaNet layer like Qwen3-Next's, on one rank and over hosts by a scan."""
+"""`python -m benchmarks recurrent`: one Gated DeltaNet layer over ranks, by a scan of states and by heads.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+The layer is the mixer of Qwen3-Next with random weights, in float32. All ways take turns in the same ranks, of one
+thread each. Beside them stands a limit: an even share of the time of one rank, and the time of the messages.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import Hosts, run_on, send_rows
+import attnmesh as am
+from attnmesh.cli.launch import Send
+from attnmesh.cli.netns import World, ranks_of, run_on, send_rows
 from attnmesh.cli.timing import Timing, race
 from attnmesh.comm.counters import counted
+from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent import prepare
 from attnmesh.hf.shards import ShardMask, Shards
 
-CPU = torch.device("cpu")
+WHOLE, SHARE, SHARES = "1 rank, all tokens", "1 rank, its share of the tokens", "all ranks, shares without exchange"
 
 
 @dataclass(frozen=True)
 class Request:
-    """Tokens of the sequence, key heads, and rounds to time."""
+    """Tokens, key heads (and twice as many value heads), their width, rounds of timing, and the link's bits/s."""
 
     tokens: int
-    heads: int
+    key_heads: int
+    head_dim: int
     rounds: int
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to compute the layer, forward alone or forward and backward."""
+    """One way to run the layer."""
 
+    case: str
     contender: str
-    work: str
     timing: Timing
     received: int = 0
-    """Most bytes that a rank receives."""
+    """Bytes that the busiest rank receives."""
+    messages_ms: float | None = None
+    """Time of these bytes at the link's rate."""
     limit_ms: float | None = None
-    """Time of a rank's own tokens, while all ranks compute, and of its messages at the link's rate."""
+    """An even share of the time of one rank with all tokens, and the messages."""
+    beside_shares: float | None = None
+    """The time over that of all ranks' shares without exchange, and the messages."""
 
 
-def rows(request: Request, hosts: Hosts, add: Send) -> None:
-    """Measure one rank with all tokens, then hosts with a share each."""
-    run_on_ranks(1, send_rows, _one_rank, request, threads=1, on_message=add)
-    run_on(hosts, send_rows, _on_hosts, request, hosts, threads=1, on_message=add)
+def rows(request: Request, world: World, add: Send) -> None:
+    """Measure forward alone, then forward and backward."""
+    ranks = ranks_of(world)
+    given, fix = f"{request.key_heads} key heads on {ranks} ranks", "pass --key-heads as a multiple of the ranks"
+    if request.key_heads % ranks:
+        raise ArgumentError("--key-heads", "key heads that the ranks divide evenly", given, fix)
+    rate = None if isinstance(world, int) else world.rate
+    run_on(world, send_rows, _cases, replace(request, rate=rate), on_message=add)
 
 
-class _Layer:
-    """The layer, and the calls that are timed."""
-
-    def __init__(self, request: Request, tokens: int) -> None:
-        torch.manual_seed(0)
-        columns = 128 * request.heads  # as Qwen3-Next: 2,048 columns and 16 key heads
-        heads = {"linear_num_key_heads": request.heads, "linear_num_value_heads": 2 * request.heads}
-        config = Qwen3NextConfig(hidden_size=columns, num_hidden_layers=1, layer_types=["linear_attention"], **heads)
-        self.layer = Qwen3NextGatedDeltaNet(config, 0).float()
-        self.hidden = torch.randn(1, tokens, columns)
-
-    def calls(self, mask: Tensor | None, barrier: Any = lambda: None) -> dict[str, Any]:
-        """Return a call of the forward pass and one of both passes, each between barriers."""
-
-        def forward() -> None:
-            with torch.no_grad():
-                self.layer(self.hidden, attention_mask=mask)
-            barrier()
-
-        def both() -> None:
-            hidden = self.hidden.clone().requires_grad_()
-            self.layer(hidden, attention_mask=mask).sum().backward()
-            barrier()
-
-        return {"forward": forward, "forward and backward": both}
+def layer_of(request: Request) -> Any:
+    """Return the layer, with the same weights on all ranks."""
+    config = Qwen3NextConfig(
+        hidden_size=request.key_heads * request.head_dim,
+        num_hidden_layers=1,
+        linear_num_key_heads=request.key_heads,
+        linear_num_value_heads=2 * request.key_heads,
+        linear_key_head_dim=request.head_dim,
+        linear_value_head_dim=request.head_dim,
+        layer_types=["linear_attention"],
+    )
+    torch.manual_seed(0)
+    layer = Qwen3NextGatedDeltaNet(config, 0)
+    prepare(layer)
+    return layer
 
 
-def _one_rank(request: Request) -> Iterator[Row]:
-    calls = _Layer(request, request.tokens).calls(None)
-    for work, timing in race(calls, CPU, seconds=0, rounds=request.rounds).items():
-        yield Row("1 rank, stock transformers", work, timing)
+def layer_call(
+    layer: Any, hidden: Tensor, shards: Shards | None, backward: bool
+) -> Callable[[], tuple[Tensor, ...] | Tensor]:
+    """Return a call of the layer: its output, or the gradients of its input and its weights."""
+    mask = None if shards is None else ShardMask.of(torch.ones(hidden.shape[:2], dtype=torch.long), shards)
+    hidden = hidden.detach().requires_grad_(backward)
+    inputs = (hidden, *layer.parameters())
+
+    def call() -> tuple[Tensor, ...] | Tensor:
+        with torch.set_grad_enabled(backward):
+            out: Tensor = layer(hidden, attention_mask=mask)
+        return torch.autograd.grad(out, inputs, torch.ones_like(out)) if backward else out
+
+    return call
 
 
-def _on_hosts(request: Request, hosts: Hosts) -> Iterator[Row]:
-    """Time the layer on each rank's tokens: without exchange, and by a scan in both layouts."""
-    ranks = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("keys",))
-    made = _Layer(request, request.tokens // ranks)
-    layouts: dict[str, Layout | None] = {f"{ranks} ranks, no exchange": None}
-    layouts |= {f"{ranks} ranks, scan, contiguous": Contiguous(), f"{ranks} ranks, scan, zigzag": Zigzag()}
-    calls, received = {}, {}
-    prepare(nn.Sequential(made.layer))
-    for name, layout in layouts.items():
-        mask = None
-        if layout is not None:
-            shards = Shards(mesh, layout, request.tokens // ranks * ranks)
-            mask = ShardMask.of(torch.ones(1, request.tokens // ranks, dtype=torch.long), shards)
-        for work, call in made.calls(mask, dist.barrier).items():
-            calls[name, work] = call
-            with counted() as traffic:
-                call()
-            most = torch.tensor([traffic.bytes])
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-            received[name, work] = int(most)
-    timings = race({" / ".join(key): call for key, call in calls.items()}, CPU, seconds=0, rounds=request.rounds)
-    for name, work in calls:
-        alone = timings[f"{ranks} ranks, no exchange / {work}"].median
-        limit = None if "no exchange" in name else round(alone + 8e3 * received[name, work] / hosts.rate, 1)
-        yield Row(name, work, timings[f"{name} / {work}"], received[name, work], limit)
+def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str, Callable[[], Any]]:
+    """Return the call of each contender on this rank; ranks that have no part in one do nothing."""
+    layer, ranks = layer_of(request), dist.get_world_size()
+    whole = torch.randn(1, request.tokens, layer.hidden_size, generator=torch.Generator().manual_seed(1))
+    share = am.shard(whole, mesh, layout=Contiguous(), dim=1)
+
+    def sharded(layout: Layout, exchange: str) -> Callable[[], Any]:
+        shards = Shards(mesh, layout, request.tokens, exchange=exchange)
+        return layer_call(layer, am.shard(whole, mesh, layout=layout, dim=1), shards, backward)
+
+    def alone(hidden: Tensor) -> Callable[[], Any]:
+        return layer_call(layer, hidden, None, backward) if dist.get_rank() == 0 else lambda: None
+
+    return {
+        WHOLE: alone(whole),
+        SHARE: alone(share),
+        SHARES: layer_call(layer, share, None, backward),
+        "all ranks, shares as the scan computes them": layer_call(
+            layer, share, Shards(None, Contiguous(), share.shape[1]), backward
+        ),
+        f"{ranks} ranks by scan": sharded(Contiguous(), "scan"),
+        f"{ranks} ranks by scan, zigzag": sharded(Zigzag(), "scan"),
+        f"{ranks} ranks by heads": sharded(Contiguous(), "heads"),
+    }
+
+
+def _cases(request: Request) -> Iterator[Row]:
+    mesh = init_mesh("cpu", (1, 1, dist.get_world_size()))
+    for case in ("forward", "forward + backward"):
+        yield from _contest(request, mesh, case)
+
+
+def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
+    """Time all contenders in turns, each as long as its slowest rank."""
+    calls = calls_of(request, mesh, backward=case != "forward")
+    received = {name: _received(call) for name, call in calls.items()}
+    timings = race(
+        {name: _until_all(call) for name, call in calls.items()},
+        torch.device("cpu"),
+        seconds=0,
+        rounds=request.rounds,
+        before=dist.barrier,
+    )
+    even = timings[WHOLE].median / dist.get_world_size()
+    for name, timing in timings.items():
+        row = Row(case, name, timing, received[name])
+        if row.received and request.rate is not None:
+            messages = round(8e3 * row.received / request.rate, 1)
+            beside = round(timing.median / (timings[SHARES].median + messages), 3)
+            row = replace(row, messages_ms=messages, limit_ms=round(even + messages, 1), beside_shares=beside)
+        yield row
+
+
+def _received(call: Callable[[], Any]) -> int:
+    """Return the bytes that the busiest rank receives in a call after the first, which compares weights."""
+    call()
+    with counted() as traffic:
+        call()
+    figure = torch.tensor([traffic.bytes])
+    dist.all_reduce(figure, dist.ReduceOp.MAX)
+    return int(figure)
+
+
+def _until_all(call: Callable[[], Any]) -> Callable[[], None]:
+    """Return the call and a barrier after it."""
+
+    def run() -> None:
+        call()
+        dist.barrier()
+
+    return run

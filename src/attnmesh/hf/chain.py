@@ -5,19 +5,22 @@ hold the early parts in ascending order, and then the late parts in descending o
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.halo import halo_of_parts
+from attnmesh.comm.head_exchange import heads_to_tokens, tokens_to_heads
 from attnmesh.comm.scan import AffineMap, scan
+from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
-from attnmesh.errors import LayoutError
+from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh.world import cached_per_world
@@ -70,6 +73,10 @@ class Chain:
             self.leaving.append(whole.narrow(dim, whole.shape[dim] - wanted, wanted))
         return before.narrow(dim, self.kept, size)
 
+    def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
+        return function(torch.cat([self.halo(x, size, dim=2), x], 2))
+
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
 
@@ -92,11 +99,74 @@ class Chain:
         return self.place == len(self.owners) - 1
 
 
-current_chain: ContextVar[Chain] = ContextVar("attnmesh chain of a recurrent layer")
+class HeadChain:
+    """All parts of a sequence at once: each rank runs the rule over the whole sequence for its share of the heads.
+
+    Args:
+        layer: Name of the recurrent layer.
+        parts: Axis, owners and lengths of each chain of the layout, as `parts_of` returns them.
+    """
+
+    def __init__(self, layer: str, parts: Sequence[tuple[Axis, list[int], list[int]]]) -> None:
+        self.layer, self.axis = layer, parts[0][0]
+        self.owners = [owner for _, owners, _ in parts for owner in owners]
+        self.lengths = [length for _, _, lengths in parts for length in lengths]
+        self._place = self.axis, self.owners, self.lengths
+
+    def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the function of each part of `x` (batch, channels, tokens) and the `size` tokens before it.
+
+        Only the last part keeps results beyond its tokens.
+        """
+        halos = halo_of_parts(x, size, *self._place, dim=2)
+        mine = [tokens for owner, tokens in zip(self.owners, self.lengths, strict=True) if owner == self.axis.index]
+        parts = x.split(mine, 2)
+        before = [halos.narrow(2, part * size, size) for part in range(len(parts))]
+        found = [function(torch.cat(each, 2)) for each in zip(before, parts, strict=True) if each[1].shape[2]]
+        sizes = [tokens for tokens in mine if tokens]
+        return torch.cat([out.narrow(2, 0, n) for out, n in zip(found[:-1], sizes, strict=False)] + found[-1:], 2)
+
+    def gather(self, *tensors: Tensor) -> list[Tensor]:
+        """Return all tokens of this rank's heads, for each (batch, own tokens, heads, ...): one exchange per dtype."""
+        found: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            chosen = [number for number, x in enumerate(tensors) if x.dtype == dtype]
+            shares = [tensors[number].unflatten(2, (self.axis.size, -1)).flatten(3) for number in chosen]
+            joined = tokens_to_heads(torch.cat(shares, -1), *self._place)
+            widths = [share.shape[-1] for share in shares]
+            for number, x in zip(chosen, joined.split(widths, -1), strict=True):
+                found[number] = x.unflatten(-1, (-1, *tensors[number].shape[3:]))
+        return [found[number] for number in range(len(tensors))]
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of all heads, from (batch, all tokens, own heads, width)."""
+        joined = heads_to_tokens(x.flatten(2), *self._place).flatten(2)
+        return joined.view(*joined.shape[:2], -1, x.shape[-1])
+
+    def own_heads(self, x: Tensor) -> Tensor:
+        """Return this rank's share of a tensor with one entry per head."""
+        return x.chunk(self.axis.size)[self.axis.index]
+
+    def check_divided(self, counts: Mapping[str, int]) -> None:
+        """Raise unless the ranks can divide these numbers of heads."""
+        for name, count in counts.items():
+            given, fix = f"{count} {name} in {self.layer}", 'pass exchange="scan", or use fewer ranks'
+            expected = f"{name} that {self.axis.size} ranks divide evenly"
+            require(count % self.axis.size == 0, ShapeError, "shard_batch exchange", expected, given, fix)
+
+    def enter(self, *_: object) -> NoReturn:
+        """Raise: the rule is run by a scan alone."""
+        expected = "layers of the gated delta rule, KDA or Mamba-2, or short convolutions, for 'heads'"
+        raise KernelError("shard_batch exchange", expected, self.layer, 'pass exchange="scan"')
+
+
+AnyChain = TypeVar("AnyChain", Chain, HeadChain)
+
+current_chain: ContextVar[Chain | HeadChain] = ContextVar("attnmesh chain of a recurrent layer")
 
 
 @contextmanager
-def running(chain: Chain) -> Iterator[Chain]:
+def running(chain: AnyChain) -> Iterator[AnyChain]:
     """Run a recurrent layer on this rank's part of a chain."""
     token = current_chain.set(chain)
     try:

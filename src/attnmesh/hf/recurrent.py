@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Full
 from attnmesh.errors import MaskError
-from attnmesh.hf.chain import Chain, current_chain, parts_of, running
+from attnmesh.hf.chain import Chain, HeadChain, current_chain, parts_of, running
 from attnmesh.hf.checks import check_same_weights
+from attnmesh.hf.head_rules import HEAD_RULES, run_by_heads
 from attnmesh.hf.models import SUBJECT, mixing_layers
 from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru, lightning, run_link
 from attnmesh.hf.recurrent_prefill import PrefillStates
@@ -70,7 +71,10 @@ class ShardedLayer:
             check_same_weights(layer, shards, next(iter(named.values())).device)
         named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
         run = partial(_own_forward(stock), layer)
-        return _prefill(run, layer, named, shards) if shards.cached else _train(run, named, shards)
+        if shards.cached:
+            return _prefill(run, layer, named, shards)
+        named["attention_mask"] = None  # padding is on the right
+        return _train_by_heads(run, layer, named, shards) if shards.exchange == "heads" else _train(run, named, shards)
 
 
 class ModelCall:
@@ -92,7 +96,6 @@ class ModelCall:
 
 def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
-    named["attention_mask"] = None  # padding is on the right
     entering, outputs, first = None, [], 0
     for axis, owners, lengths in parts_of(shards.layout, shards.length, shards.mesh):
         with running(Chain(axis, owners, lengths, entering)) as chain:
@@ -101,6 +104,12 @@ def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> An
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1)
     return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+
+
+def _train_by_heads(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
+    """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
+    with running(HeadChain(type(layer).__name__, parts_of(shards.layout, shards.length, shards.mesh))):
+        return run(**named)
 
 
 def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
@@ -276,17 +285,20 @@ def _convolution(stock: Any) -> Callable[..., Any]:
 
     def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
         size = weight.shape[-1] - 1
-        before = current_chain.get().halo(hidden_states, size, dim=2)
-        return stock(torch.cat([before, hidden_states], 2), weight, *args, **kwargs)[:, :, size:]
+        valid = lambda x: stock(x, weight, *args, **kwargs)[:, :, size:]  # noqa: E731
+        return current_chain.get().convolve(hidden_states, size, valid)
 
     return convolution
 
 
 def _rule(name: str, stock: Any) -> Callable[..., Any]:
-    """Return the rule with the state that earlier parts leave."""
+    """Return the rule with the state that earlier parts leave, or by heads."""
     rule = RULES[name]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        chain = current_chain.get()
+        if isinstance(chain, HeadChain) and name in HEAD_RULES:
+            return run_by_heads(name, stock, chain, *args, **kwargs)
         out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 

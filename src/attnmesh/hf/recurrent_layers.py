@@ -42,5 +42,6 @@ class ShardedConv1d(nn.Conv1d):
         chain, size = current_chain.get(None), self.kernel_size[0] - 1
         if chain is None:
             return super().forward(input)
-        padded = pad(torch.cat([chain.halo(input, size, dim=2), input], 2), (0, size))
-        return conv1d(padded, self.weight, self.bias, groups=self.groups)
+        return chain.convolve(
+            input, size, lambda x: conv1d(pad(x, (0, size)), self.weight, self.bias, groups=self.groups)
+        )

@@ -11,7 +11,7 @@ A link uses its layer's stock rule where the rule takes an initial state or is a
 form in float32. All results are differentiable. A shard has at least one token.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -83,12 +83,7 @@ class Rule:
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> Link:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
-        packed = [name for name in PACKED if kwargs.get(name) is not None]
-        if packed:
-            raise ValueError(
-                f"recurrent layer {packed[0]}: expected None over a mesh, given {type(kwargs[packed[0]]).__name__}. "
-                "Fix: pass one sequence per row"
-            )
+        self.check_rows(kwargs)
         if self.initial_state in kwargs and kwargs[self.initial_state] is not None:
             raise ValueError(
                 f"recurrent layer {self.initial_state}: expected None, given a tensor. Fix: pass it to link.finish"
@@ -96,10 +91,18 @@ class Rule:
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
-    def returned(self, outputs: Tensor, state: Tensor, requested: bool) -> Any:
+    def check_rows(self, options: Mapping[str, Any]) -> None:
+        """Raise if the options begin a new sequence inside the tokens."""
+        for name in (name for name in PACKED if options.get(name) is not None):
+            given = type(options[name]).__name__
+            raise ValueError(
+                f"recurrent layer {name}: expected None over a mesh, given {given}. Fix: pass one sequence per row"
+            )
+
+    def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
         """Return what the stock rule returns for outputs and a leaving state (batch, heads, K, V)."""
         if requested:
-            return outputs, self.to_stock(state)
+            return outputs, None if state is None else self.to_stock(state)
         return (outputs, None) if self.always_pair else outputs
 
 

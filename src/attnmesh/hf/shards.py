@@ -83,6 +83,7 @@ class Shards:
         token_mask: (batch, tokens of all ranks), False for padding; None without padding.
         cached: True in generation, where keys go to a cache.
         even: True if all ranks have equally many labels to learn.
+        exchange: What ranks exchange in recurrent layers: "scan" for states, "heads" for tokens of their heads.
         forward_pass: Record that the model's layers share.
 
     >>> from attnmesh import Zigzag
@@ -98,6 +99,7 @@ class Shards:
     token_mask: Tensor | None = None
     cached: bool = False
     even: bool = True
+    exchange: str = "scan"
     forward_pass: ForwardPass = field(default_factory=ForwardPass, compare=False)
 
     @property

@@ -25,6 +25,9 @@ from attnmesh.mesh.axes import Mesh
 IGNORE_INDEX = -100
 """Label of tokens that are not learned, as in transformers."""
 
+EXCHANGES = ("scan", "heads")
+"""What ranks exchange in recurrent layers: their states, or the tokens of their heads."""
+
 TOKEN_ARGUMENTS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 """Arguments with one value per token."""
 
@@ -33,7 +36,12 @@ PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 
 
 def shard_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout = Zigzag(), **more: Any
+    batch: Mapping[str, Any],
+    mesh: DeviceMesh | None,
+    layout: Layout = Zigzag(),
+    *,
+    exchange: str = "scan",
+    **more: Any,
 ) -> dict[str, Any]:
     """Return this rank's share of a batch, as arguments of a model: `model(**shard_batch(batch, mesh)).loss`.
 
@@ -45,6 +53,8 @@ def shard_batch(
             `attention_mask` may have padding on the right. `position_ids` of packed sequences restart in each.
         mesh: The mesh that shares the sequence; None for one device.
         layout: The tokens that each rank gets.
+        exchange: What ranks exchange in recurrent layers. "scan": each runs its tokens, and sends its state. "heads":
+            each runs all tokens for its share of the heads, which the ranks must divide evenly.
         more: Further entries of the batch, such as `num_items_in_batch`.
 
     Returns:
@@ -57,10 +67,10 @@ def shard_batch(
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    batch, positions, documents = _agree_on_batch(batch, mesh, layout, more)
+    batch, positions, documents = _agree_on_batch(batch, mesh, layout, exchange, more)
     ids, labels = batch["input_ids"], _shift_labels(batch)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
-    shards = Shards(mesh, layout, ids.shape[1], documents, even=even)
+    shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
@@ -77,13 +87,15 @@ def shard_batch(
 
 
 def _agree_on_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout, more: Mapping[str, Any]
+    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout, exchange: str, more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Tensor, Mask]:
     """Return the batch with all entries, its positions and its documents, if all ranks pass the same valid batch."""
     place = Mesh.of(mesh)
 
     def check() -> tuple[dict[str, Any], Tensor, Mask]:
         check_layout("shard_batch layout", layout)
+        known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
+        require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
         given, fix = type(batch).__name__, "pass the collator's output, or a dict"
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
@@ -96,7 +108,9 @@ def _agree_on_batch(
     def describe(checked: tuple[dict[str, Any], Tensor, Mask]) -> str:
         tensors = {name: x for name, x in checked[0].items() if isinstance(x, Tensor)}
         others = {name: x for name, x in checked[0].items() if name not in tensors}
-        return describe_call("shard_batch", **{"layout": layout, **fingerprints(tensors), **others})
+        return describe_call(
+            "shard_batch", **{"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
+        )
 
     return run_agreed(place, check, describe)
 
