@@ -64,7 +64,7 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     def describe(_: None) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         learned = torch.is_grad_enabled() and x.requires_grad
-        return describe_call("halo", others=others, dtype=x.dtype, size=size, dim=dim, requires_grad=learned)
+        return describe_call("halo", others=others, dtype=x.dtype, size=size, dim=dim % x.ndim, requires_grad=learned)
 
     _, table = run_agreed_with(mesh, lambda: _check(x, size, dim), describe, lambda _: [x.shape[dim]])
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in table], dim=dim)

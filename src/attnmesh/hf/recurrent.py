@@ -6,13 +6,14 @@ take the state that earlier ranks leave. On tokens that are no shards it does wh
 gives the layers their classes back. Nothing outside the model is changed.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from inspect import signature, unwrap
 from types import FunctionType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,20 @@ from attnmesh.errors import MaskError
 from attnmesh.hf.chain import Chain, HeadChain, current_chain, parts_of, running
 from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.head_rules import HEAD_RULES, run_by_heads
-from attnmesh.hf.models import SUBJECT, mixing_layers
+from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers
 from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru, lightning, run_link
 from attnmesh.hf.recurrent_prefill import PrefillStates
 from attnmesh.hf.recurrent_rules import RULES
-from attnmesh.hf.shards import ShardIds, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import ForwardPass, ShardIds, ShardPositions, Shards, ShardTensor
 
 PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
 """Arguments of recurrent layers with one value per token, along dim 1."""
+
+CODE = [
+    f"transformers.models.{name}.modeling_{name}"
+    for name in sorted({x.removesuffix("_text") for x in RECURRENT_MODELS})
+]
+"""Modules of transformers with the code of models with recurrent layers."""
 
 CACHES = ("cache_params", "past_key_values")
 """Names of the cache among the arguments of recurrent layers."""
@@ -153,13 +160,22 @@ def _check_shards(shards: Shards) -> None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Make the recurrent layers of a model able to run on shards, unless they are."""
-    modules: list[Any] = [*model.modules()]
-    layers = [x for x in modules if _base(x.__class__) and not isinstance(x, (ShardedLayer, ShardedRglru))]
-    if not layers:
-        return
-    models: list[Any] = [module for module in modules if isinstance(module, PreTrainedModel)]
-    call, count = ModelCall(models or [model]), mixing_layers(models[0].config) if models else 1
+    """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models."""
+    outer: list[Any] = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and all(module not in set(other.modules()) for other in outer):
+            outer.append(module)
+    for one in outer or [model]:
+        modules: list[Any] = [*one.modules()]
+        layers = [x for x in modules if _base(x.__class__) and not isinstance(x, (ShardedLayer, ShardedRglru))]
+        if layers:
+            count = mixing_layers(one.config) if isinstance(one, PreTrainedModel) else 1
+            _prepare_layers(
+                layers, ModelCall([x for x in modules if x is one or isinstance(x, PreTrainedModel)]), count
+            )
+
+
+def _prepare_layers(layers: list[Any], call: "ModelCall", count: int) -> None:
     for layer in layers:
         kind: Any = type(layer)
         layer.__class__ = _subclass(kind, _base(kind))
@@ -184,6 +200,7 @@ def restore(model: nn.Module) -> None:
     """
     modules: list[Any] = [*model.modules()]
     for module in modules:
+        PREPARATION.forget(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (ShardedLayer, ShardedRglru)):
@@ -205,33 +222,49 @@ def prepared(model: nn.Module) -> Iterator[None]:
 
 
 class Preparation:
-    """Prepares the models that are called with a batch of `shard_batch`.
+    """Prepares the models that are called with batches of `shard_batch`.
 
-    A hook on all modules sees what is called until the tokens are embedded, where a forward pass on shards begins.
+    While there is such a batch, a hook on all modules prepares each model when it is first called. Models without
+    recurrent layers need no hook: it is set only if transformers has loaded the code of one with such layers.
     """
 
     def __init__(self) -> None:
         self._hook: Any = None
+        self._batches = 0
         self._seen = WeakSet[nn.Module]()
+        self._new: list[ModelCall] = []  # of models whose own hooks run from their next call on
 
-    def begin(self) -> None:
-        """Prepare the next model that is called."""
-        if self._hook is None:
+    def begin(self, batch: ForwardPass) -> None:
+        """Prepare the models that are called while the batch is in use."""
+        self._batches += 1
+        finalize(batch, self._end)
+        batch.on_begin = self._listen
+        self._listen()
+
+    def _listen(self) -> None:
+        if self._hook is None and any(name in sys.modules for name in CODE):
             self._hook = register_module_forward_pre_hook(self._before)
 
+    def _end(self) -> None:
+        self._batches -= 1
+        if not self._batches and self._hook is not None:
+            self._hook.remove()
+            self._hook, self._seen, self._new = None, WeakSet(), []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
-            self._end(args[0].shards)
-        elif module not in self._seen:
+        if module not in self._seen:
             prepare(module)
             self._seen.update(module.modules())
+            self._new = [x.call for x in module.modules() if isinstance(x, ShardedLayer)]
+        if self._new and isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
+            for call in self._new:
+                call.shards = call.shards or args[0].shards
+            self._new = []
 
-    def _end(self, shards: Shards) -> None:
-        """Stop, and pass the shards to the prepared models, whose own hooks run from the next call on."""
-        self._hook.remove()
-        for call in {layer.call for layer in self._seen if isinstance(layer, ShardedLayer)}:
-            call.shards = shards
-        self._hook, self._seen = None, WeakSet()
+    def forget(self, module: nn.Module) -> None:
+        """Prepare the module again when it is called."""
+        self._seen.discard(module)
 
 
 PREPARATION = Preparation()

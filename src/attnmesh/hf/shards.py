@@ -59,10 +59,13 @@ class ForwardPass:
     def __init__(self) -> None:
         self.item_count: object = None
         """`num_items_in_batch` that the model was called with, unless it is the batch's `ItemCount`."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called when a forward pass begins."""
         self.begin()
 
     def begin(self) -> None:
         """Begin a forward pass."""
+        self.on_begin()
         self.attention_calls = 0
         """Layers that have called attnmesh for attention."""
         self.layers = 1

@@ -71,11 +71,11 @@ def shard_batch(
     ids, labels = batch["input_ids"], _shift_labels(batch)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
+    PREPARATION.begin(shards.forward_pass)
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
 
-    PREPARATION.begin()
     counted_ids = ids if batch.get("position_ids") is None else None
     mask = batch.get("attention_mask")
     return {
