@@ -27,6 +27,9 @@ from attnmesh.hf.recurrent import prepare
 from attnmesh.hf.shards import ShardMask, Shards
 
 WHOLE, SHARE, SHARES = "1 rank, all tokens", "1 rank, its share of the tokens", "all ranks, shares without exchange"
+SCANNED = "all ranks, shares as the scan computes them"
+LOCAL = (WHOLE, SHARE, SHARES, SCANNED)
+"""Contenders without messages."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,7 @@ def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str,
         WHOLE: alone(whole),
         SHARE: alone(share),
         SHARES: layer_call(layer, share, None, backward),
-        "all ranks, shares as the scan computes them": layer_call(
-            layer, share, Shards(None, Contiguous(), share.shape[1]), backward
-        ),
+        SCANNED: layer_call(layer, share, Shards(None, Contiguous(), share.shape[1]), backward),
         f"{ranks} ranks by scan": sharded(Contiguous(), "scan"),
         f"{ranks} ranks by scan, zigzag": sharded(Zigzag(), "scan"),
         f"{ranks} ranks by heads": sharded(Contiguous(), "heads"),
@@ -135,7 +136,7 @@ def _cases(request: Request) -> Iterator[Row]:
 def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
     """Time all contenders in turns, each as long as its slowest rank."""
     calls = calls_of(request, mesh, backward=case != "forward")
-    received = {name: _received(call) for name, call in calls.items()}
+    received = {name: _received(call) for name, call in calls.items() if name not in LOCAL}
     timings = race(
         {name: _until_all(call) for name, call in calls.items()},
         torch.device("cpu"),
@@ -145,7 +146,7 @@ def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
     )
     even = timings[WHOLE].median / dist.get_world_size()
     for name, timing in timings.items():
-        row = Row(case, name, timing, received[name])
+        row = Row(case, name, timing, received.get(name, 0))
         if row.received and request.rate is not None:
             messages = round(8e3 * row.received / request.rate, 1)
             beside = round(timing.median / (timings[SHARES].median + messages), 3)
