@@ -189,10 +189,10 @@ def bench_latent(
 
 
 RECURRENT_EXPLAINED = """\
-Times are medians with quartiles of calls that take turns, each as long as its slowest rank; ranks have one thread.
-Messages are the bytes that the busiest rank receives, at the link's rate. The limit is an even share of the time of one
-rank with all tokens, and the messages: it takes a core per rank. "beside shares" is the time over that of all ranks'
-shares at once without exchange, and the messages."""
+Times are medians with quartiles of calls that take turns, each as long as its slowest rank; ranks have one thread. The
+processor time is that of the busiest rank. Messages are the bytes that the busiest rank receives, at the link's rate.
+The limit is an even share of the time of one rank with all tokens, and the messages: it takes a core per rank. "beside
+shares" is the time over that of all ranks' shares at once without exchange, and the messages."""
 
 
 @bench_command(
@@ -219,12 +219,13 @@ def bench_recurrent(
 def _recurrent_table(rows: "list[recurrent_bench.Row]", request: "recurrent_bench.Request") -> Table:
     heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
     table = titled(f"{heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "pass", "contender")
-    for name in ("ms", "MB received", "messages ms", "limit ms", "beside shares"):
+    for name in ("ms", "cpu ms", "MB received", "messages ms", "limit ms", "beside shares"):
         table.add_column(name, justify="right")
     for row in rows:
         figures = (row.messages_ms, row.limit_ms, row.beside_shares)
         cells = ("" if x is None else f"{x:,}" for x in figures)
-        table.add_row(row.case, row.contender, str(row.timing), f"{row.received / 1e6:.1f}", *cells)
+        times = (str(row.timing), f"{row.cpu_ms:,}")
+        table.add_row(row.case, row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
     return table
 
 

@@ -6,6 +6,8 @@ thread each. Beside them stands a limit: an even share of the time of one rank, 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
+from time import process_time
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ from attnmesh.hf.recurrent import prepare
 from attnmesh.hf.shards import ShardMask, Shards
 
 WHOLE, SHARE, SHARES = "1 rank, all tokens", "1 rank, its share of the tokens", "all ranks, shares without exchange"
+SCANNED = "all ranks, shares as the scan computes them"
+LOCAL = (WHOLE, SHARE, SHARES, SCANNED)
+"""Contenders without messages."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Row:
     case: str
     contender: str
     timing: Timing
+    cpu_ms: float
+    """Median of the processor time of the busiest rank, which other work on the machine changes less."""
     received: int = 0
     """Bytes that the busiest rank receives."""
     messages_ms: float | None = None
@@ -117,9 +124,7 @@ def calls_of(request: Request, mesh: DeviceMesh, *, backward: bool) -> dict[str,
         WHOLE: alone(whole),
         SHARE: alone(share),
         SHARES: layer_call(layer, share, None, backward),
-        "all ranks, shares as the scan computes them": layer_call(
-            layer, share, Shards(None, Contiguous(), share.shape[1]), backward
-        ),
+        SCANNED: layer_call(layer, share, Shards(None, Contiguous(), share.shape[1]), backward),
         f"{ranks} ranks by scan": sharded(Contiguous(), "scan"),
         f"{ranks} ranks by scan, zigzag": sharded(Zigzag(), "scan"),
         f"{ranks} ranks by heads": sharded(Contiguous(), "heads"),
@@ -135,9 +140,10 @@ def _cases(request: Request) -> Iterator[Row]:
 def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
     """Time all contenders in turns, each as long as its slowest rank."""
     calls = calls_of(request, mesh, backward=case != "forward")
-    received = {name: _received(call) for name, call in calls.items()}
+    received = {name: _received(call) for name, call in calls.items() if name not in LOCAL}
+    cpu: dict[str, list[float]] = {name: [] for name in calls}
     timings = race(
-        {name: _until_all(call) for name, call in calls.items()},
+        {name: _until_all(call, cpu[name]) for name, call in calls.items()},
         torch.device("cpu"),
         seconds=0,
         rounds=request.rounds,
@@ -145,7 +151,7 @@ def _contest(request: Request, mesh: DeviceMesh, case: str) -> Iterator[Row]:
     )
     even = timings[WHOLE].median / dist.get_world_size()
     for name, timing in timings.items():
-        row = Row(case, name, timing, received[name])
+        row = Row(case, name, timing, _busiest(cpu[name][1:]), received.get(name, 0))
         if row.received and request.rate is not None:
             messages = round(8e3 * row.received / request.rate, 1)
             beside = round(timing.median / (timings[SHARES].median + messages), 3)
@@ -163,11 +169,20 @@ def _received(call: Callable[[], Any]) -> int:
     return int(figure)
 
 
-def _until_all(call: Callable[[], Any]) -> Callable[[], None]:
-    """Return the call and a barrier after it."""
+def _busiest(seconds: list[float]) -> float:
+    """Return the milliseconds of the rank with the largest median."""
+    figure = torch.tensor([1e3 * median(seconds)])
+    dist.all_reduce(figure, dist.ReduceOp.MAX)
+    return round(float(figure), 1)
+
+
+def _until_all(call: Callable[[], Any], cpu: list[float]) -> Callable[[], None]:
+    """Return the call and a barrier after it. Each call adds the seconds of the processor to `cpu`."""
 
     def run() -> None:
+        start = process_time()
         call()
+        cpu.append(process_time() - start)
         dist.barrier()
 
     return run
