@@ -32,6 +32,7 @@ from benchmarks import faults
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
 from benchmarks import plan as plan_bench
+from benchmarks import recurrent as recurrent_bench
 from benchmarks.commands import app as benchmarks_app
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -441,6 +442,8 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
     step = latent_bench.Row("stock", TIME, 1.0, 1)
     replace(latent_bench, rows=lambda request, ranks, threads, add: add(on(ranks, step)))
+    layer = recurrent_bench.Row("forward", "1 rank", TIME, 1.0)
+    replace(recurrent_bench, rows=lambda request, world, add: add(on(world, layer)))
     replace(plan_bench, report=measured_plans)
     replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
     replace(plan, plans_for=priced)
