@@ -53,6 +53,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float32,
 }
 LEARNED = T(1, HEADS, 1, WIDTH, requires_grad=True)
+NO_VALUES = torch.empty(1, dtype=torch.int64, device="meta")
 INTS = {name: T(1, HEADS, 4, WIDTH, dtype=torch.int32) for name in "qkv"}
 DOUBLES = {name: T(1, HEADS, 4, WIDTH, dtype=torch.float64) for name in "qkv"}
 PADDED = torch.arange(40)[None] > 2
@@ -403,6 +404,12 @@ ALIKE: Table = {
             ShapeError,
             r"key_lengths: expected numbers of 0 or more, given -1\. Fix",
         ),
+        (
+            {"key_lengths": NO_VALUES},
+            DeviceError,
+            r"key_lengths: expected a tensor with values, given one on the meta d",
+        ),
+        ({"key_lengths": torch.tensor([3]).to_sparse()}, DtypeError, r"attention key_lengths: expected a dense tensor"),
         ({"key_lengths": torch.tensor([3])}, MeshError, r"shards  key_lengths\n(.*\n)*.*\[3\]\n"),
         ({"softcap": 30}, MeshError, r"the same call on every rank, given:\n    shards  softcap\n(.*\n)*.*  30\n"),
         ({"mask": am.Causal}, MaskError, r"attention mask: expected Full.*, given Causal itself\. Fix: call it"),
@@ -471,7 +478,7 @@ ALIKE: Table = {
         ({"k": T(1, 1, 6, 4)}, ShapeError, r"append k: .*Fix: if these are \(batch, length, heads, dim\), pass x"),
         ({"v": T(1, 6, 2, 4)}, ShapeError, r"append: expected k and v of the same tokens, given 1 and 2 tokens"),
         ({"k": [1.0]}, DtypeError, r"append k: expected a tensor of floats, given list\. Fix: use torch"),
-        ({"v": None}, DtypeError, r"append v: expected a tensor of floats, given NoneType\. Fix: use torch"),
+        ({"v": None}, ArgumentError, r"append v: expected a tensor of values, given None\. Fix: pass v, or make"),
         ({"k": T(1, 6, 1, 4).half()}, DtypeError, r"append: expected one dtype of .*, given k float16, v float32"),
         (
             {"k": T(1, 6, 1, 4).double(), "v": T(1, 6, 1, 4).double()},
@@ -585,6 +592,16 @@ ALIKE: Table = {
             r"decode softcap: expected None or a number .*, given -1 of type int\. Fix: pass",
         ),
         ({"key_lengths": torch.tensor([3], dtype=torch.int32)}, DtypeError, r"torch.int64, given torch.int32\. Fix"),
+        (
+            {"key_lengths": NO_VALUES},
+            DeviceError,
+            r"decode key_lengths: expected a tensor with values, given one on the m",
+        ),
+        (
+            {"key_lengths": torch.tensor([3]).to_sparse()},
+            DtypeError,
+            r"decode key_lengths: expected a dense tensor, giv",
+        ),
         (
             {"key_lengths": torch.tensor([99])},
             ShapeError,

@@ -235,6 +235,7 @@ BAD_PAGES: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"keys": torch.zeros(8, 4, 2, 8).double()}, "append_pages keys: expected torch.float32"),
     "values": ({"values": None}, "append_pages values: expected 2 pools, given 1"),
     "table": ({"table": torch.tensor([[0.5]])}, "block_table: expected a tensor of int32 or int64"),
+    "pools": ({"values": torch.zeros(7, 4, 2, 8)}, "expected pools of the same number of blocks, given 8 and 7"),
     "rows": ({"table": torch.tensor([[0], [1]])}, r"block_table: expected shape \(1, blocks\), given \(2, 1\)"),
     "number": ({"table": torch.tensor([[8]])}, "block_table: expected numbers from 0 to 7, given others"),
     "capacity": ({"table": torch.zeros(1, 99, dtype=torch.long)}, "expected room for the new tokens"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import attnmesh.hf as hf
 from attnmesh import errors
@@ -116,6 +117,49 @@ def test_bad_calls_raise_alike(kind: str, pool: Pool) -> None:
     one, other = pool.run(2, crops, kind)
     assert one == other
     assert one.startswith(CROPS[kind])
+
+
+def gapped() -> tuple[Tensor, Tensor]:
+    """Return prompts of 50 tokens and their mask, with padding before the first one and between tokens."""
+    ids = prompt(50, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = mask[0, 38:44] = mask[1, 20] = 0
+    return ids.masked_fill(mask == 0, 0), mask
+
+
+def with_gaps(family: str, shape: Shape) -> dict[str, Any]:
+    """Return tokens, or the error, of prompts with padding between tokens."""
+    model, mesh = families.model(family, "attnmesh"), named_mesh(shape, AXES) if shape.ranks > 1 else None
+    (ids, mask), options = gapped(), {"max_new_tokens": 9, "do_sample": False}
+    calls: dict[str, Any] = {
+        "generate": lambda: hf.generate(model, ids, mesh=mesh, attention_mask=mask, **options),
+        "inferred": lambda: hf.generate(model, ids, mesh=mesh, **options),
+        "prefill": lambda: hf.prefill(model, ids, hf.ShardedCache(model.config, mesh), attention_mask=mask),
+        "model.generate": lambda: model.generate(
+            ids, attention_mask=mask, past_key_values=hf.ShardedCache(model.config, mesh), **options
+        ),
+    }
+    answers = {}
+    for name, call in calls.items():
+        try:
+            tokens = call()
+            answers[name] = None if tokens is None else tokens.tolist()
+        except errors.InputError as error:
+            answers[name] = f"{type(error).__name__}: {error}"
+    return answers
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "llama4"])
+def test_padding_between_tokens_is_right_or_refused(family: str, pool: Pool) -> None:
+    (ids, mask), shape = gapped(), Shape(1, 1, 1 if family == "mistral" else 3)
+    stock = families.model(family, STOCK[family])
+    expected = stock.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False).tolist()
+    for answers in pool.run(shape.ranks, with_gaps, family, shape):
+        for call, given in answers.items():
+            if family == "llama":
+                assert given == (None if call == "prefill" else expected)
+            else:
+                assert "expected padding before the first token of a sequence only, given padding betw" in given, call
 
 
 def interrupted(shape: Shape) -> list[int]:

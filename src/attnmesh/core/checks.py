@@ -150,7 +150,7 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
 
 
 def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int) -> None:
-    """Raise unless key_lengths is None or counts keys: an int64 tensor with a number of 0 or more per sequence."""
+    """Raise unless key_lengths is None or counts keys: a dense int64 tensor with a number of 0 or more per sequence."""
     if key_lengths is None:
         return
     fix = "pass torch.tensor([...]), the number of real keys of each sequence"
@@ -158,6 +158,10 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int) -> N
     if not isinstance(key_lengths, Tensor) or key_lengths.dtype != torch.int64 or kind == "DTensor":
         given = str(key_lengths.dtype) if kind == "Tensor" else kind
         raise DtypeError(subject, "a tensor of torch.int64", given, fix)
+    if key_lengths.layout != torch.strided or key_lengths.is_nested:
+        raise DtypeError(subject, "a dense tensor", "a nested or sparse tensor", fix)
+    if key_lengths.is_meta:
+        raise DeviceError(subject, "a tensor with values", "one on the meta device", fix)
     if tuple(key_lengths.shape) != (batch,):
         raise ShapeError(subject, f"shape ({batch},), one number a sequence", f"shape {tuple(key_lengths.shape)}", fix)
     if batch and not torch.compiler.is_compiling() and int(key_lengths.min()) < 0:

@@ -41,7 +41,8 @@ class Mask:
         chunks: Sizes of chunks, ascending. A query sees the keys of its own chunk of each size.
 
     Raises:
-        MaskError: If `left` or `right` is negative, `ends` does not ascend, or a chunk is empty.
+        MaskError: If a value is no whole number, `left` or `right` is negative, `ends` does not ascend, or a chunk is
+            empty.
 
     >>> import attnmesh as am
     >>> am.Causal() & am.Window(4, 4)
@@ -58,13 +59,24 @@ class Mask:
     chunks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", tuple(self.ends))
-        object.__setattr__(self, "chunks", tuple(self.chunks))
-        ascending = all(start < stop for edges in (self.ends, self.chunks) for start, stop in pairwise((0, *edges)))
-        if self.left < 0 or self.right < 0 or not ascending:
+        if isinstance(self.ends, Iterable) and isinstance(self.chunks, Iterable):
+            object.__setattr__(self, "ends", tuple(self.ends))
+            object.__setattr__(self, "chunks", tuple(self.chunks))
+        if not self._is_valid():
             given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}"
             fix = "make masks with Full, Causal, Window, Documents and Chunks"
-            raise MaskError("Mask", "reaches of 0 or more, ascending ends and ascending chunks", given, fix)
+            expected = "whole numbers: reaches of 0 or more, ascending ends and ascending chunks"
+            raise MaskError("Mask", expected, given, fix)
+
+    def _is_valid(self) -> bool:
+        """Return whether the bounds are whole numbers, 0 or more, and the edges ascend."""
+        both = self.ends, self.chunks
+        if not all(isinstance(edges, tuple) for edges in both):
+            return False
+        if not all(type(number) is int for number in (self.left, self.right, *self.ends, *self.chunks)):
+            return False
+        ascending = all(start < stop for edges in both for start, stop in pairwise((0, *edges)))
+        return self.left >= 0 and self.right >= 0 and ascending
 
     @property
     def longest(self) -> int:

@@ -56,7 +56,7 @@ class KVCache(PagedCache, SavedCache):
         values: "separate", or "prefix" for values that are the first columns of the keys, which alone are stored.
         mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
             sees are forgotten: memory is that of the window. None keeps every token.
-        keep: Tokens that `truncate` may remove from a cache that forgets.
+        keep: Tokens that `truncate` may remove from a cache that forgets, counted from its longest length so far.
 
     Raises:
         ArgumentError: `values` is neither.
@@ -165,7 +165,7 @@ class KVCache(PagedCache, SavedCache):
             token_mask: False for padding, (batch, tokens); None if all tokens are real.
 
         Raises:
-            ArgumentError: `v` is given to a cache whose values are a prefix of its keys.
+            ArgumentError: `v` is None, or is given to a cache whose values are a prefix of its keys.
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
             DtypeError: A dtype or a device is not the cache's.
             KernelError: A tensor requires gradients.

@@ -90,6 +90,9 @@ class Sizes:
             given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
             expected = "None, for values are columns of k"
             raise ArgumentError(f"{subject} v", expected, given, "pass the keys alone")
+        if v is None and self.values == "separate":
+            fix = 'pass v, or make the cache with values="prefix" if values are columns of the keys'
+            raise ArgumentError(f"{subject} v", "a tensor of values", "None", fix)
         named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
         check_same_kind(subject, named)
         for (name, x), width in zip(named.items(), self.widths, strict=True):

@@ -72,7 +72,7 @@ def decode(
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: cached tokens at this position or
-            later are invisible.
+            later are invisible. In a padded cache positions count real tokens.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
         merge: "tree", "direct", "gather", "allreduce" or "auto".
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
@@ -253,9 +253,11 @@ def _check_lengths(q: Tensor, cache: KVCache, key_lengths: Tensor | None, mask: 
         fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
-        expected = f"at most {cache.length - cache.shards.floor}: the cache has forgotten what earlier tokens see"
+        floor, first = cache.shards.floor, cache.length - q.shape[2]
+        expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
         fix = "decode after each append, or pass queries= to append_shard"
-        raise ShapeError("decode q", expected, f"{q.shape[2]} queries", fix)
+        fix = fix if cache.length > floor else "append the next token first"
+        raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
     check_most_keys("decode key_lengths", key_lengths, cache.length)
     if mask.ends:
         mask.check_length("decode mask", cache.length)

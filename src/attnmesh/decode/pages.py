@@ -164,6 +164,8 @@ def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     require(whole, DtypeError, subject, "a tensor of int32 or int64", type_and_shape(table), fix)
     fits = table.ndim == 2 and len(table) == sizes.batch
     require(fits, ShapeError, subject, f"shape ({sizes.batch}, blocks)", f"{tuple(table.shape)}", fix)
-    inside = bool(((table >= 0) & (table < len(pools[0]))).all()) and len({len(pool) for pool in pools}) == 1
-    fix = "pass numbers of blocks in both pools"
+    lengths = " and ".join(str(len(pool)) for pool in pools)
+    expected, fix = "pools of the same number of blocks", "pass the pools of one layer"
+    require(len({len(pool) for pool in pools}) == 1, ShapeError, "append_pages", expected, lengths, fix)
+    inside, fix = bool(((table >= 0) & (table < len(pools[0]))).all()), "pass numbers of blocks in the pools"
     require(inside, ShapeError, subject, f"numbers from 0 to {len(pools[0]) - 1}", "others", fix)

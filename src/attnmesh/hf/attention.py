@@ -151,7 +151,7 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
     """Store tokens that all ranks compute, each rank those of its blocks. Return the layer's cache."""
     kv = pending.layer.reserve(pending, new, mask)
     try:
-        check_cached_padding(kv, spec.token_mask, new)
+        check_cached_padding(kv, spec.token_mask, new, mask)
     except InputError as error:
         pending.layer.raise_agreed(error, pending, 0)
     kv.append(*pending.stored, token_mask=None if spec.token_mask is None else spec.token_mask[:, -new:])

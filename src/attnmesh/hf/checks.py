@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from attnmesh.comm.consensus import agree, compares_always, describe_call, may_compare
 from attnmesh.core.checks import require, short
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
-from attnmesh.core.mask import Causal, Full, Window
+from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.labels import ItemCount
-from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
 from attnmesh.mesh.axes import Mesh
@@ -160,8 +160,8 @@ def check_local_mask(spec: MaskSpec, keys: int) -> None:
         raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {spec.covered}", fix)
 
 
-def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int) -> None:
-    """Raise unless the attention mask covers all tokens, and repeats the padding of cached tokens."""
+def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
+    """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"
     if token_mask is not None and token_mask.shape[1] != kv.length + new:
         expected, given = f"one of {kv.length} cached and {new} new tokens", f"one of {token_mask.shape[1]}"
@@ -171,3 +171,5 @@ def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int) -> No
     else:
         same = token_mask is not None and torch.equal(token_mask[:, :-new], kv.padding.token_mask[:, : kv.length])
     require(same, MaskError, subject, "the padding of the cached tokens", "other padding", fix)
+    if token_mask is not None and mask != Causal():
+        check_left_padded(subject, token_mask)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
@@ -24,7 +24,7 @@ from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.models import rope_regime, unwrap
-from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_left_padded
+from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
@@ -77,7 +77,7 @@ def generate(
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
     cache = ShardedCache(model.config, mesh) if cache is None else cache
-    mask = _infer_padding(input_ids, settings) if attention_mask is None else attention_mask
+    mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
         return _generate(model, input_ids, cache, mask, chunk_size, options)
@@ -195,14 +195,14 @@ def _continuing(model: PreTrainedModel, cache: ShardedCache) -> Iterator[None]:
         del model.prepare_inputs_for_generation
 
 
-def _infer_padding(ids: Tensor, settings: Settings) -> Tensor | None:
+def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) -> Tensor | None:
     """Return the mask of padding tokens, unless they may also be end tokens. transformers infers it the same way."""
     padding, eos = settings["pad_token_id"], settings["eos_token_id"]
     ends = eos if isinstance(eos, (list, tuple)) else [eos]
     if padding is None or padding in ends or not bool((ids == padding).any()):
         return None
     mask: Tensor = (ids != padding).long()
-    check_left_padded(mask)
+    check_padding(config, mask)
     return mask
 
 

@@ -136,6 +136,21 @@ def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -
     return None if bool(token_mask.all()) else token_mask
 
 
+def check_left_padded(subject: str, token_mask: Tensor) -> None:
+    """Raise if there is padding after a sequence's first token.
+
+    transformers counts such padding in windows and chunks. A cache counts real tokens alone.
+    """
+    real = token_mask.bool()
+    gaps = real[:, :-1] & ~real[:, 1:]
+    expected, fix = (
+        "padding before the first token of a sequence only",
+        "pass an attention_mask with padding on the left",
+    )
+    given = "padding between tokens, in a model with windows or chunks"
+    require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
+
+
 def _left_padding(attention_mask: Tensor | MaskSpec | None) -> Tensor | None:
     """Return the number of zeros before the first token of each sequence of a 2D mask."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

@@ -128,6 +128,17 @@ def check_layers(config: PreTrainedConfig) -> None:
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
+def has_windows(config: PreTrainedConfig) -> bool:
+    """Return whether layers attend to a sliding window or to chunks."""
+    config = config.get_text_config(decoder=True)
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    return bool(kinds & {"sliding_attention", "chunked_attention"} or (not kinds and _sliding_window(config)))
+
+
+def _sliding_window(config: PreTrainedConfig) -> int | None:
+    return getattr(config, "sliding_window", None)
+
+
 def is_recurrent(config: PreTrainedConfig) -> bool:
     """Return whether the model has recurrent layers that can run on shards."""
     return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS

@@ -14,7 +14,8 @@ from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import ShardedCache
-from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, is_recurrent, rope_regime
+from attnmesh.hf.mask import check_left_padded
+from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
 from attnmesh.mesh.axes import Mesh
 
 UNSUPPORTED = {
@@ -133,10 +134,13 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
         require(known, ArgumentError, "generate", "options of transformers' generation", given, fix)
 
 
-def check_left_padded(attention_mask: Tensor) -> None:
-    """Raise unless every sequence ends in a token."""
+def check_padding(config: PreTrainedConfig, attention_mask: Tensor) -> None:
+    """Raise unless every sequence ends in a token and, in a model with windows or chunks, begins with its padding."""
+    subject = "generate attention_mask"
     fits, fix = bool(attention_mask[:, -1].all()), "set the tokenizer's padding_side to 'left'"
-    require(fits, MaskError, "generate attention_mask", "no padding at the end of a sequence", "padding", fix)
+    require(fits, MaskError, subject, "no padding at the end of a sequence", "padding", fix)
+    if has_windows(config):
+        check_left_padded(subject, attention_mask)
 
 
 def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
@@ -168,4 +172,4 @@ def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor 
     require(isinstance(attention_mask, Tensor), DtypeError, subject, "a tensor", given, fix)
     shape = tuple(attention_mask.shape)
     require(shape == ids.shape, ShapeError, subject, f"2D, {tuple(ids.shape)}", shape, fix)
-    check_left_padded(attention_mask)
+    check_padding(config, attention_mask)
