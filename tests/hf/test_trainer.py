@@ -1,105 +1,474 @@
-"""`Trainer` has the losses of one process on a mesh, with `shard_batch` in `compute_loss`."""
+"""Trainers on a mesh have the losses, metrics and weights of one process."""
 
 import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+import torch.distributed as dist
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 import attnmesh.hf as hf
-from attnmesh.mesh.shapes import Shape
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import families
-from tests.support.families import prompt
+from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 
-AXES = ("heads", "queries", "keys")
-STEPS = 3
+STEPS, LENGTH = 5, 61
 
 
-class OneLoader(Trainer):
-    """A trainer with the same batches on every rank, in order."""
+@contextmanager
+def launched() -> Iterator[None]:
+    """Give this rank the variables of torchrun, and forget accelerate's state at the end."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, collate_fn=self.data_collator)
+        AcceleratorState._reset_state()
+        PartialState._shared_state.clear()
+        GradientState._reset_state()
+        for name in variables:
+            os.environ.pop(name)
 
 
-class OnMesh(OneLoader):
-    """A trainer that shards each batch when it computes the loss."""
-
-    mesh: Any = None
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
-        return super().compute_loss(model, hf.shard_batch(inputs, self.mesh), *args, **more)
+def mesh_of(data: int, shape: Shape) -> Any:
+    """Return this rank's mesh, of several in a world of `data` times its ranks."""
+    if data == 1:
+        return named_mesh(shape, AXES)
+    return init_device_mesh("cpu", (data, *shape), mesh_dim_names=("data", *AXES))[AXES]
 
 
-def examples() -> list[dict[str, Any]]:
-    """Return sequences with different numbers of labels."""
+def examples(count: int = 4 * STEPS, first: int = 0) -> list[dict[str, Any]]:
+    """Return sequences of several lengths with different numbers of labels."""
     sequences = []
-    for number in range(4 * STEPS):
-        ids = prompt(45, seed=number)[0]
+    for number in range(first, first + count):
+        ids = prompt(LENGTH - 7 * (number % 4), seed=number)[0]
         labels = ids.clone()
-        labels[: 3 * number] = -100
+        labels[: 3 * (number % 5)] = -100
         sequences.append({"input_ids": ids, "labels": labels})
     return sequences
 
 
-def losses(kind: type[Trainer], family: str, attention: str, folder: str, **options: Any) -> list[float]:
-    model = families.model(family, attention).train()
-    arguments = TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-3, seed=1, **options,
+def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pad the sequences of a batch on the right."""
+    size = max(len(row["input_ids"]) for row in batch)
+
+    def padded(name: str, value: int) -> Tensor:
+        return torch.stack([torch.nn.functional.pad(x[name], (0, size - len(x[name])), value=value) for x in batch])
+
+    mask = torch.stack([torch.arange(size) < len(row["input_ids"]) for row in batch]).long()
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 97 words, which only names the special tokens: the data are token ids."""
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2")
+
+
+class Counting:
+    """Tokens that a model has embedded on this rank, in evaluation."""
+
+    def __init__(self, model: Any) -> None:
+        self.tokens = 0
+        model.get_input_embeddings().register_forward_hook(self._count)
+
+    def _count(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
+        self.tokens += 0 if module.training else output.shape[0] * output.shape[1]
+
+
+LOGGED = (
+    *("loss", "grad_norm", "train_loss", "num_input_tokens_seen", "num_tokens", "entropy", "mean_token_accuracy"),
+    *("eval_loss", "eval_exact", "rewards/margins", "logps/chosen", "logits/chosen", "accuracy", "margin"),
+)
+
+
+def settings(kind: Any, folder: str, **options: Any) -> Any:
+    """Return arguments of a trainer of five steps, with two micro-batches each."""
+    return kind(
+        **{
+            "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
+            "disable_tqdm": True, "learning_rate": 1e-3, "seed": 1, "max_grad_norm": 0.5, "bf16": False, **options,
+        }
     )  # fmt: skip
-    trainer = kind(model=model, args=arguments, train_dataset=examples())
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+Make = Callable[..., Trainer]
+
+
+def plain(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+    """Return a `Trainer` of padded sequences, which also computes a metric from whole logits."""
+    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "include_num_input_tokens_seen": True}
+    evaluation |= {"per_device_eval_batch_size": 2 * data}
+    made: Trainer = trainer(
+        model=model, args=settings(TrainingArguments, folder, **evaluation | options), train_dataset=examples(),
+        eval_dataset=examples(8, 100), data_collator=collate, compute_metrics=exact,
+    )  # fmt: skip
+    return made
+
+
+def exact(outputs: Any) -> dict[str, float]:
+    """Return the share of tokens that the logits predict."""
+    predicted, labels = outputs.predictions[:, :-1].argmax(-1), outputs.label_ids[:, 1:]
+    return {"exact": float((predicted == labels)[labels != -100].mean()), "logits": float(outputs.predictions.std())}
+
+
+def lists(rows: list[dict[str, Any]]) -> Any:
+    """Return a dataset of token ids."""
+    return Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
+
+
+def sft(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+    """Return a `SFTTrainer`."""
+    from trl import SFTConfig
+
+    common: dict[str, Any] = {
+        "max_length": LENGTH,
+        "gradient_checkpointing": False,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+    }
+    if model.config.model_type == "gpt_oss":
+        common["router_aux_loss_coef"] = 0.0
+    options = {**common, "per_device_eval_batch_size": 2, **options}
+    rows = {"train_dataset": lists(examples()), "eval_dataset": lists(examples(8, 100))}
+    if options.pop("lora", False):
+        from peft import LoraConfig
+
+        rows["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    given = settings(SFTConfig, folder, **options)
+    made: Trainer = trainer(model=model, args=given, processing_class=tokenizer(), **rows)
+    return made
+
+
+def pairs() -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return prompts with a chosen and a rejected answer."""
+    lengths = [(20 + 3 * (number % 5), 17 + number, 29) for number in range(20)]
+    return [
+        (prompt(first, seed=n)[0], prompt(good, seed=n + 90)[0], prompt(bad, seed=n + 60)[0])
+        for n, (first, good, bad) in enumerate(lengths)
+    ]
+
+
+def dpo(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+    """Return a `DPOTrainer` with a reference model of its own."""
+    from trl import DPOConfig
+
+    rows = [["".join(f" w{token}" for token in part) for part in row] for row in pairs()]
+    texts = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
+    given = settings(DPOConfig, folder, max_length=LENGTH, gradient_checkpointing=False, **options)
+    made: Trainer = trainer(
+        model=model, ref_model=deepcopy(model), args=given, train_dataset=texts, processing_class=tokenizer()
+    )
+    return made
+
+
+def reward(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+    """Return a `RewardTrainer`, whose model has one class."""
+    from trl import RewardConfig
+
+    rows = [{"chosen_ids": torch.cat(row[:2]), "rejected_ids": torch.cat(row[::2])} for row in pairs()]
+    given = settings(RewardConfig, folder, max_length=LENGTH, gradient_checkpointing=False, **options)
+    made: Trainer = trainer(model=model, args=given, train_dataset=lists(rows), processing_class=tokenizer())
+    return made
+
+
+TRAINERS: dict[str, Make] = {"Trainer": plain, "SFTTrainer": sft, "DPOTrainer": dpo, "RewardTrainer": reward}
+
+
+def trainer_class(kind: str) -> type[Trainer]:
+    if kind == "Trainer":
+        return Trainer
+    found: type[Trainer] = getattr(import_module("trl"), kind)
+    return found
+
+
+def train(kind: str, trainer: Any, family: str, attention: str, folder: str, data: int, options: dict[str, Any]) -> Any:
+    """Train, and return what was logged, the tokens of evaluation on this rank, and the weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL's own
+        changes = options.pop("changes", {})
+        model = made(kind, family, attention, changes).train()
+        counting, resume = Counting(model), options.pop("resume", None)
+        torch.manual_seed(7)  # of adapters
+        made_trainer = TRAINERS[kind](trainer, model, folder, data, **options)
+        made_trainer.train(resume_from_checkpoint=resume)
+    log = made_trainer.state.log_history
+    logged = {name: [entry[name] for entry in log if name in entry] for name in LOGGED}
+    return logged, counting.tokens, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any:
+    if kind != "RewardTrainer":
+        return families.model(family, attention, **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = type(families.CONFIGS[family])(**{**families.CONFIGS[family].to_dict(), "num_labels": 1})
+        return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+
+
+def on_rank(kind: str, family: str, data: int, shape: Shape, folder: str, options: dict[str, Any]) -> Any:
+    with launched():
+        mesh = mesh_of(data, shape)
+        return train(kind, hf.on_mesh(trainer_class(kind), mesh), family, "attnmesh", folder, data, dict(options))
+
+
+def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
+    """Assert that a trainer on a mesh is that of one process, which gets the batches of all meshes."""
+    tolerance = options.pop("tolerance", 1e-5)
+    alone = {**options, "per_device_train_batch_size": 2 * data}
+    trainer, attention = trainer_class(kind), STOCK[family]
+    if family == "gpt-oss" and "packing" in options:
+        # The eager attention of transformers 5.23 mixes packed documents, so one device of our own is the reference.
+        trainer, attention = hf.on_mesh(trainer, None), "attnmesh"
+    logged, tokens, weights = train(kind, trainer, family, attention, str(folder / "1"), data, alone)
+    ranks = data * shape.ranks
+    answers = pool.run(ranks, on_rank, kind, family, data, shape, str(folder / "2"), options, deadline=350)
+    for given, _, trained in answers:
+        for name, values in logged.items():
+            if tolerance > 1e-3 and name == "eval_exact":
+                continue  # a rounded logit changes a prediction
+            rel = 10 * tolerance if name == "grad_norm" else tolerance
+            assert given[name] == pytest.approx(values, rel=rel, abs=tolerance), (name, given[name], values)
+        assert all(torch.allclose(trained[name], x, atol=50 * tolerance) for name, x in weights.items())
+    shares = [count for _, count, _ in answers]
+    assert max(shares) < 1.25 * tokens / ranks or not tokens, "evaluation is not sharded"
+
+
+MESHES = {"1x2x2": (1, Shape(1, 2, 2)), "2x2x1": (1, Shape(2, 2, 1)), "2 of 1x2x1": (2, Shape(1, 2, 1))}
+
+SHORT = {
+    *(("Trainer", "llama", "1x2x2", False), ("SFTTrainer", "gemma3", "2 of 1x2x1", False)),
+    ("SFTTrainer", "gpt-oss", "2x2x1", True),
+}
+"""Cases of `make test`. The others are marked long."""
+
+
+def cases() -> list[Any]:
+    """Return both trainers of language models, with and without packing, on each mesh."""
+    return [
+        pytest.param(*case, marks=[] if case in SHORT else pytest.mark.long)
+        for kind, packings in (("Trainer", [False]), ("SFTTrainer", [False, True]))
+        for family in ("llama", "gpt-oss", "gemma3", "qwen3")
+        for mesh in MESHES
+        for packing in packings
+        for case in [(kind, family, mesh, packing)]
+    ]
+
+
+@pytest.mark.parametrize(("kind", "family", "mesh", "packing"), cases())
+def test_training_on_a_mesh_is_that_of_one_process(
+    kind: str, family: str, mesh: str, packing: bool, pool: Pool, tmp_path: Path
+) -> None:
+    data, shape = MESHES[mesh]
+    if packing and data == 2:
+        pytest.skip("packs differ: those of one process are of twice as many sequences")
+    check(pool, tmp_path, kind, family, data, shape, **({"packing": True} if packing else {}))
 
 
 RECIPE = {"bf16": True, "activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
 """Common settings: float32 weights, autocast to bfloat16, and gradient checkpointing."""
 
-CASES: dict[str, tuple[dict[str, Any], float]] = {
-    "plain": ({}, 2e-5),
-    "counts of each rank": ({"average_tokens_across_devices": False}, 2e-5),
-    "recipe": (RECIPE, 2e-2),  # three digits are what bfloat16 has; both round, in another order
+PREFERENCES = 1e-4
+"""Their losses are differences of sums of about 300, rounded in float32."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "preferences": ("DPOTrainer", {"tolerance": PREFERENCES}),
+    "rewards": ("RewardTrainer", {"tolerance": PREFERENCES}),
+    "recipe": ("Trainer", {**RECIPE, "tolerance": 2e-2}),  # three digits are what bfloat16 has
+    "three heads": ("Trainer", {"changes": {"num_attention_heads": 3, "num_key_value_heads": 3}}),
+    "counts of each rank": ("Trainer", {"average_tokens_across_devices": False}),
+    "smooth labels": ("Trainer", {"label_smoothing_factor": 0.1}),
+    "adapters": ("SFTTrainer", {"lora": True}),
+}
+
+LONG = ("three heads", "smooth labels")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
+def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tmp_path: Path) -> None:
+    kind, options = VARIANTS[name]
+    check(pool, tmp_path, kind, "llama", 1, Shape(1, 1, 2), **options)
+
+
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_resumed_training_continues_as_if_it_had_not_stopped(data: int, pool: Pool, tmp_path: Path) -> None:
+    shape, saving = Shape(1, 1, 2), {"save_strategy": "steps", "save_steps": 2}
+    whole = pool.run(data * 2, on_rank, "Trainer", "llama", data, shape, str(tmp_path), saving)
+    resumed = {**saving, "resume": str(tmp_path / "checkpoint-2")}
+    again = pool.run(data * 2, on_rank, "Trainer", "llama", data, shape, str(tmp_path), resumed)
+    for (logged, _, weights), (later, _, loaded) in zip(whole, again, strict=True):
+        assert later["loss"] == logged["loss"]
+        assert all(torch.equal(loaded[name], x) for name, x in weights.items())
+
+
+# --- accelerate ---
+
+
+def loop(mesh: Any, attention: str) -> list[float]:
+    """Return the losses and learning rates of a plain loop."""
+    from accelerate import Accelerator
+
+    accelerator, model = Accelerator(cpu=True), families.model("qwen3", attention).train()
+    if mesh is not None:
+        model = hf.prepare(accelerator, model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=STEPS)
+    loader = torch.utils.data.DataLoader(examples(8), batch_size=2, collate_fn=collate, shuffle=True)  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    logged = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        tokens = accelerator.gather_for_metrics(batch["attention_mask"].sum()).sum()
+        logged += [loss.item(), norm.item(), scheduler.get_last_lr()[0], tokens.item()]
+    return logged
+
+
+def looped(shape: Shape) -> list[float]:
+    with launched():
+        return loop(named_mesh(shape, AXES), "attnmesh")
+
+
+def test_a_loop_with_accelerate_is_that_of_one_process(pool: Pool) -> None:
+    expected = loop(None, "sdpa")
+    for given in pool.run(3, looped, Shape(1, 1, 3)):
+        assert given == pytest.approx(expected, rel=1e-4)
+
+
+# --- bad input ---
+
+
+def bad_call(name: str) -> str:
+    """Return the error of a training that is refused, or the loss of its step."""
+    rank = dist.get_rank()
+    whole = {"mesh": named_mesh(Shape(1, 1, 2), AXES)} if dist.get_world_size() == 2 else {}
+    case, options = BAD[name][0], {}
+    model, data, collator = (
+        families.model(case.get("family", "llama"), case.get("attention", "attnmesh")),
+        examples(),
+        collate,
+    )
+    mesh, kind = whole.get("mesh"), "SFTTrainer" if name == "router loss" else "Trainer"
+    match name:
+        case "uneven meshes":
+            mesh = named_mesh(Shape(1, 1, 2), AXES) if rank < 2 else None
+        case "other batches":
+            data = examples(first=rank)
+        case "left padding":
+            collator = left
+        case "images":
+            collator = with_images
+        case "device map":
+            model.hf_device_map = {"model": 0, "lm_head": 1}
+        case "context parallelism" | "tensor parallelism":
+            from accelerate import ParallelismConfig
+
+            size = {"cp_size" if name == "context parallelism" else "tp_size": 2}
+            options["parallelism_config"] = ParallelismConfig(**size)
+        case "half compiled":
+            model.model = torch.compile(model.model, backend="eager")
+        case "compiled" | "objects" | "dispatch":
+            options = case["options"]
+    try:
+        with launched(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            given = settings(TrainingArguments, "/nonexistent", max_steps=1, **options)
+            if kind == "SFTTrainer":
+                from trl import SFTConfig
+
+                given = settings(
+                    SFTConfig, "/nonexistent", max_length=LENGTH, max_steps=1, gradient_checkpointing=False
+                )
+            made: Any = hf.on_mesh(trainer_class(kind), mesh)
+            rows = {"train_dataset": lists(data), "processing_class": tokenizer()} if kind == "SFTTrainer" else {}
+            rows = rows or {"train_dataset": data, "data_collator": collator}
+            loss = made(model=model, args=given, **rows).train().training_loss
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"trained to a loss of {loss:.6f}"
+
+
+def left(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pad the sequences of a batch on the left."""
+    size = max(len(row["input_ids"]) for row in batch)
+    ids = torch.stack([torch.nn.functional.pad(x["input_ids"], (size - len(x["input_ids"]), 0)) for x in batch])
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def with_images(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {**collate(batch), "pixel_values": torch.zeros(2, 3, 8, 8)}
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "uneven meshes": (
+        {"ranks": 4},
+        "MeshError: on_mesh mesh: expected meshes of one size that cover the 4 ranks, given",
+    ),
+    "other batches": ({}, "MeshError: shard_batch: expected the same call on every rank, given:"),
+    "left padding": ({}, "MaskError: shard_batch attention_mask: expected padding on the right, if any, given"),
+    "images": (
+        {},
+        "ArgumentError: attnmesh.hf on_mesh pixel_values: expected text alone, given a tensor (2, 3, 8, 8).",
+    ),
+    "device map": (
+        {},
+        "KernelError: on_mesh: expected a model on one device per rank, given a device_map of 2 devices",
+    ),
+    "context parallelism": ({}, "KernelError: on_mesh: expected no ParallelismConfig(cp_size=) beside a mesh, given 2"),
+    "tensor parallelism": ({}, "KernelError: on_mesh: expected no ParallelismConfig(tp_size=) beside a mesh, given 2"),
+    "compiled": (
+        {"options": {"torch_compile": True}},
+        "KernelError: on_mesh torch_compile: expected a model that is not",
+    ),
+    "objects": (
+        {"options": {"eval_use_gather_object": True}},
+        "KernelError: on_mesh: expected evaluation that gathers",
+    ),
+    "dispatch": (
+        {"options": {"accelerator_config": {"dispatch_batches": True}}},
+        "KernelError: on_mesh: expected data that each rank reads, given dispatch_batches or split_batches. Fix",
+    ),
+    "stock attention": ({"attention": "sdpa"}, "KernelError: on_mesh: expected a model with attn_implementation 'attn"),
+    "router loss": ({"family": "gpt-oss"}, "KernelError: attnmesh.hf output_router_logits: expected no router loss on"),
+    "half compiled": ({}, "trained to a loss of 8.04746"),
 }
 
 
-def on_rank(shape: Shape, family: str, folder: str, options: dict[str, Any]) -> list[float]:
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        OnMesh.mesh = named_mesh(shape, AXES)
-        return losses(OnMesh, family, "attnmesh", folder, **options)
-    finally:
-        from accelerate.state import AcceleratorState, PartialState
-
-        AcceleratorState._reset_state()
-        PartialState._shared_state.clear()
-        for name in variables:
-            os.environ.pop(name)
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_not_supported_raises_alike(name: str, pool: Pool) -> None:
+    answers = pool.run(BAD[name][0].get("ranks", 2), bad_call, name)
+    for answer in answers:
+        assert answer.startswith(BAD[name][1]), answer
+    assert len(set(answers)) == 1
 
 
-def sampled() -> list[Any]:
-    """Return each case on one mesh; the rest is marked long."""
-    meshes = {"llama": Shape(1, 2, 2), "gpt-oss": Shape(1, 1, 2)}
-    short = {("recipe", "llama"), ("plain", "gpt-oss"), ("counts of each rank", "gpt-oss")}
-    return [
-        pytest.param(
-            name, family, shape, id=f"{name}-{family}", marks=[] if (name, family) in short else pytest.mark.long
-        )
-        for name in CASES
-        for family, shape in meshes.items()
-    ]
-
-
-@pytest.mark.parametrize(("name", "family", "shape"), sampled())
-def test_losses_are_those_of_one_process(name: str, family: str, shape: Shape, pool: Pool, tmp_path: Any) -> None:
-    options, tolerance = CASES[name]
-    expected = losses(OneLoader, family, families.STOCK[family], str(tmp_path), **options)
-    answers = pool.run(shape.ranks, on_rank, shape, family, str(tmp_path), options, deadline=350)
-    assert all(answer == answers[0] for answer in answers)
-    assert answers[0] == pytest.approx(expected, rel=tolerance)
+def test_only_trainers_are_put_on_a_mesh() -> None:
+    for kind in (torch.nn.Linear, hf.on_mesh(Trainer, None), "Trainer"):
+        with pytest.raises(errors.ArgumentError, match="on_mesh trainer_class: expected a "):
+            hf.on_mesh(kind, None)  # type: ignore[arg-type]
+    assert "create_accelerator_and_postprocess" in vars(Trainer)  # its own attributes are as they were

@@ -9,6 +9,7 @@ Importing this package registers the name with transformers' attention and mask 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from attnmesh.hf.accelerator import prepare as prepare
 from attnmesh.hf.attention import attention_function
 from attnmesh.hf.cache import ShardedCache as ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
@@ -18,6 +19,7 @@ from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
 from attnmesh.hf.recurrent import restore as restore
 from attnmesh.hf.shards import Shards as Shards
+from attnmesh.hf.trainer import on_mesh as on_mesh
 from attnmesh.hf.training import shard_batch as shard_batch
 
 AttentionInterface.register(NAME, attention_function)

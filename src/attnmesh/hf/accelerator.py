@@ -1,0 +1,188 @@
+"""Accelerators whose processes are meshes: the ranks of a mesh get the same batches, and metrics count them once.
+
+A model that such an accelerator prepares computes each batch in shards, see `sharded_calls`. DDP or FSDP2 averages its
+gradients over all ranks.
+"""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.core.checks import require
+from attnmesh.core.layout import Layout, Zigzag, check_layout
+from attnmesh.errors import KernelError, MeshError
+from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.mesh.world import cached_per_world
+
+
+class Replicas(NamedTuple):
+    """Groups of ranks that share their batches: the number of this rank's group, how many there are, and their size."""
+
+    own: int
+    groups: int
+    ranks: int
+    group: ProcessGroup | None
+    """Ranks with the same place in each group; None if there is one group."""
+
+
+def prepare(
+    accelerator: Any, model: Any, mesh: DeviceMesh | None, layout: Layout = Zigzag(), *, exchange: str = "scan"
+) -> Any:
+    """Return a model that computes whole batches on a mesh, for a training loop with an `Accelerator`.
+
+    Call it before `accelerator.prepare`, which then gives the ranks of a mesh the same batches. Each rank calls the
+    model with the whole batch, and gets the loss and the outputs of one device. If the world has more ranks than the
+    mesh, they form further meshes with other batches.
+
+    Args:
+        accelerator: The accelerator.
+        model: A causal language model with `attn_implementation="attnmesh"`.
+        mesh: The mesh of this rank; None for one device.
+        layout: The tokens that each rank gets.
+        exchange: What ranks exchange in recurrent layers, as in `shard_batch`.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: The meshes do not cover all ranks, an argument is not supported, or accelerate itself shards
+            sequences or weights.
+
+    >>> from accelerate import Accelerator
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = LlamaConfig(vocab_size=97, eos_token_id=None, **sizes)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh")
+    >>> ids = torch.arange(8)[None]
+    >>> prepare(Accelerator(cpu=True), model, None)(input_ids=ids, labels=ids).loss.item() > 0
+    True
+    """
+    check_layout("prepare layout", layout)
+    calls = ShardedCalls(mesh, layout, exchange)
+    calls.install(model)
+    as_one_process(accelerator, calls)
+    calls.is_active = True
+    return model
+
+
+def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
+    """Make the ranks of each mesh one process of this accelerator, which installs the calls on models it prepares."""
+    if isinstance(accelerator, MeshAccelerator):
+        return
+    replicas = _replicas(calls.mesh, accelerator.state.num_processes)
+    _check_alone(accelerator)
+    accelerator.__class__ = _accelerator_class(type(accelerator))
+    accelerator.replicas, accelerator.calls = replicas, calls
+    if accelerator.dataloader_config.dispatch_batches is None:
+        accelerator.dataloader_config.dispatch_batches = False  # each rank reads its batches
+
+
+def _check_alone(accelerator: Any) -> None:
+    """Raise if accelerate deals out batches, sequences or weights in a way that does not know the mesh."""
+    check_parallelism(getattr(accelerator, "parallelism_config", None))
+    given, fix = str(accelerator.distributed_type).rsplit(".", 1)[-1], "use DDP or FSDP2"
+    supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+    require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)
+    dispatches = accelerator.dataloader_config.dispatch_batches or accelerator.dataloader_config.split_batches
+    given, fix = "dispatch_batches or split_batches", "leave them out of accelerator_config"
+    require(not dispatches, KernelError, "on_mesh", "data that each rank reads", given, fix)
+
+
+def check_parallelism(parallel: Any) -> None:
+    """Raise if accelerate itself shards sequences or weights."""
+    for name in ("cp_size", "sp_size", "tp_size"):
+        size = getattr(parallel, name, 1) or 1
+        fix = "leave it out: attnmesh shards the sequence" if name != "tp_size" else "use FSDP2 on the other ranks"
+        require(size == 1, KernelError, "on_mesh", f"no ParallelismConfig({name}=) beside a mesh", str(size), fix)
+
+
+@cached_per_world(16)
+def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
+    """Return the groups of ranks that share their batches. Raise on all ranks unless they cover the world evenly."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    fix = "start the script with torchrun or accelerate launch, on CPUs with use_cpu=True"
+    require(world == processes, MeshError, "on_mesh", f"accelerate on {world} ranks", str(processes), fix)
+    own = [dist.get_rank() if world > 1 else 0] if mesh is None else mesh.mesh.flatten().tolist()
+    if world == 1:
+        return Replicas(0, 1, 1, None)
+    table: list[list[int]] = [[] for _ in range(world)]
+    dist.all_gather_object(table, own)
+    groups = sorted({tuple(ranks) for ranks in table})
+    covers = sorted(rank for ranks in groups for rank in ranks) == list(range(world))
+    even = len({len(ranks) for ranks in groups}) == 1
+    fix = "make the mesh of all ranks, or slice it from one by axis names"
+    expected = f"meshes of one size that cover the {world} ranks"
+    require(covers and even, MeshError, "on_mesh mesh", expected, " and ".join(map(str, groups)), fix)
+    group = None
+    if len(groups) > 1:
+        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*groups, strict=True)])
+    index = next(number for number, ranks in enumerate(groups) if dist.get_rank() in ranks)
+    return Replicas(index, len(groups), len(own), group)
+
+
+class MeshAccelerator:
+    """First base of the class of an accelerator whose processes are meshes."""
+
+    replicas: Replicas
+    calls: ShardedCalls
+
+    @property
+    def num_processes(self) -> int:
+        """Meshes in the world."""
+        return self.replicas.groups
+
+    @property
+    def process_index(self) -> int:
+        """Index of this rank's mesh."""
+        return self.replicas.own
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model as accelerate does, over all ranks, and install the calls on it."""
+        prepared: Any = super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+        self.calls.install(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return a scheduler that steps once per training step. accelerate would step once per rank."""
+        fits = 1 in (self.replicas.groups, self.replicas.ranks)
+        given, fix = f"{self.replicas.groups} meshes", "call scheduler.step() yourself, without accelerator.prepare"
+        require(fits, KernelError, "prepare", "a scheduler that steps by itself on one mesh", given, fix)
+        prepared: Any = super().prepare_scheduler(scheduler)  # type: ignore[misc]
+        prepared.split_batches = prepared.split_batches or self.replicas.ranks > 1
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all meshes, from one rank of each."""
+        recursively_apply = import_module("accelerate.utils.operations").recursively_apply
+
+        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the tensors of all meshes without the samples that fill the last batch."""
+        given, fix = "use_gather_object=True", "gather tensors"
+        require(not use_gather_object, KernelError, "gather_for_metrics", "tensors", given, fix)
+        return super().gather_for_metrics(input_data)  # type: ignore[misc]
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or mean over meshes."""
+        if reduction == "sum":
+            scale = scale / self.replicas.ranks
+        return super().reduce(tensor, reduction, scale)  # type: ignore[misc]
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        tensor = (tensor[None] if not tensor.ndim else tensor).contiguous()
+        if self.replicas.group is None:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.replicas.groups)]
+        dist.all_gather(parts, tensor, group=self.replicas.group)
+        return torch.cat(parts)
+
+
+@cached_per_world(8)
+def _accelerator_class(kind: type) -> type:
+    return type(f"Mesh{kind.__name__}", (MeshAccelerator, kind), {"__doc__": MeshAccelerator.__doc__})

@@ -1,0 +1,183 @@
+"""Calls of a model with whole batches, which it computes in shards: arguments are sharded, outputs are gathered.
+
+A trainer passes a whole batch and reads whole outputs, so what it computes from them is what it computes on one device.
+Tensors of many tokens, such as logits, are gathered when they are first read.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, Self, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.attention.sharding import shard, unshard
+from attnmesh.core.checks import require, short
+from attnmesh.core.layout import Contiguous, Layout
+from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.hf.models import check_implementation, unwrap
+from attnmesh.hf.shards import Shards, ShardTensor
+from attnmesh.hf.training import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, shard_batch
+
+BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, "num_items_in_batch")
+"""Arguments that `shard_batch` takes."""
+
+SUBJECT = "attnmesh.hf on_mesh"
+"""First words of errors of a call with a whole batch."""
+
+
+class ShardedCalls:
+    """Calls of models on a mesh. While `active`, an installed model computes this rank's tokens of a whole batch.
+
+    The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, layout: Layout, exchange: str = "scan") -> None:
+        self.mesh, self.layout, self.exchange = mesh, layout, exchange
+        self.is_active = False
+        self.shards: Shards | None = None  # of the present call
+        self.outermost: nn.Module | None = None  # the module that was called
+        self.models: WeakSet[nn.Module] = WeakSet()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Shard the calls of installed models in this context."""
+        before, self.is_active = self.is_active, True
+        try:
+            yield
+        finally:
+            self.is_active, self.shards = before, None
+
+    def install(self, model: nn.Module) -> None:
+        """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
+        inner = unwrap(model)
+        check_implementation("on_mesh", inner.config)
+        devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
+        given, fix = f"a device_map of {len(devices)} devices", "load it without device_map"
+        require(len(devices) < 2, KernelError, "on_mesh", "a model on one device per rank", given, fix)
+        heads = _classifies(inner)  # their heads pick tokens by input_ids, so only the layers below run on shards
+        for module in (inner.base_model,) if heads else (model, inner):
+            if module not in self.models:
+                self.models.add(module)
+                module.register_forward_pre_hook(self._begin, with_kwargs=True)
+                module.register_forward_hook(self._end, with_kwargs=True)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with this rank's tokens, unless a module around this one has done so."""
+        if not self.is_active or self.shards is not None:
+            return None
+        named = {**dict(zip(signature(unwrap(module).forward).parameters, args, strict=False)), **kwargs}
+        if named.get("past_key_values") is not None and not _is_empty(named["past_key_values"]):
+            return None  # generation, which every rank does alone
+        batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
+        named.pop("past_key_values", None)
+        for name, value in named.items():
+            expected, fix = "text alone", "leave it out, or shard it yourself and call the model with shard_batch"
+            require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
+        part = shard_batch(batch, self.mesh, self.layout, exchange=self.exchange)
+        self.shards, self.outermost = part["input_ids"].shards, module
+        self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
+        return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return the outputs for the whole batch, after the outermost call."""
+        if self.shards is None or module is not self.outermost:
+            return None
+        ids = kwargs["input_ids"]
+        shards, self.shards = self.shards, None
+        shards.check_all_layers_counted()
+        tokens = slice(None) if self.is_shifted else slice(-1)
+
+        def whole(name: object, value: Any) -> Any:
+            value = value.plain() if isinstance(value, ShardTensor) else value
+            if isinstance(value, (tuple, list)):
+                return type(value)(whole(None, item) for item in value)
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == ids.shape[1]:
+                return ShardedOutput.of_tokens(value, shards, tokens)
+            is_loss = isinstance(value, Tensor) and not value.ndim
+            return apply(_MeanOverRanks, value, shards.mesh) if is_loss else value
+
+        if isinstance(output, Mapping):
+            return cast(Any, type(output))(**{name: whole(name, value) for name, value in output.items()})
+        return whole(None, output)
+
+
+def _classifies(model: Any) -> bool:
+    """Return whether a model has a head of classes in place of one of tokens."""
+    return getattr(model, "score", None) is not None and model.get_output_embeddings() is None
+
+
+def _is_empty(cache: Any) -> bool:
+    length: Callable[[], int] | None = getattr(cache, "get_seq_length", None)
+    return length is not None and not length()
+
+
+class ShardedOutput(ShardTensor):
+    """Output of this rank's tokens. The first function of PyTorch that reads it gathers the tokens of all ranks."""
+
+    tokens: slice
+    """The tokens that the model returns on one device."""
+    gathered: Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, x: Tensor, shards: Shards, tokens: slice) -> Self:
+        """Return an output with one value per token along dim 1."""
+        wrapped = cls.of(x, shards)
+        wrapped.tokens = tokens
+        return wrapped
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the result of the function on the outputs of all tokens."""
+        return func(*map(_gathered, args), **{name: _gathered(x) for name, x in (kwargs or {}).items()})
+
+    def whole(self) -> Tensor:
+        """Return the outputs of all tokens, with gradients."""
+        if self.gathered is None:
+            self.gathered = apply(_Gather, self.plain(), self.shards)[:, self.tokens]
+        return self.gathered
+
+
+def _gathered(value: Any) -> Any:
+    """Return a value with whole tensors in place of `ShardedOutput`."""
+    if isinstance(value, ShardedOutput):
+        return value.whole()
+    return type(value)(map(_gathered, value)) if type(value) in (tuple, list) else value
+
+
+def apply(function: Any, *arguments: Any) -> Tensor:
+    """Return the result of an autograd function."""
+    result: Tensor = function.apply(*arguments)
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    """Tokens of all ranks. All ranks compute the same loss of them, of which each takes back its tokens' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
+        ctx.shards = shards
+        return unshard(x.detach(), shards.mesh, layout=shards.layout, length=shards.length, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shards = ctx.shards
+        return shard(grad, shards.mesh, layout=shards.layout, dim=1) * shards.ranks, None
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    """Mean of the ranks' losses, with the gradient of this rank's loss: gradients are averaged over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, mesh: DeviceMesh | None) -> Tensor:
+        return unshard(loss.detach()[None], mesh, layout=Contiguous(), dim=0).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

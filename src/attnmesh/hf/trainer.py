@@ -1,0 +1,108 @@
+"""Trainers of transformers, and of libraries built on it, on a mesh.
+
+To the trainer the ranks of a mesh are one process, see `accelerator`. A model that it calls computes each batch in
+shards, see `sharded_calls`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.core.checks import require
+from attnmesh.core.layout import Layout, Zigzag, check_layout
+from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.hf.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.mesh.axes import Mesh
+
+
+def on_mesh(trainer_class: type, mesh: DeviceMesh | None, layout: Layout = Zigzag(), *, exchange: str = "scan") -> type:
+    """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
+
+    `SFTTrainer`, `DPOTrainer` and `RewardTrainer` of TRL work too. The mesh shares each sequence. If the world has more
+    ranks, they form further meshes with other batches, and DDP or FSDP2 goes over all ranks. Batch sizes are per mesh.
+
+    Args:
+        trainer_class: The class of the trainer.
+        mesh: The mesh of this rank.
+        layout: The tokens that each rank gets.
+        exchange: What ranks exchange in recurrent layers, as in `shard_batch`.
+
+    Returns:
+        The subclass, which takes the same arguments. Its model needs `attn_implementation="attnmesh"`.
+
+    Raises:
+        InputError: The class is no trainer, or an argument is not supported. The trainer raises it when it is made if
+            the meshes do not cover all ranks, or beside another kind of context, sequence or tensor parallelism.
+
+    >>> from transformers import Trainer
+    >>> on_mesh(Trainer, None).__name__
+    'TrainerOnMesh'
+    """
+    from transformers import Trainer
+
+    subject, fix = "on_mesh trainer_class", "pass transformers.Trainer or a subclass of it"
+    is_class = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
+    require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
+    again = issubclass(trainer_class, MeshTrainer)
+    require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
+    check_layout("on_mesh layout", layout)
+    Mesh.of(mesh)
+
+    def calls(self: Any) -> ShardedCalls:
+        return ShardedCalls(mesh, layout, exchange)
+
+    text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
+    return type(
+        f"{trainer_class.__name__}OnMesh", (MeshTrainer, trainer_class), {"_make_calls": calls, "__doc__": text}
+    )
+
+
+class MeshTrainer:
+    """First base of the classes that `on_mesh` returns."""
+
+    accelerator: Any
+    args: Any
+    model: Any
+    _make_calls: Callable[[], ShardedCalls]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, to which the ranks of a mesh are one process."""
+        self.calls, arguments = self._make_calls(), self.args
+        check_parallelism(arguments.parallelism_config)
+        if self.model is not None:
+            self.calls.install(self.model)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        compiles, fix = bool(arguments.torch_compile), "leave it out"
+        require(not compiles, KernelError, "on_mesh torch_compile", "a model that is not compiled", "True", fix)
+        given, fix = "eval_use_gather_object=True", "leave it out: tensors are gathered"
+        fits = not arguments.eval_use_gather_object
+        require(fits, KernelError, "on_mesh", "evaluation that gathers tensors", given, fix)
+        as_one_process(self.accelerator, self.calls)
+        self.gather_function = self.accelerator.gather_for_metrics
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a training step on shards."""
+        self.calls.install(model)
+        self.calls.install(self.model)
+        with self.calls.active():
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
+
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run an evaluation step on shards."""
+        self.calls.install(model)
+        self.calls.install(self.model)
+        with self.calls.active():
+            return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the sequences of an optimizer step."""
+        total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return total // Mesh.of(self.calls.mesh).shape.ranks
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this rank's share of the operations of a batch."""
+        whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return whole / Mesh.of(self.calls.mesh).shape.ranks
