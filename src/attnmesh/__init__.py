@@ -1,5 +1,7 @@
 """Exact attention across a mesh of devices."""
 
+from typing import TYPE_CHECKING, Any
+
 # `attention` and `decode` are also the names of packages. Python sets a package as an attribute of its parent once,
 # when it is first imported; each line below imports the package first and then binds the function over it.
 from attnmesh.attention.attention import attention as attention
@@ -8,6 +10,7 @@ from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
 from attnmesh.comm.halo import halo as halo
 from attnmesh.comm.init_mesh import init_mesh as init_mesh
+from attnmesh.comm.init_mesh import split_mesh as split_mesh
 from attnmesh.comm.merge import merge_across as merge_across
 from attnmesh.comm.scan import AffineMap as AffineMap
 from attnmesh.comm.scan import scan_across as scan_across
@@ -34,5 +37,18 @@ from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
 from attnmesh.planner.workload import Recurrent as Recurrent
 from attnmesh.planner.workload import Workload as Workload
+
+if TYPE_CHECKING:
+    from attnmesh.attention.context_parallel import ContextParallel as ContextParallel
+
+
+def __getattr__(name: str) -> Any:
+    """Return `ContextParallel`, whose base class takes a second to import."""
+    if name != "ContextParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attnmesh.attention.context_parallel import ContextParallel
+
+    return ContextParallel
+
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from attnmesh.comm.consensus import agree, compares_always
 from attnmesh.core.checks import swap_first
 from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 
 
@@ -79,9 +79,10 @@ def wrap(out: Tensor, q: DTensor, width: int) -> DTensor:
 
 def _check_placements(q: DTensor) -> None:
     """Raise unless tokens are sharded along attnmesh's axes, and nothing but batch and heads along other axes."""
-    names = q.device_mesh.mesh_dim_names or ()
-    for name, size, placement in zip(names, q.device_mesh.shape, q.placements, strict=True):
-        allowed: tuple[Placement, ...] = (Shard(2),) if name in AXES else (Shard(0), Shard(1), Replicate())
+    dims = attention_dims(q.device_mesh).values()
+    names = q.device_mesh.mesh_dim_names or range(q.device_mesh.ndim)
+    for dim, (name, size, placement) in enumerate(zip(names, q.device_mesh.shape, q.placements, strict=True)):
+        allowed: tuple[Placement, ...] = (Shard(2),) if dim in dims else (Shard(0), Shard(1), Replicate())
         if size > 1 and placement not in allowed:
             expected = f"{' or '.join(map(str, allowed))} along axis {name}"
             fix = swap_first("redistribute q, k and v", placement == Shard(1) and q.shape[1] > q.shape[2])
@@ -90,8 +91,8 @@ def _check_placements(q: DTensor) -> None:
 
 def _check_nesting(q: DTensor, k: DTensor) -> None:
     """Raise unless shards along several axes are consecutive runs: each axis cuts the runs of the one before it."""
-    names = q.device_mesh.mesh_dim_names or ()
-    sizes = {name: size for name, size in zip(names, q.device_mesh.shape, strict=True) if name in AXES and size > 1}
+    dims = attention_dims(q.device_mesh)
+    sizes = {name: q.device_mesh.size(dim) for name, dim in dims.items() if q.device_mesh.size(dim) > 1}
     if len(sizes) < 2:
         return
     ranks = 1

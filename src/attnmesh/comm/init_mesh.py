@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.comm.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.core.checks import require
 from attnmesh.errors import DeviceError, MeshError
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
-from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements
+from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape
 from attnmesh.planner.traffic import rank_grid
 
 
@@ -70,13 +70,73 @@ def init_mesh(
     return init_device_mesh(cast(str, device_type), sizes, mesh_dim_names=names)
 
 
-def _checked_shape(shape: object) -> Shape:
+def split_mesh(
+    mesh: DeviceMesh, shape: Sequence[int] | str = "auto", q_heads: int = 1, kv_heads: int | None = None
+) -> DeviceMesh:
+    """Return a mesh of heads x queries x keys over the ranks of a mesh of one axis, such as `world["cp"]`.
+
+    Every rank of the world calls it, with its own mesh. Shards keep their order: tokens that are sharded over the given
+    mesh are sharded alike over the new one. Consecutive ranks lie along the keys axis, where queries travel.
+
+    Args:
+        mesh: A mesh of one axis with any name.
+        shape: Ranks along heads, queries and keys, or "auto" for the shape that sends least in training.
+        q_heads: Query heads of a rank of the model, which decide the shape.
+        kv_heads: Key heads of a rank of the model; as many as query heads unless they are given.
+
+    Returns:
+        A mesh with axes named heads, queries and keys.
+
+    Raises:
+        MeshError: The mesh has several axes, the shape does not fit it, or the ranks' meshes do not cover the world.
+
+    >>> from attnmesh.errors import MeshError
+    >>> try:
+    ...     split_mesh(None)
+    ... except MeshError as error:
+    ...     print(str(error).split(". Fix")[0])
+    split_mesh mesh: expected a DeviceMesh of one axis, given None
+    """
+    kv_heads = q_heads if kv_heads is None else kv_heads
+
+    def check() -> Shape:
+        given = f"{mesh.ndim} axes" if isinstance(mesh, DeviceMesh) else repr(mesh)
+        fits, fix = isinstance(mesh, DeviceMesh) and mesh.ndim == 1, 'slice one axis, as mesh["cp"]'
+        require(fits, MeshError, "split_mesh mesh", "a DeviceMesh of one axis", given, fix)
+        found = mesh_shape(mesh.size(), q_heads, kv_heads) if shape == "auto" else _checked_shape(shape, "split_mesh")
+        fits, given, fix = found.ranks == mesh.size(), "x".join(map(str, found)), 'pass shape="auto"'
+        require(fits, MeshError, "split_mesh shape", f"a shape of {mesh.size()} ranks", given, fix)
+        return found
+
+    def call(found: Shape) -> str:
+        return describe_call("split_mesh", shape=found, q_heads=q_heads, kv_heads=kv_heads)
+
+    found, table = run_agreed_with(everyone(), check, call, lambda _: mesh.mesh.flatten().tolist())
+    groups = check_groups("split_mesh mesh", table)
+    grid = torch.tensor(groups).view(len(groups), *found)
+    return DeviceMesh(mesh.device_type, grid, mesh_dim_names=("others", *AXES))[AXES]
+
+
+def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that the ranks of the world name. Raise unless they cover the world evenly."""
+    groups = sorted({tuple(ranks) for ranks in table})
+    covers = sorted(rank for ranks in groups for rank in ranks) == list(range(len(table)))
+    even, fix = (
+        len({len(ranks) for ranks in groups}) == 1,
+        "make the mesh of all ranks, or slice it from one by axis names",
+    )
+    expected = f"meshes of one size that cover the {len(table)} ranks"
+    require(covers and even, MeshError, subject, expected, " and ".join(map(str, groups)), fix)
+    return groups
+
+
+def _checked_shape(shape: object, subject: str = "init_mesh") -> Shape:
     """Return the shape, or raise unless it is three counts of ranks."""
     counts = shape if isinstance(shape, (tuple, list)) else ()
     fits = len(counts) == len(AXES) and all(type(n) is int and n >= 1 for n in counts)
     expected = "(heads, queries, keys), three whole numbers of ranks, each 1 or more"
     fix = "pass a tuple as (1, 2, 2), 1 for an axis that is not wanted, or what mesh_shape gives"
-    require(fits, MeshError, "init_mesh shape", expected, repr(shape), fix)
+    require(fits, MeshError, f"{subject} shape", expected, repr(shape), fix)
     return Shape(*counts)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.init_mesh import check_groups
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import KernelError, MeshError
@@ -112,12 +113,7 @@ def _replicas(mesh: DeviceMesh | None, processes: int) -> Replicas:
         return Replicas(0, 1, 1, None)
     table: list[list[int]] = [[] for _ in range(world)]
     dist.all_gather_object(table, own)
-    groups = sorted({tuple(ranks) for ranks in table})
-    covers = sorted(rank for ranks in groups for rank in ranks) == list(range(world))
-    even = len({len(ranks) for ranks in groups}) == 1
-    fix = "make the mesh of all ranks, or slice it from one by axis names"
-    expected = f"meshes of one size that cover the {world} ranks"
-    require(covers and even, MeshError, "on_mesh mesh", expected, " and ".join(map(str, groups)), fix)
+    groups = check_groups("on_mesh mesh", table)
     group = None
     if len(groups) > 1:
         group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*groups, strict=True)])

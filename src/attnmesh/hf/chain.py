@@ -21,7 +21,7 @@ from attnmesh.comm.scan import AffineMap, scan
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import KernelError, LayoutError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, flat_axis
+from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.mesh.world import cached_per_world
 
@@ -198,8 +198,7 @@ def _chain_axis(mesh: DeviceMesh | None) -> tuple[Axis, list[int]]:
     axis = flat_axis(mesh, AXES)
     if axis.size == 1 or mesh is None:
         return axis, [0]
-    shape, names = Mesh.of(mesh).shape, mesh.mesh_dim_names or ()
-    mine = [name for name in names if name in AXES]
+    shape, mine = Mesh.of(mesh).shape, attention_dims(mesh)
     sizes = dict(zip(AXES, shape, strict=True))
     shards = []  # by index of the flat axis
     for indices in product(*(range(sizes[name]) for name in mine)):

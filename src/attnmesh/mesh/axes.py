@@ -111,21 +111,24 @@ class Mesh:
 
     @staticmethod
     def of(device_mesh: DeviceMesh | None) -> "Mesh":
-        """Return this rank's place on the axes named heads, queries and keys. Other axes are ignored."""
+        """Return this rank's place on the axes named heads, queries and keys. Other axes are ignored.
+
+        A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
+        """
         if device_mesh is None:
             return Mesh(Axis(), Axis(), Axis())
         if not isinstance(device_mesh, DeviceMesh):
             fix = "make one with torch.distributed.device_mesh.init_device_mesh"
             raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
         names = device_mesh.mesh_dim_names or ()
-        mine = [name for name in names if name in AXES]
-        if not mine or len(set(names)) < len(names):
+        dims = attention_dims(device_mesh)
+        if not dims or len(set(names)) < len(names):
             fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
             raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
         if device_mesh.get_coordinate() is None:
             fix = "call it on the ranks of the mesh alone"
             raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
-        return Mesh(*(_axis(device_mesh, name) if name in mine else Axis() for name in AXES))
+        return Mesh(*(_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES))
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
@@ -154,19 +157,26 @@ class Mesh:
         return self.heads, self.queries, self.keys
 
 
-def _axis(device_mesh: DeviceMesh, name: str) -> Axis:
-    size = device_mesh.size((device_mesh.mesh_dim_names or ()).index(name))
-    return Axis(size, device_mesh.get_local_rank(name), device_mesh.get_group(name), name) if size > 1 else Axis()
+def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:
+    """Return the dim of each axis of attention, in order of dims."""
+    names = device_mesh.mesh_dim_names or ()
+    dims = {name: dim for dim, name in enumerate(names) if name in AXES}
+    return {"queries": 0} if not dims and device_mesh.ndim == 1 else dims
+
+
+def _axis(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
+    size = device_mesh.size(dim)
+    return Axis(size, device_mesh.get_local_rank(dim), device_mesh.get_group(dim), name) if size > 1 else Axis()
 
 
 def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
     """Return several axes of a mesh as one: the ranks that share an index along all other axes."""
     if device_mesh is None:
         return Axis()
-    given = device_mesh.mesh_dim_names or ()
-    long = tuple(name for name in given if name in names and device_mesh.size(given.index(name)) > 1)
+    dims = attention_dims(device_mesh)
+    long = tuple(name for name, dim in dims.items() if name in names and device_mesh.size(dim) > 1)
     if len(long) < 2:
-        return _axis(device_mesh, long[0]) if long else Axis()
+        return _axis(device_mesh, long[0], dims[long[0]]) if long else Axis()
     flat = device_mesh[long]._flatten()
     return Axis(flat.size(), flat.get_local_rank(), flat.get_group(), " x ".join(long))
 

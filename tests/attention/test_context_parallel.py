@@ -1,0 +1,178 @@
+"""`ContextParallel` and `split_mesh`: attention of plain models on a mesh equals PyTorch's on one device."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import scaled_dot_product_attention
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.mesh.axes import Mesh
+from tests.support.pool import Pool
+
+
+class Layer(nn.Module):
+    """Attention of grouped heads, as models of plain PyTorch have it."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(24, 24), nn.Linear(24, 16), nn.Linear(24, 24)
+        self.inner = Inner(causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (6, 4)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (4, 4)).transpose(1, 2).chunk(2, 1)
+        return x + self.o(self.inner(q, k, v).transpose(1, 2).flatten(-2))
+
+
+class Inner(nn.Module):
+    """The attention function as a module of its own."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=True, scale=0.7)
+
+
+def make(causal: bool) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(Layer(causal), nn.RMSNorm(24), Layer(causal)).double()
+
+
+def batch(length: int) -> tuple[Tensor, Tensor]:
+    x, weight = torch.randn(2, 2, length, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).unbind()
+    return x, weight
+
+
+def run(model: nn.Module, x: Tensor, weight: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the output, and the gradients of a loss that is a sum over tokens."""
+    out = model(x)
+    (out * weight).sum().backward()
+    return out.detach(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def on_mesh(
+    length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool
+) -> tuple[Tensor, list[Tensor]]:
+    world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    model = make(causal)
+    style = am.ContextParallel(layout=layout, shape=shape, q_heads=6, kv_heads=2, length=length if compiled else None)
+    parallelize_module(model, world, dict.fromkeys((f"0.{plan}".rstrip("."), f"2.{plan}".rstrip(".")), style))
+    run_model: Any = torch.compile(model, backend="aot_eager", fullgraph=plan == "inner") if compiled else model
+    parts = [am.shard(x, world, layout=layout, dim=1) for x in batch(length)]
+    out, gradients = run(run_model, *parts)
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return am.unshard(out, world, layout=layout, dim=1), gradients
+
+
+CASES = [
+    (2, 13, True, "inner", am.Zigzag(), "auto", False),
+    (3, 14, False, "", am.Contiguous(), None, False),
+    (4, 29, True, "", am.Zigzag(), (2, 2, 1), False),
+    (2, 16, True, "inner", am.Zigzag(), (1, 2, 1), True),
+    pytest.param(4, 29, True, "", am.Zigzag(), (1, 2, 2), True, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("ranks", "length", "causal", "plan", "layout", "shape", "compiled"), CASES)
+def test_a_plain_model_on_a_mesh_named_cp(
+    ranks: int, length: int, causal: bool, plan: str, layout: Any, shape: Any, compiled: bool, pool: Pool
+) -> None:
+    expected, gradients = run(make(causal), *batch(length))
+    for out, given in pool.run(ranks, on_mesh, length, causal, plan, layout, shape, compiled):
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
+        for mine, theirs in zip(given, gradients, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+def other_uses() -> list[bool]:
+    """Attend and decode on a mesh of one axis with another name, and split one of two axes."""
+    q, k, v = torch.randn(3, 1, 4, 23, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    sizes: dict[str, Any] = {"kv_heads": 4, "head_dim": 8, "capacity": 23, "dtype": torch.float64}
+    expected, answers = scaled_dot_product_attention(q, k, v, is_causal=True), []
+    for mesh in (world["sp"], am.split_mesh(world["sp"], (1, 1, 2))):
+        cache = am.KVCache(mesh, batch=1, block=4, **sizes)
+        cache.append(k, v)
+        parts = [am.shard(x, mesh, layout=am.Zigzag()) for x in (q, k, v)]
+        whole = am.unshard(am.attention(*parts, mesh=mesh, layout=am.Zigzag()), mesh, layout=am.Zigzag())
+        answers += [Mesh.of(mesh).shape.ranks == 2, cache.used < 15, torch.allclose(whole, expected)]
+        answers.append(torch.allclose(am.decode(q[:, :, -1:], cache), expected[:, :, -1:]))
+    return answers
+
+
+def test_a_mesh_of_one_axis_may_have_any_name(pool: Pool) -> None:
+    assert pool.run(4, other_uses) == [[True] * 8] * 4
+
+
+def bad_call(name: str) -> str:
+    """Return the error of a call that is wrong, on one rank alone where ranks compare."""
+    world, odd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), dist.get_rank() == 1
+    x, mesh = torch.zeros(1, 2, 4, 8), world["cp"]
+
+    def attend(module: nn.Module, *inputs: Tensor, **options: Any) -> Any:
+        return parallelize_module(module, mesh, am.ContextParallel(**options))(*inputs)
+
+    try:
+        match name:
+            case "axes":
+                am.split_mesh(world if odd else mesh)
+            case "sizes":
+                am.split_mesh(mesh, (1, 2, 2) if odd else (1, 1, 2))
+            case "shapes":
+                am.split_mesh(mesh, (1, 1, 2) if odd else (1, 2, 1))
+            case "no attention":
+                attend(nn.Linear(8, 8), x)
+            case "mask":
+                attend(Plain(attn_mask=torch.ones(4, 4, dtype=torch.bool)), x, x, x)
+            case "dropout":
+                attend(Plain(dropout_p=0.1), x, x, x)
+            case "groups of heads":
+                attend(Plain(), x, x[:, :1], x[:, :1])
+            case "layout":
+                am.ContextParallel(layout="zigzag")  # type: ignore[arg-type]
+            case "tensor mask":
+                am.ContextParallel(mask=torch.ones(2, 2))  # type: ignore[arg-type]
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Plain(nn.Module):
+    """PyTorch's attention with these options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return scaled_dot_product_attention(q, k, v, **self.options)
+
+
+BAD = {
+    "axes": "MeshError: split_mesh mesh: expected a DeviceMesh of one axis, given 2 axes. Fix: slice",
+    "sizes": "MeshError: split_mesh shape: expected a shape of 2 ranks, given 1x2x2. Fix: pass shape=",
+    "shapes": "MeshError: split_mesh: expected the same call on every rank, given:",
+    "no attention": "KernelError: ContextParallel: expected a module that calls scaled_dot_product_attention, given",
+    "mask": "MaskError: ContextParallel attn_mask: expected no mask tensor, given a tensor (4, 4).",
+    "dropout": "KernelError: ContextParallel dropout_p: expected attention without dropout, given 0.1.",
+    "groups of heads": "ArgumentError: ContextParallel: expected as many key heads as query heads without",
+    "layout": "LayoutError: ContextParallel layout: expected",
+    "tensor mask": "MaskError: ContextParallel mask: expected Full()",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_raise_alike(name: str, pool: Pool) -> None:
+    answers = pool.run(2, bad_call, name)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith(BAD[name])
