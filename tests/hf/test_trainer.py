@@ -116,13 +116,24 @@ Make = Callable[..., Trainer]
 
 def plain(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
     """Return a `Trainer` of padded sequences, which also computes a metric from whole logits."""
-    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "include_num_input_tokens_seen": True}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "include_num_input_tokens_seen": "non_padding"}
     evaluation |= {"per_device_eval_batch_size": 2 * data}
+    data_of = Stream if options.pop("stream", False) else list
     made: Trainer = trainer(
-        model=model, args=settings(TrainingArguments, folder, **evaluation | options), train_dataset=examples(),
+        model=model, args=settings(TrainingArguments, folder, **evaluation | options), train_dataset=data_of(examples()),
         eval_dataset=examples(8, 100), data_collator=collate, compute_metrics=exact,
     )  # fmt: skip
     return made
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Sequences without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 def exact(outputs: Any) -> dict[str, float]:
@@ -213,7 +224,8 @@ def train(kind: str, trainer: Any, family: str, attention: str, folder: str, dat
         made_trainer.train(resume_from_checkpoint=resume)
     log = made_trainer.state.log_history
     logged = {name: [entry[name] for entry in log if name in entry] for name in LOGGED}
-    return logged, counting.tokens, {name: x.detach().clone() for name, x in model.named_parameters()}
+    weights = {name: getattr(x, "full_tensor", x.clone)().detach() for name, x in model.named_parameters()}
+    return logged, counting.tokens, weights
 
 
 def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any:
@@ -234,7 +246,8 @@ def on_rank(kind: str, family: str, data: int, shape: Shape, folder: str, option
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
     """Assert that a trainer on a mesh is that of one process, which gets the batches of all meshes."""
     tolerance = options.pop("tolerance", 1e-5)
-    alone = {**options, "per_device_train_batch_size": 2 * data}
+    alone = {name: x for name, x in options.items() if "fsdp" not in name}
+    alone["per_device_train_batch_size"] = 2 * data
     trainer, attention = trainer_class(kind), STOCK[family]
     if family == "gpt-oss" and "packing" in options:
         # The eager attention of transformers 5.23 mixes packed documents, so one device of our own is the reference.
@@ -300,13 +313,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adapters": ("SFTTrainer", {"lora": True}),
 }
 
+VARIANTS["fsdp"] = "Trainer", {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+VARIANTS["stream"] = "Trainer", {"stream": True, "data": 2}
+
 LONG = ("three heads", "smooth labels")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
 def test_variants_of_training_are_those_of_one_process(name: str, pool: Pool, tmp_path: Path) -> None:
     kind, options = VARIANTS[name]
-    check(pool, tmp_path, kind, "llama", 1, Shape(1, 1, 2), **options)
+    check(pool, tmp_path, kind, "llama", shape=Shape(1, 1, 2), **{"data": 1, **options})
 
 
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
