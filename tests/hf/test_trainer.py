@@ -114,10 +114,10 @@ def settings(kind: Any, folder: str, **options: Any) -> Any:
 Make = Callable[..., Trainer]
 
 
-def plain(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+def plain(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     """Return a `Trainer` of padded sequences, which also computes a metric from whole logits."""
     evaluation = {"eval_strategy": "steps", "eval_steps": 3, "include_num_input_tokens_seen": "non_padding"}
-    evaluation |= {"per_device_eval_batch_size": 2 * data}
+    evaluation |= {"per_device_eval_batch_size": 2}
     data_of = Stream if options.pop("stream", False) else list
     made: Trainer = trainer(
         model=model, args=settings(TrainingArguments, folder, **evaluation | options), train_dataset=data_of(examples()),
@@ -147,7 +147,7 @@ def lists(rows: list[dict[str, Any]]) -> Any:
     return Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
 
 
-def sft(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+def sft(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     """Return a `SFTTrainer`."""
     from trl import SFTConfig
 
@@ -179,7 +179,7 @@ def pairs() -> list[tuple[Tensor, Tensor, Tensor]]:
     ]
 
 
-def dpo(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+def dpo(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     """Return a `DPOTrainer` with a reference model of its own."""
     from trl import DPOConfig
 
@@ -192,7 +192,7 @@ def dpo(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Tra
     return made
 
 
-def reward(trainer: Any, model: Any, folder: str, data: int, **options: Any) -> Trainer:
+def reward(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
     """Return a `RewardTrainer`, whose model has one class."""
     from trl import RewardConfig
 
@@ -212,7 +212,7 @@ def trainer_class(kind: str) -> type[Trainer]:
     return found
 
 
-def train(kind: str, trainer: Any, family: str, attention: str, folder: str, data: int, options: dict[str, Any]) -> Any:
+def train(kind: str, trainer: Any, family: str, attention: str, folder: str, options: dict[str, Any]) -> Any:
     """Train, and return what was logged, the tokens of evaluation on this rank, and the weights."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TRL's own
@@ -220,7 +220,7 @@ def train(kind: str, trainer: Any, family: str, attention: str, folder: str, dat
         model = made(kind, family, attention, changes).train()
         counting, resume = Counting(model), options.pop("resume", None)
         torch.manual_seed(7)  # of adapters
-        made_trainer = TRAINERS[kind](trainer, model, folder, data, **options)
+        made_trainer = TRAINERS[kind](trainer, model, folder, **options)
         made_trainer.train(resume_from_checkpoint=resume)
     log = made_trainer.state.log_history
     logged = {name: [entry[name] for entry in log if name in entry] for name in LOGGED}
@@ -240,7 +240,7 @@ def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any
 def on_rank(kind: str, family: str, data: int, shape: Shape, folder: str, options: dict[str, Any]) -> Any:
     with launched():
         mesh = mesh_of(data, shape)
-        return train(kind, hf.on_mesh(trainer_class(kind), mesh), family, "attnmesh", folder, data, dict(options))
+        return train(kind, hf.on_mesh(trainer_class(kind), mesh), family, "attnmesh", folder, dict(options))
 
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
@@ -248,11 +248,13 @@ def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Sh
     tolerance = options.pop("tolerance", 1e-5)
     alone = {name: x for name, x in options.items() if "fsdp" not in name}
     alone["per_device_train_batch_size"] = 2 * data
+    if kind == "Trainer":  # it weighs tokens over all processes; the evaluation of TRL weighs batches
+        alone["per_device_eval_batch_size"] = 2 * data
     trainer, attention = trainer_class(kind), STOCK[family]
     if family == "gpt-oss" and "packing" in options:
         # The eager attention of transformers 5.23 mixes packed documents, so one device of our own is the reference.
         trainer, attention = hf.on_mesh(trainer, None), "attnmesh"
-    logged, tokens, weights = train(kind, trainer, family, attention, str(folder / "1"), data, alone)
+    logged, tokens, weights = train(kind, trainer, family, attention, str(folder / "1"), alone)
     ranks = data * shape.ranks
     answers = pool.run(ranks, on_rank, kind, family, data, shape, str(folder / "2"), options, deadline=350)
     for given, _, trained in answers:
