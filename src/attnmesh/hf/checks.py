@@ -108,8 +108,12 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
         fix = "pass past_key_values=attnmesh.hf.ShardedCache(model.config, mesh), or use_cache=False"
         raise KernelError(f"{SUBJECT} past_key_values", "a ShardedCache", given, fix)
     router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
-    fits = not router_loss or shards.ranks == 1  # a router would balance the tokens of one rank only
-    subject, fix = f"{SUBJECT} output_router_logits", "set config.output_router_logits = False"
+    # Else a router would balance the tokens of one rank only.
+    fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
+    subject, fix = (
+        f"{SUBJECT} output_router_logits",
+        "set config.output_router_logits = False, or train with hf.on_mesh",
+    )
     require(fits, KernelError, subject, "no router loss on shards", "True", fix)
 
 

@@ -64,6 +64,9 @@ class ShardedCalls:
                 self.models.add(module)
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
                 module.register_forward_hook(self._end, with_kwargs=True)
+        if not heads and inner.base_model not in self.models and inner.base_model is not inner:
+            self.models.add(inner.base_model)
+            inner.base_model.register_forward_hook(self._gather_routers)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""
@@ -79,8 +82,25 @@ class ShardedCalls:
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
         part = shard_batch(batch, self.mesh, self.layout, exchange=self.exchange)
         self.shards, self.outermost = part["input_ids"].shards, module
+        mask = batch.get("attention_mask")
+        self.whole_mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+        self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
         self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
+
+    def _gather_routers(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the outputs of the layers with the routers' logits of all tokens, for a loss that balances experts."""
+        routers = getattr(output, "router_logits", None)
+        if self.shards is None or not routers:
+            return None
+        sequences = len(self.whole_mask)
+
+        def whole(x: Tensor) -> Tensor:
+            return apply(_Gather, x.reshape(sequences, -1, x.shape[-1]), self.shards).flatten(0, 1)
+
+        output["router_logits"] = tuple(whole(x) for x in routers)
+        self.shards.forward_pass.whole_mask = self.whole_mask
+        return output
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the outputs for the whole batch, after the outermost call."""
@@ -95,7 +115,7 @@ class ShardedCalls:
             value = value.plain() if isinstance(value, ShardTensor) else value
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == ids.shape[1]:
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == ids.shape:
                 return ShardedOutput.of_tokens(value, shards, tokens)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return apply(_MeanOverRanks, value, shards.mesh) if is_loss else value

@@ -61,6 +61,8 @@ class ForwardPass:
         """`num_items_in_batch` that the model was called with, unless it is the batch's `ItemCount`."""
         self.on_begin: Callable[[], None] = lambda: None
         """Called when a forward pass begins."""
+        self.gathers_routers = False
+        """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
         self.begin()
 
     def begin(self) -> None:
@@ -71,6 +73,8 @@ class ForwardPass:
         self.layers = 1
         """Layers of the model, from its config."""
         self.positions_read = False
+        self.whole_mask: Tensor | None = None
+        """Padding of the whole sequence, for a loss of routers. It takes the mask's place after the last layer."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,19 @@ class ShardMask(ShardTensor):
     """Padding of this rank's tokens, as `attention_mask`. `mask_function` reads its `shards`.
 
     Shape and sum can be read. Any other access raises, because the layer would take the shard for the whole sequence.
+    After the layers it may be the mask of the whole sequence, see `ForwardPass.whole_mask`.
     """
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the result of the function on the whole mask, if there is one, else of `dispatch`."""
+        whole = args[0].shards.forward_pass.whole_mask if args and isinstance(args[0], cls) else None
+        if whole is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        return func(whole, *args[1:], **(kwargs or {}))
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return results that do not depend on the order of tokens. Raise on all others."""
