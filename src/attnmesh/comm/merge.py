@@ -11,7 +11,7 @@ A merge sends one message a step, of a size that does not depend on the context.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 from zlib import crc32
 
 import torch
@@ -87,17 +87,24 @@ def merge_across(
         check_checked("merge_across", checked)
         _check(partial, wire, base)
     except InputError as error:
-        checker = MergeChecker(_mesh_of(axis), how, _compares(partial, axis, how, checked), str)
-        checker.failed(error, lambda: send_poison(axis, how, output))
-        raise
+        raise_alike(error, partial, axis, how, output, checked)
     out, lse = partial
     natural = lse if base == "e" else lse * BASES[base]
     if torch.compiler.is_compiling():
         dtype = str(wire or "").removeprefix("torch.")
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
-        out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked)
+        out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
+
+
+def raise_alike(
+    error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
+) -> NoReturn:
+    """Raise this rank's error of a merge, on all ranks if they compare their calls."""
+    checker = MergeChecker(_mesh_of(axis), how, _compares(partial, axis, how, checked), str)
+    checker.failed(error, lambda: send_poison(axis, how, output))
+    raise error
 
 
 @torch.library.custom_op("attnmesh::merge_across", mutates_args=())
@@ -116,11 +123,17 @@ def _(out: Tensor, lse: Tensor, group: str, place: Sequence[int], how: str, outp
 
 
 def _merge(
-    partial: Partial, axis: Axis, how: str, output: str, wire: torch.dtype | None, checked: bool | None = None
+    partial: Partial,
+    axis: Axis,
+    how: str,
+    output: str,
+    wire: torch.dtype | None,
+    checked: bool | None = None,
+    base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
     shape, dtype = list(partial.out.shape), partial.out.dtype
-    text = describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire)
+    text = describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire, base=base)
     compares = axis.size > 1 and may_compare(partial.lse.device) and _compares(partial, axis, how, checked)
     checker = MergeChecker(_mesh_of(axis), how, compares, lambda: text)
     checker.before()
