@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.hf.test_trainer import tokenizer
+from tests.support import families
 from tests.support.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -25,3 +28,16 @@ def test_trainers_do_not_depend_on_the_ranks(name: str) -> None:
 def test_plain_pytorch_does_not_depend_on_the_mesh(mesh: str) -> None:
     ranks = 8 if mesh == "2x2x2" else 4
     assert loss("plain", "--mesh", mesh, ranks=ranks) == pytest.approx(loss("plain"), abs=2e-4)
+
+
+def test_tensor_parallelism_generates_the_text_of_one_process(tmp_path: Path) -> None:
+    model, words = families.model("llama", "sdpa"), tokenizer()
+    model.save_pretrained(tmp_path)
+    words.save_pretrained(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"w{3 + 7 * number % 90}" for number in range(60)))
+    ids = words(text.read_text(), return_tensors="pt")["input_ids"]
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+    run = run_script(EXAMPLES / "tensor_parallel.py", str(tmp_path), str(text), "--new", "9", ranks=4)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == words.decode(expected[0, 60:]).strip()
