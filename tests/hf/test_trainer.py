@@ -220,8 +220,11 @@ def train(kind: str, trainer: Any, family: str, attention: str, folder: str, opt
         changes = options.pop("changes", {})
         model = made(kind, family, attention, changes).train()
         counting, resume = Counting(model), options.pop("resume", None)
+        evaluates = options.pop("evaluates", False)
         torch.manual_seed(7)  # of adapters
         made_trainer = TRAINERS[kind](trainer, model, folder, **options)
+        if evaluates:
+            made_trainer.evaluate()
         made_trainer.train(resume_from_checkpoint=resume)
     log = made_trainer.state.log_history
     logged = {name: [entry[name] for entry in log if name in entry] for name in LOGGED}
@@ -322,6 +325,7 @@ WIDE = {"dtype": torch.float64, "router_aux_loss_coef": 0.9}
 VARIANTS["fsdp"] = "Trainer", {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 VARIANTS["routers"] = "Trainer", {"family": "gpt-oss", "changes": {**WIDE, "output_router_logits": True}}
 VARIANTS["routers of TRL"] = "SFTTrainer", {"family": "gpt-oss", "changes": WIDE, "packing": True}
+VARIANTS["evaluation first"] = "Trainer", {"evaluates": True}
 VARIANTS["stream"] = "Trainer", {"stream": True, "data": 2}
 
 LONG = ("three heads", "smooth labels")

@@ -137,9 +137,13 @@ class MeshAccelerator:
         """Index of this rank's mesh."""
         return self.replicas.own
 
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Wrap the model as accelerate does, over all ranks, and install the calls on it."""
-        prepared: Any = super().prepare_model(model, *args, **kwargs)  # type: ignore[misc]
+        prepared: Any = super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[misc]
+        if evaluation_mode:
+            # Else accelerate 1.15 takes a model that was evaluated for one that is wrapped for training already, and
+            # trains it without averaging gradients.
+            prepared._is_accelerate_prepared = False
         self.calls.install(prepared)
         return prepared
 
