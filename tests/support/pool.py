@@ -50,7 +50,7 @@ GRACE = 5.0
 
 
 class Lost(RuntimeError):
-    """Some ranks did not answer in time, or died."""
+    """Some ranks did not answer in time, died, or made groups that others did not."""
 
 
 @dataclass
@@ -101,19 +101,24 @@ class World:
         for rank in self.ranks:
             rank.connection.send((function, arguments))
         answers: dict[int, Any] = {}
+        groups: set[int] = set()
         end = time.monotonic() + deadline
         while len(answers) < len(self.ranks) and (left := end - time.monotonic()) > 0:
             pending = {rank.connection: number for number, rank in enumerate(self.ranks) if number not in answers}
             for connection in wait(list(pending), timeout=left):
                 number = pending[connection]
                 try:
-                    answers[number] = connection.recv()
+                    made, data = connection.recv()
+                    answers[number] = pickle.loads(data)
+                    groups.add(made)
                 except EOFError:
                     raise Lost(self._report(function, answers)) from None
                 if isinstance(answers[number], BaseException):
                     end = min(end, time.monotonic() + GRACE)
         if len(answers) < len(self.ranks):
             raise Lost(self._report(function, answers))
+        if len(groups) > 1:
+            raise Lost(f"{function.__name__}: ranks made {groups} process groups, so that the next one would hang")
         return [answers[number] for number in range(len(self.ranks))]
 
     def _report(self, function: Callable[..., Any], answers: dict[int, Any]) -> str:
@@ -198,7 +203,8 @@ def _serve(rank: int, size: int, backend: str, connection: Connection, stack: Pa
                 function, arguments = connection.recv()
             except EOFError:
                 break
-            connection.send_bytes(_answer(rank, function, arguments))
+            answer = _answer(rank, function, arguments)
+            connection.send((torch.distributed.distributed_c10d._world.group_count, answer))
     os._exit(0)  # the other ranks leave too: nothing is to be said to them
 
 
