@@ -103,7 +103,8 @@ LOGGED = (
 def settings(kind: Any, folder: str, **options: Any) -> Any:
     """Return arguments of a trainer of five steps, with two micro-batches each.
 
-    Adam's first steps are the signs of gradients, which rounding turns where they are almost 0: its epsilon smooths them.
+    The first steps of Adam are signs of gradients, which rounding turns where they are almost 0: its epsilon smooths
+    them.
     """
     return kind(
         **{
