@@ -14,7 +14,8 @@ from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.generate_prompt import Prompt, prepare
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import HostsOption, machine, pairs, titled
-from attnmesh.errors import ArgumentError
+from attnmesh.core.checks import require
+from attnmesh.errors import ArgumentError, MeshError
 from attnmesh_command import SETTINGS
 from benchmarks import faults as faults_bench
 from benchmarks import gpu_kernels
@@ -48,7 +49,7 @@ def bench_model(
     model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
     prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
     prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
-    mesh: Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')] = "auto",
+    mesh: Annotated[str, typer.Option(help="Ranks along heads, queries and keys, as queries=2,keys=2.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 24,
 ) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
@@ -56,9 +57,11 @@ def bench_model(
     world = world_of(ranks, hosts)
     count = ranks_of(world)
     prepared = prepare(model, Prompt(prompt, prompt_file), max_new_tokens, count, mesh, run.status)
+    fits = prepared.mesh.tp == 1 and not prepared.mesh.is_shared
+    require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
     run.report.set(prompt_tokens=len(prepared.ids))
-    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.shape, prepared.heads)
+    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.mesh.shape, prepared.heads)
     model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"))
     rows: list[model_bench.Row] = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
@@ -104,7 +107,7 @@ def bench_faults(
     prepared = prepare(model, Prompt(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
     ids = prepared.ids[:tokens]
     run.step(f"{len(ids):,} tokens on {ranks} ranks: a prefill, then steps, checkpoints and recoveries")
-    request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.shape, prepared.heads, rounds)
+    request = faults_bench.Request(prepared.place, ids, max_new_tokens, prepared.mesh.shape, prepared.heads, rounds)
     faults_bench.rows(request, torch.get_num_threads(), run.table("rows"))
     return [rows_table(run.tables["rows"], f"{ranks} ranks, milliseconds: median [quartiles]")]
 

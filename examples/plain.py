@@ -1,7 +1,7 @@
 """Train a Llama in plain PyTorch with FSDP2, tensor parallelism and context parallelism.
 
     python examples/plain.py                                                     # one process
-    torchrun --nproc-per-node 8 examples/plain.py --mesh 2x2x2                   # data x tensor x context
+    torchrun --nproc-per-node 8 examples/plain.py --dp 2 --tp 2 --cp 2
 
 Ranks along `dp` have other sequences, ranks along `tp` other heads, ranks along `cp` other tokens. The losses are those
 of one process, whatever the mesh.
@@ -96,19 +96,20 @@ def parallelize(model: Llama, world: DeviceMesh, style: am.ContextParallel) -> N
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--mesh", default="1x1x1", help="ranks along data, tensor and context")
+parser.add_argument("--dp", type=int, default=1, help="ranks with other sequences")
+parser.add_argument("--tp", type=int, default=1, help="ranks with other heads")
+parser.add_argument("--cp", type=int, default=1, help="ranks with other tokens")
 parser.add_argument("--steps", type=int, default=10)
 args = parser.parse_args()
-sizes = tuple(map(int, args.mesh.split("x")))
+sizes = args.dp, args.tp, args.cp
 
 torch.manual_seed(0)
 model, world, context = Llama(), None, None
 if sizes != (1, 1, 1):
     world = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", sizes, mesh_dim_names=("dp", "tp", "cp"))
     context = world["cp"]
-    parallelize(
-        model, world, am.ContextParallel(q_heads=HEADS // sizes[1], kv_heads=KV_HEADS // sizes[1], length=LENGTH)
-    )
+    heads = {"q_heads": HEADS // args.tp, "kv_heads": KV_HEADS // args.tp}
+    parallelize(model, world, am.ContextParallel(**heads, length=LENGTH))
 
 layout = am.Zigzag()
 text = torch.frombuffer(bytearray(topics["specialnames"].encode()), dtype=torch.uint8).long()
@@ -116,11 +117,11 @@ positions = am.shard(torch.arange(LENGTH), context, layout=layout, dim=0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(args.steps):
     starts = torch.arange(BATCH) * LENGTH + step * 1000
-    mine = starts if world is None else starts.chunk(sizes[0])[world["dp"].get_local_rank()]
+    mine = starts if world is None else starts.chunk(args.dp)[world["dp"].get_local_rank()]
     rows = torch.stack([text[start : start + LENGTH + 1] for start in mine.tolist()])
     ids, targets = (am.shard(x, context, layout=layout, dim=1) for x in (rows[:, :-1], rows[:, 1:]))
     losses = functional.cross_entropy(model(ids, positions).flatten(0, 1), targets.flatten(), reduction="sum")
-    loss = losses / (len(mine) * LENGTH) * sizes[2]  # its mean over dp and cp is that of the batch
+    loss = losses / (len(mine) * LENGTH) * args.cp  # its mean over dp and cp is that of the batch
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -130,6 +131,6 @@ for step in range(args.steps):
         loss /= dist.get_world_size()
 
 if world is None or dist.get_rank() == 0:
-    print(f"training loss {float(loss):.4f} on {args.mesh}")
+    print(f"training loss {float(loss):.4f} on {args.dp * args.tp * args.cp} ranks")
 if world is not None:
     dist.destroy_process_group()

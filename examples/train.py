@@ -1,8 +1,8 @@
 """Train a small byte-level Llama on Python's documentation, with sequences sharded over a mesh, then generate text.
 
-    python examples/train.py                                              # one device
-    torchrun --nproc-per-node 4 examples/train.py --mesh 1x2x2            # data x queries x keys
-    torchrun --nproc-per-node 4 examples/train.py --mesh 2x1x2 --checkpoint /tmp/run     # stop it, and start it again
+    python examples/train.py                                                     # one device
+    torchrun --nproc-per-node 4 examples/train.py --mesh queries=2,keys=2
+    torchrun --nproc-per-node 4 examples/train.py --mesh data=2,keys=2 --checkpoint /tmp/run   # stop it, start it again
 
 Ranks along `data` have different sequences, and FSDP2 shards weights and optimizer over them. Ranks along `queries` and
 `keys` have different tokens of the same sequences. The loss is that of one device, whatever the mesh.
@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -46,6 +47,9 @@ CONFIG = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+
+
+AXES = ("data", "queries", "keys")
 
 
 def main() -> None:
@@ -140,17 +144,17 @@ def write(model: Any, context: DeviceMesh | None, text: Tensor, args: argparse.N
 
 def start(args: argparse.Namespace) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the mesh of FSDP (replicas x shards) and the mesh of attention, or None twice for one process."""
-    sizes = tuple(int(size) for size in args.mesh.split("x"))
-    if math.prod(sizes) == 1:
+    data, queries, keys = (args.mesh[name] for name in AXES)
+    ranks = data * queries * keys
+    if ranks == 1:
         return None, None
     if "RANK" not in os.environ:
-        sys.exit(f"--mesh {args.mesh} needs torchrun --nproc-per-node {math.prod(sizes)} {sys.argv[0]}")
+        sys.exit(f"--mesh needs torchrun --nproc-per-node {ranks} {sys.argv[0]}")
     if device().type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     dist.init_process_group("nccl" if device().type == "cuda" else "gloo", timeout=timedelta(minutes=10))
-    data, queries, keys = sizes
     whole = init_device_mesh(device().type, (queries, keys, data), mesh_dim_names=("queries", "keys", "data"))
     world = init_device_mesh(device().type, (queries * keys, data), mesh_dim_names=("context", "data"))
     return world, whole["queries", "keys"]
@@ -224,10 +228,18 @@ def quiet() -> Any:
     return nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore")
 
 
+def axes(text: str) -> dict[str, int]:
+    """Return the ranks along each axis; 1 for one that is not named."""
+    named = dict(re.findall(r"([a-z]+)=([1-9][0-9]{0,3})(?:,|$)", text))
+    if ",".join(f"{name}={size}" for name, size in named.items()) != text or not named.keys() <= set(AXES):
+        raise argparse.ArgumentTypeError(f"expected axes by name, as data=2,queries=1,keys=2, given {text!r}")
+    return {name: int(named.get(name, 1)) for name in AXES}
+
+
 def parse_arguments() -> argparse.Namespace:
     """Return the checked arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", default="1x1x1", help="data x queries x keys")
+    parser.add_argument("--mesh", type=axes, default="data=1", help="ranks by axis, as data=2,queries=1,keys=2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=4, help="sequences of a step, over all data ranks")
     parser.add_argument("--length", type=int, default=512, help="bytes of a sequence")
@@ -240,14 +252,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object with the losses on standard output")
     args = parser.parse_args()
-    sizes = args.mesh.split("x")
-    if len(sizes) != 3 or not all(size.isdigit() and int(size) for size in sizes):
-        parser.error(f"--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given {args.mesh!r}")
-    if args.batch % int(sizes[0]):
-        parser.error(f"--batch: expected a multiple of the {sizes[0]} data ranks, given {args.batch}")
-    ranks = int(os.environ.get("WORLD_SIZE", math.prod(map(int, sizes))))
-    if ranks != math.prod(map(int, sizes)):
-        parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {args.mesh}")
+    if args.batch % args.mesh["data"]:
+        parser.error(f"--batch: expected a multiple of the {args.mesh['data']} data ranks, given {args.batch}")
+    named = math.prod(args.mesh.values())
+    ranks = int(os.environ.get("WORLD_SIZE", named))
+    if ranks != named:
+        parser.error(f"--mesh: expected {ranks} ranks, as torchrun started, given {named}")
     longest = CONFIG["max_position_embeddings"]
     if not 2 <= args.length <= longest:
         parser.error(f"--length: expected 2 to {longest} bytes, the model's context, given {args.length}")

@@ -19,7 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, T5Config
 
 from attnmesh import __main__
-from attnmesh.cli.generate_prompt import Prompt, choose, prepare
+from attnmesh.cli.generate_prompt import Prompt, prepare
+from attnmesh.cli.mesh_option import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
@@ -64,8 +65,10 @@ def expected() -> list[int]:
     ("more", "run"),
     [
         ((), launched),
-        (("--ranks", "3", "--mesh", "3x1x1"), run),
-        (("--ranks", "2", "--mesh", "1x1x2", "--reproducible"), run),
+        (("--ranks", "3", "--mesh", "heads=3"), run),
+        (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run),
+        (("--mesh", "tp=3,keys=1"), run),
+        (("--mesh", "tp=keys=3"), run),
     ],
 )
 def test_the_json_has_the_tokens_of_stock_transformers(
@@ -76,7 +79,7 @@ def test_the_json_has_the_tokens_of_stock_transformers(
     report = json.loads(done.stdout)
     assert report["tokens"] == expected
     assert "Paris" in report["text"]
-    assert sum(report["keys"]) == (report["prompt_tokens"] + 7) * (3 if report["mesh"] == "3x1x1" else 1)
+    assert sum(report["keys"]) == (report["prompt_tokens"] + 7) * (3 if report["mesh"] in ("heads=3", "tp=3") else 1)
     assert 0 <= report["merging_share"] < 1
 
 
@@ -186,13 +189,30 @@ WRONG = {
         "prompt: expected at least one token a rank, given 1 on 4 ranks",
     ),
     "mesh": (
-        ("--model", PACKAGED, "--prompt", "a", "--ranks", "4", "--mesh", "2x2x1"),
-        "--mesh: expected one of 1x4x1, 1x2x2, 1x1x4, given 2x2x1 on 4 ranks, with 9/3 heads",
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "heads=2,queries=2"),
+        "--mesh: expected a heads axis that divides 3 key heads, given heads=2,queries=2, with 9/3 heads on a rank",
     ),
     "no mesh": (
         ("--model", PACKAGED, "--prompt", "a", "--mesh", "two"),
-        '--mesh: expected three numbers, as "1x2x2", or "auto", given \'two\'',
+        '--mesh: expected axes by name, as "queries=2,keys=2", "tp=2,keys=4" or "tp=keys=8", or "auto", given \'two\'',
     ),
+    "mesh without names": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "1x2x2"),
+        "given '1x2x2'. Fix: write --mesh heads=1,queries=2,keys=2.",
+    ),
+    "mesh of other ranks": (
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "4", "--mesh", "keys=2"),
+        "--mesh: expected 4 ranks, given keys=2, which is 2.",
+    ),
+    "heads that tp does not divide": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "tp=2,keys=2"),
+        "--mesh: expected a tp that divides the ranks and the heads, given tp=2,keys=2 on 4 ranks, with 9/3 heads.",
+    ),
+    "tp of keys beside another": (
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "tp=keys=3,queries=2"),
+        "--mesh: expected tp=keys alone, given",
+    ),
+    "an axis of none": (("--model", PACKAGED, "--prompt", "a", "--mesh", "keys=0"), "--mesh: expected axes by name"),
     "dtype": (("--model", PACKAGED, "--prompt", "a", "--dtype", "int8"), "--dtype: expected one of auto, float64"),
     "merge": (("--model", PACKAGED, "--prompt", "a", "--merge", "magic"), "--merge: expected one of auto, tree"),
     "gpt2 without heads": (("--model", "{}/gpt2", "--prompt", "a"), "prompt: expected at least one token"),
@@ -204,12 +224,12 @@ WRONG = {
     "long name": (("--model", "x" * 5000, "--prompt", "a"), "model: expected a model of transformers, given 'xxx"),
     "bent": (("--model", "{}/bent", "--prompt", "a"), "model: expected a model of transformers, given"),
     "no digits": (
-        ("--model", PACKAGED, "--prompt", "a", "--mesh", "\u00b2x1x1"),
-        "--mesh: expected three numbers",
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "keys=\u00b2"),
+        "--mesh: expected axes by name",
     ),
     "many digits": (
-        ("--model", PACKAGED, "--prompt", "a", "--mesh", "9" * 5000 + "x1x1"),
-        "--mesh: expected three numbers",
+        ("--model", PACKAGED, "--prompt", "a", "--mesh", "keys=" + "9" * 5000),
+        "--mesh: expected axes by name",
     ),
     "half a sign": (("--model", PACKAGED, "--prompt", "\udc80"), "prompt: expected text in UTF-8, given"),
     "a path of two lines": (
@@ -237,7 +257,7 @@ WRONG = {
         "Fix: pass --max-new-tokens 8161 or less.",
     ),
     "three ranks": (
-        ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--mesh", "1x3x1", "--reproducible"),
+        ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--mesh", "queries=3", "--reproducible"),
         "--reproducible: expected 1, 2, 4, 8, ... ranks along queries and keys, and a tree, given 3 ranks",
     ),
     "top p": (("--model", PACKAGED, "--prompt", "a", "--top-p", "1.5"), "--top-p"),
@@ -300,20 +320,23 @@ def _members(group: int) -> list[int]:
 
 
 def test_the_shape_that_sends_least_is_chosen() -> None:
-    assert choose("auto", 4, 9, 3)[0] == (1, 4, 1)
-    assert choose("auto", 3, 9, 3)[0] == (1, 3, 1)
-    assert choose("1x1x4", 4, 9, 3) == ((1, 1, 4), "it was asked for")
-    with pytest.raises(MeshError, match="the numbers have to multiply to 4"):
-        choose("1x2x3", 4, 9, 3)
+    assert choose("auto", 4, 9, 3).shape == (1, 4, 1)
+    assert choose("auto", 3, 9, 3).shape == (1, 3, 1)
+    assert choose("tp=3", 12, 9, 3)[:3] == ((1, 4, 1), 3, False)
+    assert choose("keys=4", 4, 9, 3) == ((1, 1, 4), 1, False, "it was asked for")
+    assert choose("tp=9,keys=2", 18, 9, 3)[:3] == ((1, 1, 2), 9, False)
+    assert choose("keys=tp=9", 9, 9, 3)[:3] == ((1, 1, 9), 1, True)
+    with pytest.raises(MeshError, match="expected 4 ranks, given queries=2,keys=3, which is 6"):
+        choose("queries=2,keys=3", 4, 9, 3)
 
 
 def test_latents_have_one_head_that_no_axis_splits(tmp_path: Path) -> None:
     open_tokenizer(locate(PACKAGED)).save_pretrained(tmp_path)
     DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
     prepared = prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "auto", mock.Mock())
-    assert (prepared.heads, prepared.shape.heads) == ((128, 1), 1)
-    with pytest.raises(MeshError, match="the heads axis has to divide 1 key heads"):
-        prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "2x2x1", mock.Mock())
+    assert (prepared.heads, prepared.mesh.shape.heads) == ((128, 1), 1)
+    with pytest.raises(MeshError, match="a heads axis that divides 1 key heads"):
+        prepare(str(tmp_path), Prompt("a prompt of some tokens"), 4, 4, "heads=2,queries=2", mock.Mock())
 
 
 @pytest.mark.gpu

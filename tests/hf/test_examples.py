@@ -23,20 +23,21 @@ def test_trainers_do_not_depend_on_the_ranks(name: str) -> None:
     assert loss(name, ranks=2) == pytest.approx(loss(name), abs=2e-4)
 
 
-@pytest.mark.parametrize("mesh", ["1x2x2", pytest.param("2x2x2", marks=pytest.mark.long)])
-def test_plain_pytorch_does_not_depend_on_the_mesh(mesh: str) -> None:
-    ranks = 8 if mesh == "2x2x2" else 4
-    assert loss("plain", "--mesh", mesh, ranks=ranks) == pytest.approx(loss("plain"), abs=2e-4)
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_plain_pytorch_does_not_depend_on_the_mesh(data: int) -> None:
+    mesh = ("--dp", str(data), "--tp", "2", "--cp", "2")
+    assert loss("plain", *mesh, ranks=4 * data) == pytest.approx(loss("plain"), abs=2e-4)
 
 
-def test_tensor_parallelism_generates_the_text_of_one_process(tmp_path: Path) -> None:
-    model, words = families.model("llama", "sdpa"), tokenizer()
+@pytest.mark.parametrize("mesh", [("--tp", "2"), ("--shared",)])
+def test_tensor_parallelism_generates_the_text_of_one_process(mesh: tuple[str, ...], tmp_path: Path) -> None:
+    model, words = families.model("llama", "sdpa", num_attention_heads=8, hidden_size=64), tokenizer()
     model.save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + number % 7}" for number in range(60)))
     ids = words(text.read_text(), return_tensors="pt")["input_ids"]
     expected = model.generate(ids, max_new_tokens=9, do_sample=False)
-    run = run_script(EXAMPLES / "tensor_parallel.py", str(tmp_path), str(text), "--new", "9", ranks=4)
+    run = run_script(EXAMPLES / "tensor_parallel.py", str(tmp_path), str(text), "--new", "9", *mesh, ranks=4)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == words.decode(expected[0, ids.shape[1] :]).strip()

@@ -1,48 +1,172 @@
-"""Generation with heads sharded by transformers' tensor parallelism, and the context by attnmesh."""
+"""Generation with weights and heads shared by tensor parallelism: tokens are those of stock transformers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import attnmesh.hf as hf
+from attnmesh import errors
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gemma2")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
+SIZES = {"num_attention_heads": 8, "hidden_size": 64}
 
 
-def generate(model: Any, call: Any) -> list[Any]:
-    """Return tokens of one prompt and of a padded batch."""
+def load(folder: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh", **options).eval()
+
+
+def by_config(folder: str, whole: DeviceMesh) -> Any:
+    """Load with transformers' own tensor parallelism."""
+    sizes = {"tp_size": whole["tp"].size(), "dp_replicate_size": whole["keys"].size()}
+    return load(folder, distributed_config=DistributedConfig(**sizes))
+
+
+def by_styles(folder: str, whole: DeviceMesh) -> Any:
+    """Shard a Llama with PyTorch's own styles."""
+    model = load(folder)
+    columns = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {"mlp.up_proj": ColwiseParallel()}
+    rows = {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    for layer in model.model.layers:
+        parallelize_module(layer, whole["tp"], {**columns, **rows, "mlp.gate_proj": ColwiseParallel()})
+    return model
+
+
+def by_plan(folder: str, whole: DeviceMesh) -> Any:
+    return hf.tensor_parallel(load(folder), whole["tp"])
+
+
+def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
+    """Return tokens of one prompt and of a padded batch, sampled ones, and those of a second turn."""
     ids, mask = prompt(50, batch=2, seed=2), torch.ones(2, 50, dtype=torch.long)
     mask[0, :9] = 0
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     padded = call(model, ids.masked_fill(mask == 0, 0), attention_mask=mask, **options)
-    return [call(model, prompt(70), **options).tolist(), padded.tolist()]
+    first = call(model, prompt(70), **options)
+    torch.manual_seed(7)
+    sampled = call(model, prompt(33), max_new_tokens=8, do_sample=True, top_k=5)
+    return [first.tolist(), padded.tolist(), sampled.tolist()]
 
 
-def on_ranks(family: str, folder: str) -> list[Any]:
-    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
-    kind = DistributedConfig(tp_size=2, dp_replicate_size=2)
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="attnmesh", distributed_config=kind).eval()
-    heads = model.model.layers[0].self_attn.k_proj.weight.to_local().shape[0] // model.config.head_dim
-    call = lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options)  # noqa: E731
-    return [heads, *generate(model, call)]
+def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any]:
+    """Generate with weights shared along tp and keys along the other axis; or both by the same ranks if tp is 0."""
+    if tp:
+        whole = init_device_mesh("cpu", (keys, tp), mesh_dim_names=("keys", "tp"))
+        model = {"config": by_config, "styles": by_styles, "plan": by_plan}[way](folder, whole)
+        call = lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options)  # noqa: E731
+    else:
+        mesh = init_device_mesh("cpu", (keys,), mesh_dim_names=("keys",))
+        model = hf.tensor_parallel(load(folder), mesh, output="heads")
+
+        def call(model: Any, ids: Any, **options: Any) -> Any:
+            cache = hf.ShardedCache(model.config, mesh, output="heads", block=4)
+            return hf.generate(model, ids, cache=cache, prefill_chunk_size=19, **options)
+
+    if torch.distributed.get_rank() % max(tp, 1):
+        torch.manual_seed(9)  # ranks that share weights draw the numbers of the first
+    projection = model.model.layers[0].self_attn.o_proj.weight
+    return [projection.to_local().shape[1], *generate(model, call)]
 
 
-LONG = ("qwen2", "mistral", "gemma2")
+def cases() -> list[Any]:
+    """Return a family, a way, and ranks along keys and tp; 0 for ranks that share both."""
+    ways = [("plan", 2, 2), ("plan", 1, 4), ("plan", 4, 0), ("plan", 2, 0), ("config", 2, 2), ("styles", 2, 2)]
+    quick = {("llama", 0), ("llama", 1), ("llama", 2), ("qwen3", 2), ("gemma3", 1), ("gpt-oss", 2), ("llama", 5)}
+    quick |= {("gemma3", 4), ("gemma4", 0)}
+    return [
+        pytest.param(family, *way, marks=[] if (family, number) in quick else pytest.mark.long)
+        for family in FAMILIES
+        for number, way in enumerate(ways)
+        if not (way[0] == "styles" and family != "llama")
+    ]
 
 
-@pytest.mark.parametrize("family", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in FAMILIES])
-def test_tokens_are_those_of_one_process(family: str, pool: Pool, tmp_path: Path) -> None:
-    stock = families.model(family, STOCK[family])
+@pytest.mark.parametrize(("family", "way", "keys", "tp"), cases())
+def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: int, pool: Pool, tmp_path: Path) -> None:
+    stock = families.model(family, STOCK[family], **SIZES)
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
-    for heads, *tokens in pool.run(4, on_ranks, family, str(tmp_path)):
-        assert heads == 1  # of two key heads
+    columns = stock.model.layers[0].self_attn.o_proj.in_features
+    for own, *tokens in pool.run(keys * max(tp, 1), on_ranks, family, str(tmp_path), way, keys, tp):
+        assert own == columns if family == "gpt-oss" and tp else own == columns // (tp or keys)
         assert tokens == expected
+
+
+def bad_call(name: str) -> str:
+    """Return the error of a call that is wrong, on one rank alone where ranks compare."""
+    rank, whole = torch.distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
+    mesh, model = whole["tp"], families.model("llama", "attnmesh", **SIZES)
+    ids = prompt(20)
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False}
+    try:
+        match name:
+            case "heads":
+                hf.tensor_parallel(
+                    families.model("llama", "attnmesh", num_attention_heads=3, num_key_value_heads=1), mesh
+                )
+            case "key heads":
+                wide = init_device_mesh("cpu", (4,))
+                sizes = {"num_attention_heads": 12, "num_key_value_heads": 3}
+                hf.tensor_parallel(families.model("llama", "attnmesh", **sizes), wide)
+            case "axes":
+                hf.tensor_parallel(model, whole)
+            case "twice":
+                hf.tensor_parallel(hf.tensor_parallel(model, mesh), mesh)
+            case "output":
+                hf.tensor_parallel(model, mesh, output="tokens" if rank == 1 else "heads")
+            case "no plan":
+                hf.tensor_parallel(other(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=97)), mesh)
+            case "latents":
+                hf.tensor_parallel(other(latent()), mesh, output="heads")
+            case "latents in a cache":
+                hf.ShardedCache(latent(), whole["keys"], output="heads")
+            case "stock attention":
+                hf.tensor_parallel(families.model("llama", "sdpa"), mesh)
+            case "other prompts":
+                hf.generate(hf.tensor_parallel(model, mesh), prompt(20, seed=int(rank == 3)), mesh=whole["keys"], **options)
+            case "an option of one rank":
+                more = {**options, "max_time": 1.0} if rank == 2 else options
+                hf.generate(hf.tensor_parallel(model, mesh), ids, mesh=whole["keys"], **more)
+    except errors.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def other(config: Any) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
+
+
+def latent() -> DeepseekV3Config:
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 16}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    return DeepseekV3Config(vocab_size=97, first_k_dense_replace=1, **sizes, **ranks)
+
+
+BAD = {
+    "heads": "ShapeError: tensor_parallel: expected whole heads on every rank, given 3 query and 1 key heads on 2",
+    "key heads": "ShapeError: tensor_parallel: expected whole heads on every rank, given 12 query and 3 key heads on 4",
+    "axes": "MeshError: tensor_parallel mesh: expected a DeviceMesh of one axis, or None, given",
+    "twice": "ModelError: tensor_parallel: expected whole weights, given sharded ones. Fix: load the model without",
+    "output": "KernelError: tensor_parallel output: expected one of replicated, heads, given 'tokens'",
+    "no plan": "KernelError: tensor_parallel: expected a model with a plan, given gpt2 without one. Fix: leave",
+    "latents": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
+    "latents in a cache": "KernelError: ShardedCache output: expected keys and values with heads, given latents, which",
+    "stock attention": "KernelError: ",
+    "other prompts": "MeshError: generate: expected the same call on every rank, given:",
+    "an option of one rank": "ArgumentError: generate: expected options that work on a mesh, given max_time=1.0.",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_raise_on_every_rank(name: str, pool: Pool) -> None:
+    for answer in pool.run(4, bad_call, name):
+        assert answer.startswith(BAD[name]), answer

@@ -11,6 +11,7 @@ from tests.support.scripts import run_script
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 
+CONTEXT, DATA = "queries=2,keys=2", "data=2,keys=2"
 STEPS = 30
 
 SMALL = ("--json", "--length", "200", "--write", "30", "--steps", STEPS)
@@ -30,7 +31,7 @@ def alone() -> dict:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["1x2x2", "2x1x2"])
+@pytest.mark.parametrize("mesh", [CONTEXT, DATA])
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     """`make test` has both meshes in the next test, a part of the steps each."""
     together = train("--mesh", mesh, ranks=4)
@@ -39,9 +40,7 @@ def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     assert together["text"] == alone["text"]
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("2x1x2", "1x2x2"), pytest.param("1x2x2", "1x2x2", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("first", "second"), [(DATA, CONTEXT), pytest.param(CONTEXT, CONTEXT, marks=pytest.mark.long)])
 def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(
     first: str, second: str, alone: dict, tmp_path: Path
 ) -> None:
@@ -59,7 +58,7 @@ def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(
 @pytest.mark.long
 def test_torchrun_trains(alone: dict) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
-    words = [*launch, "--rdzv-endpoint", "localhost:0", str(TRAIN), *map(str, SMALL), "--mesh", "1x2x2"]
+    words = [*launch, "--rdzv-endpoint", "localhost:0", str(TRAIN), *map(str, SMALL), "--mesh", CONTEXT]
     run = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["losses"] == pytest.approx(alone["losses"], abs=1e-4)
@@ -68,9 +67,9 @@ def test_torchrun_trains(alone: dict) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--mesh", "2x2"), "--mesh: expected three numbers, as 1x2x2 for data x queries x keys, given '2x2'"),
-        (("--mesh", "3x1x1"), "--batch: expected a multiple of the 3 data ranks, given 4"),
-        (("--mesh", "1x2x2"), "--mesh 1x2x2 needs torchrun --nproc-per-node 4"),
+        (("--mesh", "2x2"), "--mesh: expected axes by name, as data=2,queries=1,keys=2, given '2x2'"),
+        (("--mesh", "data=3"), "--batch: expected a multiple of the 3 data ranks, given 4"),
+        (("--mesh", CONTEXT), "--mesh needs torchrun --nproc-per-node 4"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments: tuple[str, ...], error: str) -> None:

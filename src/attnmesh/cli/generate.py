@@ -12,6 +12,7 @@ from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
 from attnmesh.cli.launch import Send, is_first_rank, run_on_ranks, under_torchrun
+from attnmesh.cli.mesh_option import ranks_of_axes
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
 from attnmesh.comm.failures import set_deadline
@@ -28,9 +29,15 @@ PromptFile = Annotated[
 ]
 Ranks = Annotated[
     int | None,
-    typer.Option(min=1, help="Ranks to start on this machine, 1 unless given. Under torchrun those that it started."),
+    typer.Option(min=1, help="Ranks to start on this machine; those of --mesh by default, under torchrun its own."),
 ]
-MeshOption = Annotated[str, typer.Option(help='Ranks along heads x queries x keys, as "1x2x2".')]
+MeshOption = Annotated[
+    str,
+    typer.Option(
+        help="Ranks along named axes: heads, queries, keys, and tp for ranks that share weights; as queries=2,keys=2 "
+        "or tp=2,keys=4. tp=keys=8: the same ranks share both."
+    ),
+]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")]
 Temperature = Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")]
@@ -77,16 +84,17 @@ def generate(
     _check_choices(dtype, merge)
     set_deadline(deadline)
     _check_sampling(temperature, seed)
-    world = _world(ranks)
+    world = _world(ranks, mesh)
     with progress.status("reading the prompt") as status:
         if not is_first_rank():
             status.stop()
         prepared = prepare(model, Prompt(prompt, prompt_file, raw), max_new_tokens, world, mesh, status)
-        check_reproducible("--reproducible", reproducible, prepared.shape.queries * prepared.shape.keys, merge)
+        chosen = prepared.mesh.shape
+        check_reproducible("--reproducible", reproducible, chosen.queries * chosen.keys, merge)
         request = Request(
             model=prepared.place,
             ids=prepared.ids,
-            shape=prepared.shape,
+            mesh=prepared.mesh,
             heads=prepared.heads,
             max_new_tokens=max_new_tokens,
             dtype=dtype,
@@ -184,10 +192,11 @@ def _run(request: Any, world: int, display: Send) -> Any:
     return result
 
 
-def _world(ranks: int | None) -> int:
-    """Return the number of ranks; under torchrun this process joins the process group."""
+def _world(ranks: int | None, mesh: str) -> int:
+    """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
+    named = ranks_of_axes(mesh)
     if not under_torchrun():
-        return ranks_of(world_of(ranks or 1, None))
+        return ranks_of(world_of(ranks or named, None))
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -200,10 +209,10 @@ def _world(ranks: int | None) -> int:
 
 def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> None:
     """Print the result as JSON, or as a table below the text."""
-    mesh = "x".join(map(str, prepared.shape))
+    mesh = str(prepared.mesh)
     if as_json:
         text = prepared.tokenizer.decode(result.tokens, skip_special_tokens=True)
-        print_json({**asdict(result), "text": text, "mesh": mesh, "why": prepared.reason, "machine": machine()})
+        print_json({**asdict(result), "text": text, "mesh": mesh, "why": prepared.mesh.reason, "machine": machine()})
         return
     table: Table = titled("", "", "")
     table.show_header = False
@@ -216,7 +225,7 @@ def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> Non
         "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
-        "mesh": f"{mesh} (heads x queries x keys): {prepared.reason}",
+        "mesh": f"{mesh}: {prepared.mesh.reason}",
     }.items():
         table.add_row(label, value)
     if verbose:
@@ -227,4 +236,4 @@ def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> Non
 EXPLAINED = """\
 Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the
 first tokens included. Merging counts, for each merge, the shortest time of any rank: the other ranks also wait there
-for a slower rank's work."""
+for a slower rank's work. Received bytes are those of attention: what tp sends beside it is not counted."""

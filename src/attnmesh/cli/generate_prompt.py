@@ -1,7 +1,6 @@
 """The prompt, the model's place and the mesh of `attnmesh generate`, checked before any rank is started."""
 
 import os
-import re
 import sys
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from attnmesh.cli.launch import under_torchrun
+from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
 from attnmesh.errors import MeshError, ModelError
-from attnmesh.mesh.shapes import Shape, elements, mesh_shapes
 
 
 class Prompt(NamedTuple):
@@ -53,9 +52,7 @@ class Prepared(NamedTuple):
     tokenizer: Any
     ids: tuple[int, ...]
     heads: tuple[int, int]
-    shape: Shape
-    reason: str
-    """The reason for the shape."""
+    mesh: MeshChoice
 
 
 def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
@@ -81,29 +78,7 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
-    return Prepared(place, tokenizer, tuple(ids), heads, *choose(mesh, ranks, *heads))
-
-
-def choose(mesh: str, ranks: int, q_heads: int, kv_heads: int) -> tuple[Shape, str]:
-    """Return the shape of `--mesh`, or for "auto" the one that sends least, and the reason."""
-    shapes = mesh_shapes(ranks, q_heads, kv_heads, training=False)
-    if mesh != "auto":
-        sizes = re.fullmatch("([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", mesh.lower())
-        if sizes is None:
-            raise MeshError("--mesh", 'three numbers, as "1x2x2", or "auto"', repr(mesh), "leave it out")
-        shape = Shape(*map(int, sizes.groups()))
-        if shape not in shapes:
-            known = ", ".join("x".join(map(str, each)) for each in shapes)
-            given = f"{mesh} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
-            fix = f"the heads axis has to divide {kv_heads} key heads"
-            fix = fix if shape.ranks == ranks else f"the numbers have to multiply to {ranks}"
-            raise MeshError("--mesh", f"one of {known}", given, fix)
-        return shape, "it was asked for"
-    if len(shapes) == 1:
-        return shapes[0], "one rank" if ranks == 1 else f"no other shape serves {q_heads}/{kv_heads} heads"
-    sent = [sum(elements(shape, q_heads, kv_heads, training=False)) for shape in shapes]
-    figures = f"{sent[0]:.0f} elements a token and column of a head, {'x'.join(map(str, shapes[1]))} {sent[1]:.0f}"
-    return shapes[0], f"of {len(shapes)} shapes it sends least in prefill: {figures}"
+    return Prepared(place, tokenizer, tuple(ids), heads, choose(mesh, ranks, *heads))
 
 
 def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:

@@ -7,21 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.cli.launch import Send
+from attnmesh.cli.mesh_option import TP, MeshChoice
 from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.init_mesh import init_mesh
+from attnmesh.comm.init_mesh import everyone, init_mesh
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
 from attnmesh.hf.prefill import CHUNK
-from attnmesh.mesh.axes import Mesh, device_type_of
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.axes import device_type_of
+from attnmesh.mesh.shapes import AXES
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Request:
 
     model: str
     ids: tuple[int, ...]
-    shape: Shape
+    mesh: MeshChoice
     heads: tuple[int, int]
     max_new_tokens: int
     dtype: str = "auto"
@@ -132,15 +134,17 @@ def _load(send: Send, request: Request) -> _Session:
     """Load the model, and the state of a checkpoint."""
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh = init_mesh(device.type, request.shape, *request.heads) if dist.get_world_size() > 1 else None
+    mesh, sharing = _meshes(device.type, request)
+    output = "heads" if request.mesh.is_shared else "replicated"
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     start = perf_counter()
-    model = open_model(request.model, request.dtype, device)
+    model = open_model(request.model, request.dtype, device, sharing, output)
     load_seconds = perf_counter() - start
     send(Loaded(load_seconds))
     ids = torch.tensor([request.ids], device=device)
-    cache = hf.ShardedCache(model.config, mesh, capacity=ids.shape[1] + request.max_new_tokens, **request.cache)
+    capacity = ids.shape[1] + request.max_new_tokens
+    cache = hf.ShardedCache(model.config, mesh, capacity=capacity, output=output, **request.cache)
     torch.manual_seed(request.seed)
     options, reached = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}, ids
     if request.checkpoint is not None:
@@ -150,6 +154,16 @@ def _load(send: Send, request: Request) -> _Session:
         if cache.get_seq_length():
             send(Resumed(reached.shape[1] if reached is not ids else cache.get_seq_length()))
     return _Session(model, ids, reached, cache, options, load_seconds)
+
+
+def _meshes(device_type: str, request: Request) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """Return the mesh that shares the tokens, and the mesh that shares the weights."""
+    shape, tp, is_shared, _ = request.mesh
+    if tp > 1:  # they exchange most, and lie next to each other
+        whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
+        return whole[AXES], whole[TP]
+    mesh = init_mesh(device_type, shape, *request.heads) if shape.ranks > 1 else None
+    return mesh, mesh["keys"] if mesh is not None and is_shared else None
 
 
 def _prefill(send: Send, session: _Session) -> float:
@@ -175,7 +189,7 @@ def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | 
         output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.options)
     seconds = perf_counter() - start
     new = max(1, output.shape[1] - session.reached.shape[1])
-    axes = Mesh.of(cache.mesh).axes
+    axes = everyone().axes
     table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
     merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
     return Result(

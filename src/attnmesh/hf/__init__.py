@@ -19,6 +19,7 @@ from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
 from attnmesh.hf.recurrent import restore as restore
 from attnmesh.hf.shards import Shards as Shards
+from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.trainer import on_mesh as on_mesh
 from attnmesh.hf.training import shard_batch as shard_batch
 

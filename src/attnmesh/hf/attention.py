@@ -77,7 +77,7 @@ def attention_function(
 def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
     if spec.discarded:
-        return q.new_zeros(*q.shape[:3], pending.v.shape[3])
+        return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.shares, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
     kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached

@@ -34,6 +34,7 @@ class ShardedCache(StoredLayers):
         capacity: Tokens to allocate for; None to grow as tokens come, by copying.
         block: Consecutive tokens that one rank holds.
         merge: How `attnmesh.decode` merges partial results of ranks.
+        output: "heads" if the same ranks share weights by `tensor_parallel(output="heads")`.
         reproducible: True for results that do not depend on the number of ranks, in `attnmesh.decode`.
         kernel: The kernel of `attnmesh.decode` and `attnmesh.attention`.
         exchange: How `attnmesh.attention` exchanges keys in prefill.
@@ -60,6 +61,7 @@ class ShardedCache(StoredLayers):
         capacity: int | None = None,
         block: int = 16,
         merge: str = "auto",
+        output: str = "replicated",
         reproducible: bool = False,
         kernel: str = "auto",
         exchange: str = "auto",
@@ -69,15 +71,16 @@ class ShardedCache(StoredLayers):
         keep: int = 0,
     ) -> None:
         place = Mesh.of(mesh)
-        options = {"capacity": capacity, "block": block, "merge": merge, "reproducible": reproducible}
+        options = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
-        options |= {"windows": windows, "keep": keep}
+        options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
         call = describe_call("ShardedCache", **options)
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
         self.mesh, self.ranks = mesh, place.shape.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block)
-        self.merge, self.reproducible, self.kernel, self.exchange = merge, reproducible, kernel, exchange
+        self.merge, self.output, self.reproducible = merge, output, reproducible
+        self.kernel, self.exchange = kernel, exchange
         self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
         self.tokens: Tensor | None = None
         """Ids of the cached tokens, -1 for padding. After an interrupted generation, the ids to continue from.
@@ -110,6 +113,11 @@ class ShardedCache(StoredLayers):
         layer = self.layers[layer_idx]
         return (layer if isinstance(layer, ShardedLayer) else layers[0]).get_seq_length()
 
+    @property
+    def shares(self) -> int:
+        """Ranks that share the heads of an output; 1 if each rank gets those of its queries."""
+        return self.ranks if self.output == "heads" else 1
+
     def count(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
@@ -124,7 +132,8 @@ class ShardedCache(StoredLayers):
         softcap: float | None = None,
     ) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
-        options: dict[str, Any] = {"merge": self.merge, "reproducible": self.reproducible, "kernel": self.kernel}
+        options: dict[str, Any] = {"merge": self.merge, "output": self.output, "reproducible": self.reproducible}
+        options["kernel"] = self.kernel
         return decode(q, kv, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **options)
 
     @property

@@ -197,7 +197,9 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     fits, fix = latent_widths(config) is None or shape.heads == 1, "give its ranks to the keys axis"
     expected, given = "a mesh without a heads axis for latents, which have one head", f"a heads axis of {shape.heads}"
     require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
-    check_merge("ShardedCache", options["merge"], "replicated")
+    check_merge("ShardedCache", options["merge"], options["output"])
+    fits, fix = options["output"] == "replicated" or latent_widths(config) is None, 'pass output="replicated"'
+    require(fits, KernelError, "ShardedCache output", "keys and values with heads", "latents, which have none", fix)
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
     check_checked("ShardedCache", options["checked"])

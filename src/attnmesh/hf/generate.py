@@ -26,6 +26,7 @@ from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_
 from attnmesh.hf.models import rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
+from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank generates alone, with all keys and values. Pass mesh= or a cache to shard them over the ranks"
@@ -106,7 +107,7 @@ def _generate(
         prefill_rest(model, ids, cache, attention_mask, chunk_size)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
-    _synchronize_generators(Mesh.of(cache.mesh), ids.device)
+    _synchronize_generators(model, cache, ids.device)
     if not assisted and beams == 1:
 
         def record(tokens: Tensor) -> None:
@@ -132,7 +133,7 @@ def _generate_with_checkpoint(
 ) -> Any:
     """Generate from the last checkpoint on, and save checkpoints."""
     settings = Settings(model, options)
-    _synchronize_generators(Mesh.of(cache.mesh), prompt.device)
+    _synchronize_generators(model, cache, prompt.device)
     if checkpoint.start_ids is None:
         checkpoint.begin(model, prompt, cache, settings)
     length, total = prompt.shape[1], settings.total(prompt.shape[1])
@@ -219,10 +220,11 @@ def _cached_tokens(cache: ShardedCache, sequences: Tensor, attention_mask: Tenso
     return _mark_sequences(sequences, attention_mask)[:, : cache.get_seq_length()]
 
 
-def _synchronize_generators(place: Mesh, device: torch.device) -> None:
+def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:
     """Set the random generators of all ranks to the state of the first, so that all sample the same tokens."""
-    if place.shape.ranks == 1:
-        return
-    for source in dict.fromkeys((torch.device("cpu"), device)):
-        state = all_gather_ints(random_state(source).tolist(), place.axes)[0]
-        set_random_state(source, torch.tensor(state, dtype=torch.uint8))
+    for place in (Mesh.of(cache.mesh), Mesh.of(sharing(model))):
+        if place.shape.ranks == 1:
+            continue
+        for source in dict.fromkeys((torch.device("cpu"), device)):
+            state = all_gather_ints(random_state(source).tolist(), place.axes)[0]
+            set_random_state(source, torch.tensor(state, dtype=torch.uint8))

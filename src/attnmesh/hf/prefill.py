@@ -83,7 +83,8 @@ def prefill_rest(
     """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout.
 
     All ranks compute the tokens before the first full round of blocks, and every token if the model takes no
-    position_ids. Models with recurrent layers, which need runs of tokens, compute in the contiguous layout.
+    position_ids or the ranks share its weights. Models with recurrent layers, which need runs of tokens, compute in the
+    contiguous layout.
     """
     start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
     token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
@@ -93,7 +94,7 @@ def prefill_rest(
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
     recurrent = is_recurrent(cache.config)
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
-    if chunk_size is None and (start or token_mask is not None):
+    if chunk_size is None and (start or token_mask is not None or cache.shares > 1):
         chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
     cache.intact = False
     with torch.no_grad(), prepared(model) if recurrent else nullcontext():
@@ -132,6 +133,8 @@ def _steps_alone(config: PreTrainedConfig) -> bool:
 
 def _chunks(cache: ShardedCache, start: int, stop: int, size: int) -> list[tuple[int, int, bool]]:
     """Return chunks of a prompt (first, stop, sharded)."""
+    if cache.shares > 1:  # ranks that share weights compute the same tokens
+        return [(first, last, False) for first, last in pairwise([*range(start, stop, size), stop])]
     if is_recurrent(cache.config):
         return _split_evenly(start, stop, cache.ranks, size, _steps_alone(cache.config))
     return _split_prompt(start, stop, cache.block * cache.ranks, size)

@@ -1,0 +1,213 @@
+"""Tensor parallelism for generation: the ranks of a mesh of one axis share the heads and the weights of a model.
+
+Weights are sharded by the model's own plan in transformers. Two things are added to it. Where there are fewer key heads
+than ranks, each rank keeps the key head of its query heads. With `output="heads"` the ranks that share the weights are
+also those that share the keys: each rank computes queries and keys of all heads, attends to its keys, and gets the sums
+of its share of the heads, from which it computes its part of the output projection.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.comm.init_mesh import everyone
+from attnmesh.core.checks import check_choice, require, short
+from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError
+from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.models import check_model, unwrap
+
+OUTPUTS = ("replicated", "heads")
+"""What a layer's attention returns: the heads that the rank computed, or its share of the heads that all computed."""
+
+AXIS = "tp"
+"""Name of the axis of tensor parallelism in a mesh of several axes."""
+
+SUBJECT = "tensor_parallel"
+KEY_PROJECTIONS = ("k_proj", "v_proj")
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "replicated") -> Any:
+    """Shard the weights of a model over the ranks of a mesh, for generation. Other ranks of the world keep copies.
+
+    Every rank of the world calls it, with its own mesh.
+
+        whole = init_device_mesh("cuda", (4, 2), mesh_dim_names=("keys", "tp"))
+        model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="attnmesh")
+        model = hf.tensor_parallel(model, whole["tp"])
+        tokens = hf.generate(model, ids, mesh=whole["keys"])
+
+    Args:
+        model: A causal language model with `attn_implementation="attnmesh"` and whole weights, equal on all ranks.
+        mesh: A mesh of one axis, named "tp" if it is a part of a larger one; None for one device.
+        output: "replicated" where other ranks share the keys. "heads" where the same ranks do: pass
+            `ShardedCache(model.config, mesh, output="heads")` to `generate`.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        InputError: The ranks do not divide the heads, the model has no plan, or its weights are sharded already.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=97, **sizes), attn_implementation="attnmesh")
+    >>> tensor_parallel(model, None) is model
+    True
+    """
+    inner = unwrap(model)
+    run_agreed(everyone(), lambda: _check(inner, mesh, output), describe_call("tensor_parallel", output=output))
+    if mesh is None or mesh.size() == 1:
+        return model
+    plan = _plan_of(inner)
+    for attention in _attentions(inner, plan):
+        if output == "heads":
+            plan = _all_heads(plan, attention)
+        elif attention.is_sharded and attention.kv_heads % mesh.size():
+            _keep_own_key_heads(attention, mesh)
+            cut = tuple(f"{attention.name}.{name}" for name in KEY_PROJECTIONS)
+            plan = {name: style for name, style in plan.items() if not name.startswith(cut)}
+    tied = _tied_head(inner)
+    if tied is not None:
+        by_rows = plan.get(tied.embedding) == "embedding_rowwise"
+        kept = f"{tied.head}.weight" if by_rows else tied.head
+        plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
+    apply_tensor_parallelism(inner, mesh, plan)
+    if tied is not None:
+        inner.get_output_embeddings().weight = inner.get_input_embeddings().weight
+    return model
+
+
+class _Attention(NamedTuple):
+    """An attention module with projections of its own for queries and keys."""
+
+    name: str
+    module: Any
+    q_heads: int
+    kv_heads: int
+    is_sharded: bool
+    """True if the model's plan gives each rank a share of the query heads."""
+
+
+def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attention]:
+    """Return the attention modules of a model."""
+    found, config = [], model.config.get_text_config(decoder=True)
+    for name, module in model.named_modules():
+        if all(isinstance(getattr(module, part, None), nn.Linear) for part in ("q_proj", "k_proj", "o_proj")):
+            dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            is_sharded = rules.get(f"{name}.q_proj") == "colwise"
+            heads = config.num_attention_heads, module.k_proj.out_features // dim
+            found.append(_Attention(name, module, *heads, is_sharded))
+    return found
+
+
+def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
+    """Raise unless the model's heads can be shared by the ranks of the mesh."""
+    check_choice(f"{SUBJECT} output", output, OUTPUTS, 'use "replicated"')
+    fits, fix = mesh is None or (isinstance(mesh, DeviceMesh) and mesh.ndim == 1), 'slice one axis, as whole["tp"]'
+    require(fits, MeshError, f"{SUBJECT} mesh", "a DeviceMesh of one axis, or None", short(mesh), fix)
+    check_model(model)
+    sharded = any(isinstance(weight, DTensor) for weight in model.parameters())
+    require(not sharded, ModelError, SUBJECT, "whole weights", "sharded ones", "load the model without sharding it")
+    quantized, fix = getattr(model, "hf_quantizer", None) is not None, "load the model in bfloat16"
+    require(not quantized, ModelError, SUBJECT, "weights of floats", "quantized ones", fix)
+    config, ranks = model.config.get_text_config(decoder=True), 1 if mesh is None else mesh.size()
+    if ranks == 1:
+        return
+    fix = "leave tensor parallelism out: give all ranks to the keys axis"
+    require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
+    attentions, kind = _attentions(model, _plan_of(model)), f"{config.model_type}"
+    if output == "heads":
+        plain = attentions and latent_widths(config) is None and not any(map(_is_gated, attentions))
+        expected, fix = "layers with q_proj, k_proj and o_proj, without gates or latents", 'pass output="replicated"'
+        require(bool(plain), KernelError, f"{SUBJECT} output", expected, kind, fix)
+    for name, _, q_heads, kv_heads, is_sharded in attentions:
+        given = f"{q_heads} query and {kv_heads} key heads on {ranks} ranks, in {name}"
+        groups = output == "heads" or kv_heads % ranks == 0 or ranks % kv_heads == 0
+        whole = (q_heads % ranks == 0 and groups) or (output == "replicated" and not is_sharded)
+        require(whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
+
+
+def _is_gated(attention: _Attention) -> bool:
+    """Return True if the output of attention is multiplied by gates of all heads, which come from `q_proj`."""
+    width = attention.module.k_proj.out_features // attention.kv_heads
+    return bool(attention.module.q_proj.out_features != attention.q_heads * width)
+
+
+def _plan_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return the style of each part that the model's own plan shards, parameters before their module."""
+    plan = {}
+    for name, module in model.named_modules():
+        rule = model.tp_plan.get(_without_numbers(name))
+        for weight, _ in module.named_parameters(name, recurse=False):
+            plan[weight] = model.tp_plan.get(_without_numbers(weight), rule)
+        plan[name] = rule
+    return {name: style for name, style in plan.items() if style is not None}
+
+
+def _without_numbers(name: str) -> str:
+    """Return a name with a star for each number of a layer, as plans have it."""
+    return re.sub(r"(^|\.)[0-9]+(?=\.|$)", r"\1*", name)
+
+
+def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:
+    """Return a plan in which a layer projects queries and keys of all heads, and outputs of a share of the heads."""
+    own = f"{attention.name}."
+    plan = {name: style for name, style in plan.items() if name != f"{own}sinks"}
+    gathered = {name: "colwise_gather_output" for name in plan if name.startswith(own) and plan[name] == "colwise"}
+    outputs = {f"{own}o_proj{part}": "rowwise" for part in (".weight", ".bias", "")}
+    return plan | gathered | {name: style for name, style in outputs.items() if _has(attention, name)}
+
+
+def _has(attention: _Attention, name: str) -> bool:
+    """Return True if an attention module has this module or parameter."""
+    value = attention.module
+    for part in name.removeprefix(f"{attention.name}.").split("."):
+        value = getattr(value, part, None)
+    return value is not None
+
+
+class _Tied(NamedTuple):
+    """Names of an embedding and of the output head that has its weights."""
+
+    embedding: str
+    head: str
+
+
+def _tied_head(model: PreTrainedModel) -> _Tied | None:
+    """Return the names of the embedding and the head if they have the same weights."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    return _Tied(names[embedding], names[head])
+
+
+def _keep_own_key_heads(attention: _Attention, mesh: DeviceMesh) -> None:
+    """Cut the projections of keys and values down to the head that this rank's query heads see."""
+    head = mesh.get_local_rank() * attention.kv_heads // mesh.size()
+    for projection in (getattr(attention.module, name, None) for name in KEY_PROJECTIONS):
+        if not isinstance(projection, nn.Linear):
+            continue
+        projection.out_features //= attention.kv_heads
+        for name, whole in list(projection.named_parameters()):
+            own = whole.detach().unflatten(0, (attention.kv_heads, -1))[head].clone()
+            setattr(projection, name, nn.Parameter(own, requires_grad=whole.requires_grad))
+
+
+def sharing(model: PreTrainedModel) -> DeviceMesh | None:
+    """Return the mesh of the ranks that share this model's weights by tensor parallelism, by whomever it was set up."""
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            names = weight.device_mesh.mesh_dim_names or ()
+            if AXIS in names:
+                return weight.device_mesh[AXIS]
+            if weight.device_mesh.ndim == 1 and not isinstance(model, FSDPModule):
+                return weight.device_mesh
+    return None
