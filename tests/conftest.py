@@ -5,6 +5,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its w
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 
 import multiprocessing as mp
+import signal
 
 import hypothesis
 import pytest
@@ -21,7 +22,11 @@ hypothesis.settings.load_profile("project")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the process that all ranks are forked from, while tests are collected: it imports what most ranks need."""
+    """Start the process that all ranks are forked from, while tests are collected: it imports what most ranks need.
+
+    Interrupts are heard, also by what tests start, where a shell runs the tests in the background and ignores them.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # of several workers each has its own, and whoever hands out the tests runs none
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)

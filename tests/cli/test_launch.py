@@ -89,7 +89,10 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None
         assert starter.stdout is not None
         ranks = [int(starter.stdout.readline()) for _ in range(2)]
         starter.send_signal(end)
-        starter.wait(timeout=30)
+        try:
+            starter.wait(timeout=30)
+        finally:
+            starter.kill()
         deadline = time.monotonic() + 30
         while any(alive(rank) for rank in ranks):
             assert time.monotonic() < deadline, "ranks are left behind"

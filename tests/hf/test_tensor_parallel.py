@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import attnmesh.hf as hf
 from attnmesh import errors
+from attnmesh.hf.tensor_parallel import rank_weights
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
@@ -101,6 +103,42 @@ def test_tokens_are_those_of_one_process(family: str, way: str, keys: int, tp: i
         assert tokens == expected
 
 
+def latent_tokens(folder: str) -> list[Any]:
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
+    model = by_plan(folder, whole)
+    shared = isinstance(model.lm_head.weight, DTensor)
+    return [
+        shared,
+        *generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options)),
+    ]
+
+
+def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path: Path) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        stock = AutoModelForCausalLM.from_config(latent(), attn_implementation="eager").eval()
+    stock.save_pretrained(tmp_path)
+    expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
+    assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
+
+
+def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
+    """Return the bytes of weights that this rank holds, and the predicted ones."""
+    model = families.model(family, "attnmesh", **SIZES, tie_word_embeddings=tie, vocab_size=96)
+    ranks = torch.distributed.get_world_size()
+    predicted = rank_weights(model, ranks, output)
+    hf.tensor_parallel(model, init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)), output=output)
+    own = [x.to_local() if isinstance(x, DTensor) else x for x in model.parameters()]
+    return sum(x.numel() * x.element_size() for x in own), predicted
+
+
+@pytest.mark.parametrize(("family", "tie"), [("llama", False), ("llama", True), ("qwen2", False), ("gpt-oss", True)])
+@pytest.mark.parametrize("output", ["replicated", "heads"])
+def test_a_rank_holds_the_weights_that_the_planner_counts(family: str, tie: bool, output: str, pool: Pool) -> None:
+    for held, predicted in pool.run(4, held_weights, family, output, tie):
+        assert held == predicted
+
+
 def bad_call(name: str) -> str:
     """Return the error of a call that is wrong, on one rank alone where ranks compare."""
     rank, whole = torch.distributed.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
@@ -132,7 +170,9 @@ def bad_call(name: str) -> str:
             case "stock attention":
                 hf.tensor_parallel(families.model("llama", "sdpa"), mesh)
             case "other prompts":
-                hf.generate(hf.tensor_parallel(model, mesh), prompt(20, seed=int(rank == 3)), mesh=whole["keys"], **options)
+                hf.generate(
+                    hf.tensor_parallel(model, mesh), prompt(20, seed=int(rank == 3)), mesh=whole["keys"], **options
+                )
             case "an option of one rank":
                 more = {**options, "max_time": 1.0} if rank == 2 else options
                 hf.generate(hf.tensor_parallel(model, mesh), ids, mesh=whole["keys"], **more)
@@ -146,9 +186,11 @@ def other(config: Any) -> PreTrainedModel:
 
 
 def latent() -> DeepseekV3Config:
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "hidden_size": 16, "intermediate_size": 16}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 16}
     ranks = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-    return DeepseekV3Config(vocab_size=97, first_k_dense_replace=1, **sizes, **ranks)
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    widths = {"intermediate_size": 16, "moe_intermediate_size": 16, "vocab_size": 97, "pad_token_id": 0}
+    return DeepseekV3Config(initializer_range=0.4, first_k_dense_replace=1, **sizes, **ranks, **experts, **widths)
 
 
 BAD = {

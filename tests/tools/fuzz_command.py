@@ -75,7 +75,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "prompt": ("What is a mesh?", "a", "word " * 40),
     "prompt_file": ("text", "drawn.txt", "-", "bytes"),
     "ranks": ("1", "2", "4", "8", "3"),
-    "mesh": ("auto", "1x1x1", "1x2x1", "1x1x2", "2x1x1", "1x2x2", "1X2X2"),
+    "mesh": ("auto", "keys=1", "queries=2", "keys=2", "heads=2,keys=2", "tp=2,keys=2", "tp=keys=2", "TP=2", "1x2x2"),
     "merge": ("auto", "tree", "allreduce", "direct"),
     "dtype": ("auto", "bfloat16", "float32", "float64"),
     "cluster": ("local", "dgx-h100", "dgx-h100:2x4", "a100x4:1", "mi300x", "here.json", "here.json:1x2", "drawn.json"),
@@ -351,7 +351,7 @@ def generate_on_ranks(
 ) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
     assert 1 <= world <= len(request.ids)
-    assert request.shape.ranks == world
+    assert request.mesh.ranks == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"

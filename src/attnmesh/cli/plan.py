@@ -25,6 +25,7 @@ from attnmesh.cli.output import (
     writable,
 )
 from attnmesh.cli.plan_figure import check_picture, write_plot
+from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_recurrent import RecurrentOption, recurrent_of, recurrent_record, recurrent_text
 from attnmesh.core.checks import DTYPES
@@ -57,15 +58,22 @@ def plan(
             f"Hosts x ranks of a name alone: {', '.join(f'{n} {p.hosts}x{p.ranks}' for n, p in PRESETS.items())}."
         ),
     ],
-    heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8; or one number for both.")],
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
-    head_dim: Annotated[int, typer.Option(min=1, help="Columns of a query and of a key.")] = 128,
+    model: ModelOption = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")
+    ] = None,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
     latent: LatentOption = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
-    layers: Annotated[int, typer.Option(min=1, help="Attention layers, one after the other.")] = 1,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")
+    ] = None,
     recurrent: RecurrentOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     q_len: QLenOption = None,
@@ -82,22 +90,30 @@ def plan(
 ) -> None:
     """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
-    q_heads, kv_heads = heads_of(heads)
-    work = Workload(
-        q_heads,
-        kv_heads,
-        head_dim,
-        length_of(length),
-        value_dim=value_dim,
-        batch=batch,
-        q_len=q_len,
-        layers=layers,
-        dtype=dtype,
-        phase=_phase(training, prefill, decode),
-        mask=_mask(window, full),
-        latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
-        recurrent=tuple(recurrent_of(text) for text in recurrent or ()),
-    )
+    common = {"batch": batch, "q_len": q_len, "phase": _phase(training, prefill, decode), "length": length_of(length)}
+    if model is not None:
+        sizes = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
+        check_alone({**sizes, "--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full})
+        size, left_out = model_of(model, dtype, **common)
+        if decode:
+            check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
+            print_serving(cluster, model, size, machines, left_out, as_json=as_json)
+            return
+        work = size.workload
+    else:
+        q_heads, kv_heads = heads_of(heads)
+        work = Workload(
+            q_heads,
+            kv_heads,
+            128 if head_dim is None else head_dim,
+            value_dim=value_dim,
+            layers=1 if layers is None else layers,
+            dtype=dtype,
+            mask=_mask(window, full),
+            latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
+            recurrent=tuple(recurrent_of(text) for text in recurrent or ()),
+            **common,  # type: ignore[arg-type]
+        )
     _check_files(plot, report)
     with progress.status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
@@ -158,12 +174,14 @@ def _measured(file: Path) -> Cluster:
         raise ClusterError(f"--cluster {file}", expected, given, fix) from None
 
 
-def heads_of(text: str) -> tuple[int, int]:
+def heads_of(text: str | None) -> tuple[int, int]:
     """Return the query heads and key heads of `--heads`.
 
     >>> heads_of("32/8"), heads_of("16")
     ((32, 8), (16, 16))
     """
+    if text is None:
+        raise ArgumentError("attnmesh plan", "--heads or --model", "neither", "write --heads 32/8, or --model NAME")
     if re.fullmatch("[0-9]{1,15}", text):
         return int(text), int(text)
     return _numbers("--heads", "query heads / key heads", "32/8, or 32 for 32/32", text)

@@ -35,13 +35,13 @@ Report = Callable[[str], None]
 
 
 def locate(name: str, report: Report = lambda _: None) -> str:
-    """Return the folder or the hub name of a model, which transformers can load. GGUF files are unpacked."""
+    """Return the folder, the configuration or the hub name of a model, for transformers. GGUF files are unpacked."""
     path = os.path.expanduser(name)  # Path.expanduser raises on an unknown user, and Path on a long name
     if name == PACKAGED:
         return str(_unpack_gguf(_packaged_file(), report))
     if os.path.isfile(path) and path.endswith(".gguf"):
         return str(_unpack_gguf(Path(path), report))
-    if os.path.isdir(path):
+    if os.path.isdir(path) or (os.path.isfile(path) and path.endswith(".json")):  # a configuration alone
         return path
     if os.path.isabs(path) or name.startswith(("./", "../", "~")) or name.count("/") > 1 or os.path.exists(path):
         fix = f"pass a folder that save_pretrained wrote, a GGUF file, a name on the hub, or {PACKAGED!r}"

@@ -30,6 +30,10 @@ AXIS = "tp"
 """Name of the axis of tensor parallelism in a mesh of several axes."""
 
 SUBJECT = "tensor_parallel"
+
+SHARDING = ("colwise", "rowwise", "packed_", "embedding_")
+"""Beginnings of the names of transformers' styles that give each rank a share of a weight."""
+
 KEY_PROJECTIONS = ("k_proj", "v_proj")
 
 
@@ -65,23 +69,27 @@ def tensor_parallel(model: Any, mesh: DeviceMesh | None, *, output: str = "repli
     run_agreed(everyone(), lambda: _check(inner, mesh, output), describe_call("tensor_parallel", output=output))
     if mesh is None or mesh.size() == 1:
         return model
-    plan = _plan_of(inner)
-    for attention in _attentions(inner, plan):
-        if output == "heads":
-            plan = _all_heads(plan, attention)
-        elif attention.is_sharded and attention.kv_heads % mesh.size():
-            _keep_own_key_heads(attention, mesh)
-            cut = tuple(f"{attention.name}.{name}" for name in KEY_PROJECTIONS)
-            plan = {name: style for name, style in plan.items() if not name.startswith(cut)}
+    plan, cut = _plan_for(inner, mesh.size(), output)
+    for attention in cut:
+        _keep_own_key_heads(attention, mesh)
     tied = _tied_head(inner)
-    if tied is not None:
-        by_rows = plan.get(tied.embedding) == "embedding_rowwise"
-        kept = f"{tied.head}.weight" if by_rows else tied.head
-        plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
     apply_tensor_parallelism(inner, mesh, plan)
     if tied is not None:
         inner.get_output_embeddings().weight = inner.get_input_embeddings().weight
     return model
+
+
+def rank_weights(model: PreTrainedModel, ranks: int, output: str = "replicated") -> int:
+    """Return the bytes of weights on the first rank of so many that share them. Weights may be on the meta device."""
+    plan, cut = _plan_for(model, ranks, output) if ranks > 1 else ({}, [])
+    own = {f"{one.name}.{part}": one.kv_heads for one in cut for part in KEY_PROJECTIONS}
+    total = 0
+    for name, weight in model.named_parameters():
+        style = plan.get(name, "")
+        split = style.startswith(SHARDING) and not ("row" in style and name.endswith("bias"))
+        parts = ranks if split else own.get(name.rpartition(".")[0], 1)
+        total += -(-weight.numel() // parts) * weight.element_size()
+    return total
 
 
 class _Attention(NamedTuple):
@@ -154,6 +162,24 @@ def _plan_of(model: PreTrainedModel) -> dict[str, str]:
 def _without_numbers(name: str) -> str:
     """Return a name with a star for each number of a layer, as plans have it."""
     return re.sub(r"(^|\.)[0-9]+(?=\.|$)", r"\1*", name)
+
+
+def _plan_for(model: PreTrainedModel, ranks: int, output: str) -> tuple[dict[str, str], list[_Attention]]:
+    """Return the style of each part that is sharded, and the layers of whose key heads each rank keeps one."""
+    plan, cut = _plan_of(model), []
+    for attention in _attentions(model, plan):
+        if output == "heads":
+            plan = _all_heads(plan, attention)
+        elif attention.is_sharded and attention.kv_heads % ranks:
+            cut.append(attention)
+            names = tuple(f"{attention.name}.{name}" for name in KEY_PROJECTIONS)
+            plan = {name: style for name, style in plan.items() if not name.startswith(names)}
+    tied = _tied_head(model)
+    if tied is not None:
+        by_rows = plan.get(tied.embedding) == "embedding_rowwise"
+        kept = f"{tied.head}.weight" if by_rows else tied.head
+        plan = {name: style for name, style in plan.items() if not name.startswith(kept)}
+    return plan, cut
 
 
 def _all_heads(plan: dict[str, str], attention: _Attention) -> dict[str, str]:

@@ -117,6 +117,11 @@ def merge_seconds(how: str, group: MergeGroup, payload: Payload, cluster: Cluste
     return total.seconds
 
 
+def all_reduce_seconds(group: MergeGroup, size: float, cluster: Cluster) -> float:
+    """Return the seconds of an all-reduce of `size` bytes."""
+    return _collective(group, size / group.ranks, 2, cluster, Cost()) + cluster.device.call
+
+
 def _direct(group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> float:
     """Return the seconds of a message from every rank to every other at once, and add its traffic."""
     near, away, ranks = group.near - 1, group.ranks - group.near, group.groups * group.ranks

@@ -1,0 +1,119 @@
+"""Ways to share a model's weights and keys over the ranks of a cluster in decoding: memory, tokens, seconds."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from attnmesh.core.checks import require
+from attnmesh.errors import ClusterError
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.decode_cost import MergeGroup, all_reduce_seconds
+from attnmesh.planner.plan import Plan, plan
+from attnmesh.planner.traffic import divisors
+from attnmesh.planner.workload import Workload
+
+ROOMY = 1e30
+"""Bytes of memory that any plan fits."""
+
+ALL_REDUCES = 2
+"""All-reduces of a layer whose weights are shared: after attention and after the feed-forward network."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What decoding with a language model reads and keeps.
+
+    Args:
+        workload: The decode step of its attention layers, all heads. Its length is the number of cached tokens.
+        hidden: Columns of a token between layers.
+        layers: All layers.
+        weights: Returns the bytes of weights on a rank, from the ranks that share them, and whether these are the ranks
+            that share the keys.
+        windows: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
+    """
+
+    workload: Workload
+    hidden: int
+    layers: int
+    weights: Callable[[int, bool], int]
+    windows: int = 0
+
+
+class Serving(NamedTuple):
+    """One way to share weights and keys."""
+
+    tp: int
+    """Ranks that share the weights."""
+    is_shared: bool
+    """True if the same ranks share the keys."""
+    plan: Plan
+    """Attention of the ranks that share the keys."""
+    weights: int
+    """Bytes of weights of a rank."""
+    keys: float
+    """Bytes of keys and values of a rank, at the length that is planned for."""
+    tokens: int
+    """Most tokens of each sequence whose keys fit beside the weights; 0 if the weights alone are too large."""
+    seconds: float
+    """Predicted seconds of a step: attention, reading the weights once, and the all-reduces between layers."""
+
+    @property
+    def shape(self) -> Shape:
+        """Ranks along the axes of attention."""
+        return self.plan.shape
+
+
+def serving(model: Model, cluster: Cluster) -> list[Serving]:
+    """Return all ways to share weights and keys, those that fit the planned length first, then the fastest first.
+
+    Left out are activations, and the time of layers with windows and of recurrent layers, which are the same in each.
+
+    Raises:
+        ClusterError: No number of ranks divides the heads.
+    """
+    world, q_heads, kv_heads = cluster.world, model.workload.q_heads, model.workload.kv_heads
+    ways = [(tp, False) for tp in divisors(world) if q_heads % tp == 0 and _groups(kv_heads, tp)]
+    ways += [(world, True)] * (world > 1 and q_heads % world == 0 and model.workload.latent is None)
+    found = [_serving(model, cluster, *way) for way in ways if _fits_hosts(cluster, way[0])]
+    given = f"{q_heads}/{kv_heads} heads on {world}"
+    require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
+    return sorted(found, key=lambda one: (one.tokens < model.workload.length, one.seconds))
+
+
+def _groups(kv_heads: int, tp: int) -> bool:
+    """Return True if ranks hold whole key heads: some each, or each head on as many ranks."""
+    return kv_heads % tp == 0 or tp % kv_heads == 0
+
+
+def _fits_hosts(cluster: Cluster, tp: int) -> bool:
+    """Return True if the ranks that share weights are a part of each host, or whole hosts."""
+    return cluster.ranks % tp == 0 or tp % cluster.ranks == 0
+
+
+def _serving(model: Model, cluster: Cluster, tp: int, is_shared: bool) -> Serving:
+    work, near = model.workload, min(tp, cluster.ranks)
+    if is_shared:
+        others = cluster
+    else:  # the other ranks, each of which competes for its host's links with the ranks that it shares weights with
+        if work.latent is None:  # else each rank computes all heads
+            work = replace(work, q_heads=work.q_heads // tp, kv_heads=max(1, work.kv_heads // tp))
+        hosts = cluster.hosts if tp <= cluster.ranks else cluster.world // tp
+        inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
+        others = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
+    best = _fastest(work, others, Shape(1, 1, others.world) if is_shared else None)
+    weights, group = model.weights(tp, is_shared), MergeGroup(tp, near)
+    token = work.kept_bytes / work.kept / best.shape.ranks
+    free = cluster.device.memory - weights - (model.windows / best.shape.ranks) - work.state_bytes
+    reduced = work.batch * (work.q_len or 1) * model.hidden * work.item
+    seconds = best.seconds + weights / cluster.device.memory_rate
+    if tp > 1:
+        seconds += ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster)
+    return Serving(tp, is_shared, best, weights, work.kept_bytes / best.shape.ranks, max(0, int(free / token)), seconds)
+
+
+def _fastest(work: Workload, cluster: Cluster, shape: Shape | None) -> Plan:
+    """Return the fastest plan, of one shape if it is given, also where the planned length does not fit."""
+    roomy = replace(cluster, device=replace(cluster.device, memory=ROOMY))
+    plans = plan(work, roomy)
+    return next(one for one in plans if shape is None or one.shape == shape)

@@ -1,0 +1,93 @@
+"""`attnmesh plan --model`: sizes from a configuration, and how many tokens fit beside the weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import DeepseekV3Config, Gemma3TextConfig, T5Config
+from typer.testing import CliRunner
+
+from attnmesh.cli.app import app
+from attnmesh_command import show_errors
+from tests.planner.test_serving import LLAMA_70B
+
+HOSTS = ("--cluster", "dgx-h100:2", "--length", "1M")
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+    return result.exit_code, result.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    LLAMA_70B.save_pretrained(tmp_path / "llama")
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(tmp_path / "gemma")
+    DeepseekV3Config(num_hidden_layers=2).save_pretrained(tmp_path / "latent")
+    T5Config().save_pretrained(tmp_path / "t5")
+    return tmp_path
+
+
+def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
+    code, text = run(*HOSTS, "--model", str(folder / "llama" / "config.json"), "--decode")
+    assert code == 0
+    assert "141 GB of weights; a token of a sequence has 328 kB of keys and values." in text
+    assert "tp=8,keys=2" in text
+    assert "--mesh tp=keys=16" in text.splitlines()[-1]
+    assert max(map(len, text.splitlines())) <= 160
+
+
+def test_the_json_plans_again(folder: Path) -> None:
+    code, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode", "--batch", "2", "--json")
+    assert code == 0
+    report = json.loads(text)
+    assert {one["mesh"] for one in report["ways"]} >= {"keys=16", "tp=8,keys=2", "tp=keys=16"}
+    assert json.loads(run(*report["command"].split()[2:], "--json")[1]) == report
+
+
+def test_layers_with_windows_and_latents(folder: Path) -> None:
+    _, text = run("--cluster", "dgx-h100:1x4", "--length", "128k", "--model", str(folder / "gemma"), "--decode")
+    assert "Left out is the time of 5 layers with windows, which keep " in text
+    _, text = run("--cluster", "dgx-h100:1", "--length", "128k", "--model", str(folder / "latent"), "--decode")
+    assert "latents of 512 and 64, bfloat16, causal, 2 layers" in text.replace("\n", " ")
+    assert "tp=keys" not in text.replace("tp=keys: the", "")  # latents have no heads to share
+
+
+def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
+    _, text = run(*HOSTS, "--model", str(folder / "llama"), "--prefill", "--json")
+    work = json.loads(text)["workload"]
+    assert (work["q_heads"], work["kv_heads"], work["head_dim"], work["layers"]) == (64, 8, 128, 80)
+
+
+@pytest.mark.parametrize(
+    ("more", "error"),
+    [
+        (("--model", "llama", "--decode", "--heads", "8"), "--heads: expected sizes of the model alone, given '8'"),
+        (("--model", "llama", "--decode", "--window", "8"), "--window: expected sizes of the model alone, given 8"),
+        (
+            ("--model", "llama", "--decode", "--plot", "a.png"),
+            "--plot: expected no picture of a model in decoding, given",
+        ),
+        (("--model", "t5", "--decode"), "model: expected a causal language model, given 't5', a t5"),
+        (("--model", "nothing.json", "--decode"), "model: expected a model"),
+        (("--model", "./nowhere", "--decode"), "model: expected a model, given './nowhere', where there is none"),
+        (("--decode",), "attnmesh plan: expected --heads or --model, given neither"),
+        (
+            ("--model", "llama", "--decode", "--length", "9M"),
+            "plan for decode: expected at most 3,475,503 tokens of each sequence, given 9,000,000, beside 8.82 GB of",
+        ),
+        (
+            ("--model", "llama", "--decode", "--cluster", "rtx4090"),
+            "plan for decode: expected at most 0 tokens of each sequence, given 1,000,000, beside 70.6 GB of weights",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(
+    more: tuple[str, ...], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert show_errors(lambda: app(["plan", *HOSTS, *more], standalone_mode=False), verbose=False) == 1
+    shown = capsys.readouterr()
+    assert error in shown.err
+    assert shown.err.count("\n") == 1

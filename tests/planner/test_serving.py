@@ -1,0 +1,90 @@
+"""Ways to share a model's weights and keys: bytes by hand, and those of a cache that runs."""
+
+import pytest
+from transformers import Gemma3TextConfig, LlamaConfig
+
+import attnmesh as am
+import attnmesh.hf as hf
+from attnmesh.errors import ClusterError
+from attnmesh.hf.model_size import model_size, other_layers
+from attnmesh.planner.serving import Model, Serving, serving
+from tests.support import families
+from tests.support.families import prompt
+
+LLAMA_70B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    tie_word_embeddings=False,
+)
+
+
+def ways(length: int = 1_000_000, hosts: int = 2) -> dict[tuple[int, bool], Serving]:
+    """Return the ways to serve Llama 3 70B by the ranks that share its weights."""
+    model = model_size(LLAMA_70B, length=length, phase="decode")
+    return {one[:2]: one for one in serving(model, am.Cluster.preset("dgx-h100", hosts))}
+
+
+def test_weights_and_keys_are_those_of_the_sizes() -> None:
+    matrices = 80 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 2 * 128256 * 8192
+    norms, found = (2 * 80 + 1) * 8192, ways()
+    token = 80 * 2 * 8 * 128 * 2  # layers, keys and values, heads, columns, bytes
+    assert set(found) == {(1, False), (2, False), (4, False), (8, False), (16, False), (16, True)}
+    assert found[1, False].weights == 2 * (matrices + norms)
+    for (tp, shared), one in found.items():
+        copied = 80 * 2 * 8192 * 128 * 2 - 80 * 2 * 8192 * 1024 * 2 / 16 if (tp, shared) == (16, False) else 0
+        assert one.weights == pytest.approx(2 * (matrices / tp + norms) + copied)
+        ranks = 8 if (tp, shared) == (16, False) else 16  # each of 8 key heads lies on two ranks
+        assert one.keys == pytest.approx(1_000_000 * token / ranks)
+        free = 80e9 - one.weights
+        assert one.tokens == (pytest.approx(free * ranks / token, abs=1) if free > 0 else 0)
+
+
+def test_ways_that_fit_come_first_and_the_fastest_of_them() -> None:
+    found = list(ways(2_000_000).values())
+    fitting = [one.tokens >= 2_000_000 for one in found]
+    assert fitting == sorted(fitting, reverse=True)
+    times = [one.seconds for one, fits in zip(found, fitting, strict=True) if fits]
+    assert times == sorted(times)
+    assert found[0].is_shared
+
+
+def test_windows_are_kept_but_do_not_grow() -> None:
+    kinds = ["sliding_attention"] * 5 + ["full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024)
+    short, long = (model_size(config, length=length, phase="decode") for length in (10_000, 100_000))
+    assert short.windows == long.windows == 5 * 1024 * 2 * config.num_key_value_heads * config.head_dim * 2
+    assert short.workload.layers == 1
+    assert other_layers(config) == {"with windows": 5}
+    assert model_size(config, length=600, phase="decode").windows == short.windows * 600 // 1024
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt-oss"])
+def test_a_cache_holds_the_bytes_that_are_counted(family: str) -> None:
+    model, length = families.model(family, "attnmesh"), 90
+    cache = hf.ShardedCache(model.config, block=1)
+    hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
+    size = model_size(model.config, "float32", length=length - 1, phase="decode")
+    counted = size.workload.kept_bytes + size.windows
+    kept = sum(layer.kv.used * layer.kv.shard.keys[0, :, 0].numel() * 2 * 4 for layer in cache.attention_layers)
+    assert kept == pytest.approx(counted, rel=0.1)  # a window keeps a few tokens more
+
+
+def test_ranks_that_divide_no_heads_are_refused() -> None:
+    work = am.Workload(7, 7, 64, 1000, phase="decode")
+    model = Model(work, 448, 2, lambda ranks, _: 1000 // ranks)
+    found = serving(model, am.Cluster.preset("dgx-h100", 1))
+    assert [one.tp for one in found] == [1]
+    assert found[0].shape == (1, 1, 8)
+    wide = serving(model, am.Cluster.preset("dgx-h100", 1, 7))
+    assert {one[:2] for one in wide} == {(1, False), (7, False), (7, True)}
+
+
+def test_weights_that_do_not_fit_leave_no_token() -> None:
+    model = Model(am.Workload(8, 8, 64, 1000, phase="decode"), 512, 2, lambda ranks, _: 10**13 // ranks)
+    assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
+    with pytest.raises(ClusterError):
+        am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
