@@ -1,10 +1,14 @@
 """Ways to share a model's weights and keys: bytes by hand, and those of a cache that runs."""
 
+from pathlib import Path
+
 import pytest
 from transformers import Gemma3TextConfig, LlamaConfig
+from typer.testing import CliRunner
 
 import attnmesh as am
 import attnmesh.hf as hf
+from attnmesh.cli.app import app
 from attnmesh.errors import ClusterError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.planner.serving import Model, Serving, serving
@@ -88,3 +92,16 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
     assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
+
+
+def test_the_table_of_the_how_tos_is_the_planner_s() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith(("| `tp=", "| `keys="))]
+    config = Path(__file__).parents[2] / "docs" / "configs" / "llama-3.1-70b.json"
+    words = ("plan", "--model", str(config), "--cluster", "dgx-h100:2", "--decode", "--length", "100k")
+    shown = CliRunner().invoke(app, words, env={"COLUMNS": "160"}).stdout
+    for row in rows:
+        mesh, *figures = (cell.strip(" `") for cell in row.strip("| ").split(" | "))
+        (line,) = [line for line in shown.splitlines() if f" {mesh} " in f" {line} " and line.strip()[0].isdigit()]
+        assert [figure for figure in figures if figure in line] == figures
+    assert len(rows) == 6

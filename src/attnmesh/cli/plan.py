@@ -90,30 +90,16 @@ def plan(
 ) -> None:
     """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
-    common = {"batch": batch, "q_len": q_len, "phase": _phase(training, prefill, decode), "length": length_of(length)}
-    if model is not None:
-        sizes = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
-        check_alone({**sizes, "--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full})
-        size, left_out = model_of(model, dtype, **common)
-        if decode:
-            check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
-            print_serving(cluster, model, size, machines, left_out, as_json=as_json)
-            return
-        work = size.workload
-    else:
-        q_heads, kv_heads = heads_of(heads)
-        work = Workload(
-            q_heads,
-            kv_heads,
-            128 if head_dim is None else head_dim,
-            value_dim=value_dim,
-            layers=1 if layers is None else layers,
-            dtype=dtype,
-            mask=_mask(window, full),
-            latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
-            recurrent=tuple(recurrent_of(text) for text in recurrent or ()),
-            **common,  # type: ignore[arg-type]
-        )
+    phase = _phase(training, prefill, decode)
+    common = {"batch": batch, "q_len": q_len, "phase": phase, "length": length_of(length), "dtype": dtype}
+    sizes = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
+    sizes |= {"--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full}
+    if model is not None and decode:
+        check_alone(sizes)
+        check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
+        print_serving(cluster, model, machines, common, as_json=as_json)
+        return
+    work = _workload(model, sizes, common)
     _check_files(plot, report)
     with progress.status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
@@ -129,6 +115,26 @@ def plan(
 
 
 # --- options ---
+
+
+def _workload(model: str | None, sizes: dict[str, Any], common: dict[str, Any]) -> Workload:
+    """Return the attention of a model, or that of the options."""
+    if model is not None:
+        check_alone(sizes)
+        return model_of(model, common)[0].workload
+    q_heads, kv_heads = heads_of(sizes["--heads"])
+    latent = sizes["--latent"]
+    more = {"head_dim": 128 if sizes["--head-dim"] is None else sizes["--head-dim"], "value_dim": sizes["--value-dim"]}
+    return Workload(
+        q_heads,
+        kv_heads,
+        **more,
+        layers=1 if sizes["--layers"] is None else sizes["--layers"],
+        mask=_mask(sizes["--window"], sizes["--full"]),
+        latent=None if latent is None else _numbers("--latent", "projected / rotated columns", "512/64", latent),
+        recurrent=tuple(recurrent_of(text) for text in sizes["--recurrent"] or ()),
+        **common,
+    )
 
 
 def cluster_of(text: str) -> Cluster:

@@ -31,7 +31,7 @@ def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone
             raise ArgumentError(option, expected, repr(value), f"leave {option} or --model out")
 
 
-def model_of(name: str, dtype: str, **workload: Any) -> tuple[Model, dict[str, int]]:
+def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, dict[str, int]]:
     """Return the sizes of a model, and its layers that they leave out."""
     from transformers.utils import logging
 
@@ -40,13 +40,12 @@ def model_of(name: str, dtype: str, **workload: Any) -> tuple[Model, dict[str, i
 
     logging.set_verbosity_error()
     config = open_config(locate(name))
-    return model_size(config, dtype, **workload), other_layers(config)
+    return model_size(config, **workload), other_layers(config)
 
 
-def print_serving(
-    cluster: str, name: str, model: Model, machines: Cluster, left_out: dict[str, int], *, as_json: bool
-) -> None:
+def print_serving(cluster: str, name: str, machines: Cluster, workload: dict[str, Any], *, as_json: bool) -> None:
     """Print the ways to share a model's weights and keys. Raise if the tokens fit in none."""
+    model, left_out = model_of(name, workload)
     with progress.status("pricing"):
         found = serving(model, machines)
     _check_fits(found, model, machines)
