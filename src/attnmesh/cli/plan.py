@@ -44,6 +44,9 @@ ReportFile = Annotated[
     Path | None,
     typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
 ]
+HeadsOption = Annotated[
+    str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
+]
 LatentOption = Annotated[
     str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
 ]
@@ -60,9 +63,7 @@ def plan(
     ],
     length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
     model: ModelOption = None,
-    heads: Annotated[
-        str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
-    ] = None,
+    heads: HeadsOption = None,
     head_dim: Annotated[
         int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")
     ] = None,
@@ -90,9 +91,9 @@ def plan(
 ) -> None:
     """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
-    phase = _phase(training, prefill, decode)
-    common = {"batch": batch, "q_len": q_len, "phase": phase, "length": length_of(length), "dtype": dtype}
-    sizes = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
+    common = {"batch": batch, "q_len": q_len, "length": length_of(length), "dtype": dtype}
+    common["phase"] = _phase(training, prefill, decode)
+    sizes: dict[str, Any] = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
     sizes |= {"--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full}
     if model is not None and decode:
         check_alone(sizes)
