@@ -76,7 +76,8 @@ def on_ranks(family: str, folder: str, way: str, keys: int, tp: int) -> list[Any
     if torch.distributed.get_rank() % max(tp, 1):
         torch.manual_seed(9)  # ranks that share weights draw the numbers of the first
     projection = model.model.layers[0].self_attn.o_proj.weight
-    return [projection.to_local().shape[1], *generate(model, call)]
+    own = projection.to_local() if isinstance(projection, DTensor) else projection
+    return [own.shape[1], *generate(model, call)]
 
 
 def cases() -> list[Any]:

@@ -239,7 +239,9 @@ def train(kind: str, trainer: Any, family: str, attention: str, folder: str, opt
 
 def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any:
     if kind != "RewardTrainer":
-        return families.model(family, attention, **changes)
+        # Rounding in float32 moves gradient norms of gpt-oss by 3e-5 in one process, ten times as far as Llama's.
+        kind = {"dtype": torch.float64 if family == "gpt-oss" else torch.float32}
+        return families.model(family, attention, **kind | changes)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         config = type(families.CONFIGS[family])(**{**families.CONFIGS[family].to_dict(), "num_labels": 1})

@@ -134,6 +134,10 @@ class ShardedCache(StoredLayers):
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
         options: dict[str, Any] = {"merge": self.merge, "output": self.output, "reproducible": self.reproducible}
         options["kernel"] = self.kernel
+        if self.shares > 1:
+            heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
+            given, fits = f"{q.shape[1]}", q.shape[1] == heads
+            require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
         return decode(q, kv, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **options)
 
     @property

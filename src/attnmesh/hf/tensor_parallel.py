@@ -93,12 +93,14 @@ def rank_weights(model: PreTrainedModel, ranks: int, output: str = "replicated")
 
 
 class _Attention(NamedTuple):
-    """An attention module with projections of its own for queries and keys."""
+    """An attention module with a projection of its own for queries."""
 
     name: str
     module: Any
     q_heads: int
     kv_heads: int
+    """Key heads; 0 in a layer that reads the keys of another."""
+    head_dim: int
     is_sharded: bool
     """True if the model's plan gives each rank a share of the query heads."""
 
@@ -107,11 +109,12 @@ def _attentions(model: PreTrainedModel, rules: dict[str, str]) -> list[_Attentio
     """Return the attention modules of a model."""
     found, config = [], model.config.get_text_config(decoder=True)
     for name, module in model.named_modules():
-        if all(isinstance(getattr(module, part, None), nn.Linear) for part in ("q_proj", "k_proj", "o_proj")):
-            dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        q, k, o = (getattr(module, part, None) for part in ("q_proj", "k_proj", "o_proj"))
+        if isinstance(q, nn.Linear) and isinstance(o, nn.Linear) and (k is None or isinstance(k, nn.Linear)):
+            dim: int = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            kv_heads = 0 if k is None else k.out_features // dim
             is_sharded = rules.get(f"{name}.q_proj") == "colwise"
-            heads = config.num_attention_heads, module.k_proj.out_features // dim
-            found.append(_Attention(name, module, *heads, is_sharded))
+            found.append(_Attention(name, module, config.num_attention_heads, kv_heads, dim, is_sharded))
     return found
 
 
@@ -135,17 +138,17 @@ def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
         plain = attentions and latent_widths(config) is None and not any(map(_is_gated, attentions))
         expected, fix = "layers with q_proj, k_proj and o_proj, without gates or latents", 'pass output="replicated"'
         require(bool(plain), KernelError, f"{SUBJECT} output", expected, kind, fix)
-    for name, _, q_heads, kv_heads, is_sharded in attentions:
-        given = f"{q_heads} query and {kv_heads} key heads on {ranks} ranks, in {name}"
-        groups = output == "heads" or kv_heads % ranks == 0 or ranks % kv_heads == 0
-        whole = (q_heads % ranks == 0 and groups) or (output == "replicated" and not is_sharded)
+    for one in attentions:
+        kv_heads = ranks if output == "heads" else one.kv_heads or ranks
+        groups = kv_heads % ranks == 0 or ranks % kv_heads == 0
+        whole = (one.q_heads % ranks == 0 and groups) or (output == "replicated" and not one.is_sharded)
+        given = f"{one.q_heads} query and {one.kv_heads} key heads on {ranks} ranks, in {one.name}"
         require(whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
 
 
 def _is_gated(attention: _Attention) -> bool:
     """Return True if the output of attention is multiplied by gates of all heads, which come from `q_proj`."""
-    width = attention.module.k_proj.out_features // attention.kv_heads
-    return bool(attention.module.q_proj.out_features != attention.q_heads * width)
+    return bool(attention.module.q_proj.out_features != attention.q_heads * attention.head_dim)
 
 
 def _plan_of(model: PreTrainedModel) -> dict[str, str]:
