@@ -21,6 +21,7 @@ from attnmesh.cli import output, proofs
 from attnmesh.cli.app import app
 from attnmesh.cli.timing import CLEAR_REFS, Comparison, Timing, race
 from attnmesh.errors import ArgumentError
+from attnmesh.kernels.native.build import library
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 
@@ -37,9 +38,9 @@ def test_check_proves_every_kernel_here() -> None:
     assert report["sound"] is True
     assert report["energy_law_error"] < 1e-13
     here = {(p["kernel"], p["dtype"]) for p in report["proofs"] if p["device"] == "cpu" and p["absent"] is None}
-    assert here == {
-        (kernel, dtype) for kernel in ("cpu", "reference") for dtype in ("float64", "float32", "bfloat16", "float16")
-    }
+    narrow = ("float32", "bfloat16", "float16")
+    found = {(kernel, dtype) for kernel in ("cpu", "reference") for dtype in ("float64", *narrow)}
+    assert here == found | {("native", dtype) for dtype in narrow if library().attend is not None}
 
 
 def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:

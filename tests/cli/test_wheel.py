@@ -1,6 +1,7 @@
 """The wheel: it holds the package and its command, and needs PyTorch alone."""
 
 import os
+import shutil
 import subprocess
 import sys
 from importlib.metadata import distribution
@@ -49,8 +50,10 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"attnmesh-{__version__}-py3-none-any.whl"
     names = ZipFile(wheel).namelist()
+    compiled = [name for name in names if name.endswith(".so")]
+    assert wheel.name.startswith(f"attnmesh-{__version__}-py3-none-{'linux' if compiled else 'any'}")
+    assert bool(compiled) == (shutil.which("c++") is not None)
     assert {name.split("/")[0] for name in names} == {
         "attnmesh",
         "attnmesh_command.py",

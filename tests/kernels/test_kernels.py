@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ pytestmark = pytest.mark.quick
 
 SUPPORTED = [kernel.name for kernel in KERNELS if kernel.unsupported_reason(*torch.zeros(3, 1, 1, 1, 8)) is None]
 each_kernel = pytest.mark.parametrize("kernel", SUPPORTED)
-each_dtype = pytest.mark.parametrize("dtype", DTYPES)
+each_kind = pytest.mark.parametrize(
+    ("kernel", "dtype"), [kind for kind in product(SUPPORTED, DTYPES) if kind != ("native", torch.float64)]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +38,13 @@ def test_random_problems_agree_with_float64(seed: int) -> None:
     draw(seed).check()
 
 
-@each_kernel
-@each_dtype
+@pytest.mark.skipif("native" not in SUPPORTED, reason="there is no C++ compiler")
+@pytest.mark.parametrize("seed", range(200))
+def test_random_problems_on_the_native_kernel_agree_with_float64(seed: int) -> None:
+    draw(seed, kernels=("native",), dtypes=(torch.float32, torch.bfloat16, torch.float16)).check()
+
+
+@each_kind
 @pytest.mark.parametrize(
     "mask", [am.Full(), am.Causal(), am.Window(70), am.Causal() & am.Documents((150, 250, 200)), am.Chunks(130)]
 )
@@ -51,8 +59,7 @@ def test_longer_problems_agree_with_float64(kernel: str, dtype: torch.dtype, mas
         expected.check(name, gradient)
 
 
-@each_kernel
-@each_dtype
+@each_kind
 @pytest.mark.parametrize(("q_len", "k_len", "batch"), [(0, 5, 1), (5, 0, 1), (0, 0, 2), (5, 7, 0)])
 def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: int, k_len: int, batch: int) -> None:
     q, k, v = (torch.randn(batch, 2, n, 4, dtype=dtype, requires_grad=True) for n in (q_len, k_len, k_len))
@@ -64,8 +71,7 @@ def test_empty_queries_keys_and_batches(kernel: str, dtype: torch.dtype, q_len: 
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@each_kernel
-@each_dtype
+@each_kind
 def test_empty_rows(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 3, 100, 8, dtype=dtype, requires_grad=True) for _ in range(3))
     late, early = torch.arange(50, 150), torch.arange(100)
@@ -79,8 +85,7 @@ def test_empty_rows(kernel: str, dtype: torch.dtype) -> None:
     assert not any(x.isnan().any() for x in (dq, dk, dv))
 
 
-@each_kernel
-@each_dtype
+@each_kind
 @pytest.mark.parametrize("causal", [False, True])
 def test_nan_gives_nan_in_the_rows_that_see_it(kernel: str, dtype: torch.dtype, causal: bool) -> None:
     mask = am.Causal() if causal else am.Full()
@@ -96,8 +101,7 @@ def test_nan_gives_nan_in_the_rows_that_see_it(kernel: str, dtype: torch.dtype, 
         assert lse[0, 0, hit].isnan().all() == (name != "v")
 
 
-@each_kernel
-@each_dtype
+@each_kind
 def test_keys_with_logit_minus_infinity_have_weight_0(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
     q[..., 0] = 1.0
@@ -112,8 +116,7 @@ def test_keys_with_logit_minus_infinity_have_weight_0(kernel: str, dtype: torch.
     assert torch.isneginf(nothing.lse).all()
 
 
-@each_kernel
-@each_dtype
+@each_kind
 def test_an_infinite_logit_gives_nan_and_never_a_number(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
     q[..., 0] = 1.0
@@ -123,8 +126,7 @@ def test_an_infinite_logit_gives_nan_and_never_a_number(kernel: str, dtype: torc
     assert not torch.isfinite(lse).any()
 
 
-@each_kernel
-@each_dtype
+@each_kind
 def test_infinite_values_stay_infinite(kernel: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(1, 2, 70, 8, dtype=dtype) for _ in range(3))
     v[0, 0, 30, 3] = math.inf
@@ -134,8 +136,7 @@ def test_infinite_values_stay_infinite(kernel: str, dtype: torch.dtype) -> None:
     assert torch.isfinite(lse).all()
 
 
-@each_kernel
-@each_dtype
+@each_kind
 def test_lse_0_is_not_taken_for_an_empty_row(kernel: str, dtype: torch.dtype) -> None:
     """A row that sees one key of logit 0 has lse 0, which some kernels also return for an empty row."""
     q, k, v = (torch.zeros(1, 4, 100, 8, dtype=dtype), *torch.randn(2, 1, 2, 100, 8).to(dtype).unbind())
@@ -145,7 +146,7 @@ def test_lse_0_is_not_taken_for_an_empty_row(kernel: str, dtype: torch.dtype) ->
     assert torch.equal(out[:, :, 0], v[:, :, 0].repeat_interleave(2, dim=1))
 
 
-@each_kernel
+@pytest.mark.parametrize("kernel", [name for name in SUPPORTED if name != "native"])
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_large_logits_stay_exact(kernel: str, size: float) -> None:
     q, k, v = (torch.randn(1, 2, 64, 8, dtype=torch.float64) for _ in range(3))
@@ -168,9 +169,11 @@ def test_few_queries_at_the_end_of_many_keys(dtype: torch.dtype, rows: int, mask
         expected.check(name, given)
 
 
-def test_auto_takes_the_first_supported_kernel() -> None:
+def test_auto_takes_the_best_supported_kernel() -> None:
     q, k, v = torch.zeros(3, 1, 1, 1, 8).unbind()
-    assert choose("auto", q, k, v).name == "cpu"
+    assert choose("auto", q, k, v).name == ("native" if "native" in SUPPORTED else "cpu")
+    assert choose("auto", *(x.expand(1, 1, 65, 8) for x in (q, k, v))).name == "cpu"
+    assert choose("auto", *(x.double() for x in (q, k, v))).name == "cpu"
     assert choose("auto", *(x.to("meta") for x in (q, k, v))).name == "reference"
     assert choose("reference", q, k, v).name == "reference"
 

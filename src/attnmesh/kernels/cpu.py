@@ -125,8 +125,11 @@ def _convert(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
 
 
 def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
-    """Return the partial with doubtful rows from the reference: lse 0 may be an empty row, and infinite lse wrong."""
-    doubtful = (partial.lse == 0) | partial.lse.isinf()
+    """Return the partial with doubtful rows from the reference.
+
+    An lse of 0 may be that of an empty row, and one that is not finite may come from a key that the row does not see.
+    """
+    doubtful = (partial.lse == 0) | ~partial.lse.isfinite()
     if not bool(doubtful.any()):
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()

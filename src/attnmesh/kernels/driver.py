@@ -19,25 +19,30 @@ from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
 from attnmesh.kernels.cache_view import CacheKernel
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
+from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
 
-KERNELS: tuple[Kernel, ...] = (FlashCPU(), CUDA(), Triton(), Reference())
-"""Best first; the last supports everything."""
+NATIVE = Native()
+
+KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), Triton(), Reference())
+"""Best first for many rows; the last supports everything."""
 
 NAMES = ("auto", *(kernel.name for kernel in KERNELS))
 """Values of `kernel=`."""
 
 
 def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
-    """Return the kernel of that name, or for "auto" the first that supports the tensors, with capped logits or not.
+    """Return the kernel of that name, or for "auto" the best that supports the tensors, with capped logits or not.
 
     >>> import torch
-    >>> choose("auto", *torch.zeros(3, 1, 1, 1, 8)).name
+    >>> choose("auto", *torch.zeros(3, 1, 1, 100, 8)).name
     'cpu'
     """
     check_kernel(name)
     if name == "auto":
+        if NATIVE.is_best(q, k):
+            return NATIVE
         return next(kernel for kernel in KERNELS if kernel.unsupported_reason(q, k, v, capped) is None)
     kernel = next(kernel for kernel in KERNELS if kernel.name == name)
     if (reason := kernel.unsupported_reason(q, k, v, capped)) is not None:

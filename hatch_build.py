@@ -1,0 +1,34 @@
+"""Compile the native kernel into the wheel, where there is a compiler. Without one the wheel is pure Python."""
+
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path(__file__).parent / "src" / "attnmesh" / "kernels" / "native"
+BASELINES = {"x86_64": ["-march=x86-64-v3"], "aarch64": []}
+"""Flags of the oldest CPU that the library of a wheel runs on, by machine."""
+
+
+class NativeHook(BuildHookInterface):
+    """Adds the library to a wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and name the platform in the wheel's tag."""
+        machine, compiler = platform.machine(), shutil.which("c++") or shutil.which("g++")
+        if version == "editable" or compiler is None or machine not in BASELINES or sys.platform != "linux":
+            return
+        self.folder = tempfile.TemporaryDirectory()
+        library = Path(self.folder.name) / "attend.so"
+        flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", *BASELINES[machine]]
+        done = subprocess.run([compiler, *flags, str(FOLDER / "attend.cpp"), "-o", str(library)], check=False)
+        if done.returncode == 0:
+            build_data["force_include"][str(library)] = f"attnmesh/kernels/native/attend-{machine}.so"
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

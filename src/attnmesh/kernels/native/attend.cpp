@@ -1,0 +1,488 @@
+// Attention of few query rows over many keys, in one pass over the keys, behind a plain C interface.
+//
+// A task is one key head of one sequence and one run of keys. Its rows are the queries of all heads that share the key
+// head. A tile of keys is read once: its products with all rows, an online softmax, and the weighted sum of its values.
+// Keys of four places of a tile are read at a time: a core reads four streams faster than one. Values are prefetched
+// during the products, and the next keys during the sums. All sums are in float32, and do not depend on the threads.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <csignal>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <type_traits>
+#include <unistd.h>
+#include <vector>
+
+#if defined(__AVX512F__)
+#define WIDTH 16
+#elif defined(__AVX__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+
+#if defined(__x86_64__)
+#define KEEP(x) asm("" : "+x"(x))  // keeps a vector in its register, or it is read again for each use
+#else
+#define KEEP(x)
+#endif
+
+namespace {
+
+constexpr int W = WIDTH;
+constexpr int PAIR = 2 * W;              // columns that are read at a time
+constexpr int STREAMS = 4;               // keys that are read at a time
+constexpr int64_t RUN = 2048;            // keys of a task
+constexpr int64_t TILE_BYTES = 1 << 17;  // keys and values of a tile, in float32
+constexpr int64_t THREADED_BYTES = 1 << 19;
+constexpr float NONE = -INFINITY;
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef _Float16 Float16s __attribute__((vector_size(2 * W)));
+
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline Floats load(const float* x) {
+    Floats out;
+    std::memcpy(&out, x, sizeof(out));
+    return out;
+}
+
+// Two vectors of consecutive numbers. Those of bfloat16 are the even and the odd ones, which takes two operations.
+struct Pair {
+    Floats a, b;
+};
+
+inline Pair load_pair(const float* x) { return {load(x), load(x + W)}; }
+
+inline Pair load_pair(const BFloat16* x) {
+    Words two;
+    std::memcpy(&two, x, sizeof(two));
+    return {(Floats)(two << 16), (Floats)(two & 0xffff0000u)};
+}
+
+inline Pair load_pair(const _Float16* x) {
+    Float16s half[2];
+    std::memcpy(half, x, sizeof(half));
+    return {__builtin_convertvector(half[0], Floats), __builtin_convertvector(half[1], Floats)};
+}
+
+// The place of column d among columns that `load_pair` has loaded.
+template <class T>
+inline int64_t place_of(int64_t d) {
+    return std::is_same_v<T, BFloat16> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
+}
+
+inline float value(float x) { return x; }
+inline float value(_Float16 x) { return (float)x; }
+inline float value(BFloat16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+inline void store(float* x, Floats y) { std::memcpy(x, &y, sizeof(y)); }
+inline Floats all(float x) { return x - Floats{}; }
+inline Floats pick(Ints where, Floats yes, Floats no) { return (Floats)((where & (Ints)yes) | (~where & (Ints)no)); }
+inline Floats larger(Floats a, Floats b) { return pick(a > b, a, b); }
+
+// e^x for x <= 0, to 2 units in the last place; 0 below -87.
+inline Floats exponential(Floats x) {
+    Ints tiny = x < all(-87.0f);
+    x = larger(x, all(-87.0f));
+    Floats rounder = all(12582912.0f), n = (x * 1.44269504f + rounder) - rounder;
+    Floats r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+    Floats y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return pick(tiny, all(0.0f), y * (Floats)power);
+}
+
+inline Floats tanh_of(Floats x) {
+    Floats size = pick(x < 0.0f, -x, x), e = exponential(-2.0f * size), far = (1.0f - e) / (1.0f + e), s = x * x;
+    Floats near = size * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315))));
+    Floats out = pick(size < 0.1f, near, far);
+    return pick(x < 0.0f, -out, out);
+}
+
+// The sums of four vectors.
+typedef float Four __attribute__((vector_size(16)));
+
+inline Four folded(Floats x) {
+#if WIDTH == 4
+    return x;
+#else
+#if WIDTH == 16
+    auto half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    auto half = x;
+#endif
+    return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
+#endif
+}
+
+inline void sums(const Floats* x, float* out) {
+    Four a = folded(x[0]), b = folded(x[1]), c = folded(x[2]), d = folded(x[3]);
+    Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
+    Four both = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
+    std::memcpy(out, &both, sizeof(both));
+}
+
+}  // namespace
+
+// One problem. Strides are in elements; the last dim of each tensor has stride 1. `out` and `lse` are float32.
+struct Problem {
+    const void *q, *k, *v;
+    float *out, *lse;
+    const int64_t *low, *high;  // keys that each query sees, [low, high); null where all see all
+    int64_t batch, kv_heads, group, length, keys, dim, value_dim, threads, dtype;
+    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3], lse_strides[3];  // sequence, head, token
+    double scale, softcap;  // softcap 0 for none
+};
+
+namespace {
+
+struct Shape {
+    int64_t rows, dim, value_dim, tile, runs;  // dims are padded to whole vectors
+    bool packs;                                // tiles are copied, with columns of zeros
+};
+
+Shape shape_of(const Problem& p) {
+    Shape s;
+    s.rows = p.group * p.length;
+    s.dim = (p.dim + PAIR - 1) / PAIR * PAIR;
+    s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
+    s.tile = std::clamp<int64_t>(TILE_BYTES / (4 * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
+    s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
+    s.packs = p.dim % PAIR || p.value_dim % PAIR;
+    return s;
+}
+
+// Memory of a thread, and the sums of a task: values, then the maximum and the sum of each row.
+struct Memory {
+    std::vector<float> q, logits, keys, values;
+    void fit(const Shape& s) {
+        q.resize(s.rows * s.dim);
+        logits.resize(s.rows * s.tile);
+        if (s.packs) keys.resize(s.tile * s.dim), values.resize(s.tile * s.value_dim);
+    }
+};
+
+// The products of some rows with some keys, of which there are four or of which the rows are four.
+template <class T, int ROWS, int KEYS>
+inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[4]) {
+    Floats total[KEYS][ROWS] = {};
+    for (int64_t d = 0; d < dim; d += PAIR) {
+        Pair key[KEYS];
+        for (int j = 0; j < KEYS; j++) key[j] = load_pair(keys[j] + d);
+        for (int j = 0; j < KEYS; j++) KEEP(key[j].a);
+        for (int i = 0; i < ROWS; i++) {
+            Floats query = load(q + i * dim + d);
+            for (int j = 0; j < KEYS; j++) total[j][i] += query * key[j].a;
+        }
+        for (int j = 0; j < KEYS; j++) KEEP(key[j].b);
+        for (int i = 0; i < ROWS; i++) {
+            Floats query = load(q + i * dim + d + W);
+            for (int j = 0; j < KEYS; j++) total[j][i] += query * key[j].b;
+        }
+    }
+    if (ROWS == 4) {
+        for (int j = 0; j < KEYS; j++) sums(total[j], out[j]);
+    } else {
+        Floats found[4];
+        for (int i = 0; i < ROWS; i++) {
+            for (int j = 0; j < KEYS; j++) found[j] = total[j][i];
+            sums(found, out[i]);
+        }
+    }
+}
+
+template <class T, int ROWS>
+inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
+    for (int64_t d = 0; d < width; d += PAIR) {
+        Floats total[ROWS][2];
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < 2; j++) total[i][j] = load(out + i * width + d + j * W);
+        for (int64_t t = 0; t < n; t++) {
+            Pair x = load_pair(v + t * stride + d);
+            KEEP(x.a);
+            KEEP(x.b);
+            for (int i = 0; i < ROWS; i++) {
+                float weight = weights[i * tile + t];
+                total[i][0] += weight * x.a, total[i][1] += weight * x.b;
+            }
+        }
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < 2; j++) store(out + i * width + d + j * W, total[i][j]);
+    }
+}
+
+template <class T>
+void pack(const T* x, int64_t stride, int64_t n, int64_t dim, int64_t width, float* out) {
+    for (int64_t t = 0; t < n; t++) {
+        int64_t d = 0;
+        for (; d + PAIR <= dim; d += PAIR) {
+            Pair both = load_pair(x + t * stride + d);
+            store(out + t * width + d, both.a), store(out + t * width + d + W, both.b);
+        }
+        for (; d < width; d++) out[t * width + place_of<T>(d)] = d < dim ? value(x[t * stride + d]) : 0.0f;
+    }
+}
+
+// The products of all rows with the keys of a tile, while the lines of the values are fetched.
+template <class T>
+void all_products(const Shape& s, const float* q, const T* k, int64_t stride, int64_t n, const char* next, int64_t next_stride,
+                  int64_t next_bytes, float* logits) {
+    int64_t step = (n + STREAMS - 1) / STREAMS;
+    for (int64_t t = 0; t < step; t++) {
+        const T* keys[STREAMS];
+        int64_t place[STREAMS], r = 0;
+        for (int j = 0; j < STREAMS; j++) {
+            place[j] = std::min(t + j * step, n - 1);
+            keys[j] = k + place[j] * stride;
+            for (int64_t at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + place[j] * next_stride + at, 0, 2);
+        }
+        float found[4][4];
+        for (; r + 4 <= s.rows; r += 4)
+            for (int j = 0; j < STREAMS; j += 2) {
+                products<T, 4, 2>(q + r * s.dim, keys + j, s.dim, found);
+                for (int i = 0; i < 4; i++) {
+                    logits[(r + i) * s.tile + place[j]] = found[0][i];
+                    logits[(r + i) * s.tile + place[j + 1]] = found[1][i];
+                }
+            }
+        for (; r < s.rows; r++) {
+            products<T, 1, 4>(q + r * s.dim, keys, s.dim, found);
+            for (int j = 0; j < STREAMS; j++) logits[r * s.tile + place[j]] = found[0][j];
+        }
+    }
+}
+
+template <class T>
+void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, float* out) {
+    int64_t r = 0;
+    for (; r + 4 <= s.rows; r += 4)
+        add_values<T, 4>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
+    for (; r < s.rows; r++)
+        add_values<T, 1>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
+}
+
+// The weights of one row from its logits, and the row's new maximum, sum and values. Returns whether logits are finite.
+bool weigh(float* logits, int64_t n, int64_t low, int64_t high, float cap, float* out, int64_t width, float& most, float& sum) {
+    int64_t whole = (n + W - 1) / W * W;
+    for (int64_t t = n; t < whole; t++) logits[t] = 0.0f;
+    Floats top = all(NONE), bad = {};
+    for (int64_t t = 0; t < whole; t += W) {
+        Floats x = load(logits + t);
+        bad += x * 0.0f;
+        if (cap) store(logits + t, x = cap * tanh_of(x * (1.0f / cap)));
+    }
+    for (int64_t t = 0; t < std::min(low, whole); t++) logits[t] = NONE;
+    for (int64_t t = std::max<int64_t>(0, std::min(n, high)); t < whole; t++) logits[t] = NONE;
+    for (int64_t t = 0; t < whole; t += W) top = larger(load(logits + t), top);
+    float peak = NONE, odd = 0;
+    for (int i = 0; i < W; i++) peak = std::max(peak, top[i]), odd += bad[i];
+    if (odd != 0) return false;
+    float now = std::max(most, peak);
+    if (now == NONE) {
+        std::fill(logits, logits + whole, 0.0f);
+        return true;
+    }
+    if (now != most) {
+        float less = most == NONE ? 0.0f : exponential(all(most - now))[0];
+        sum *= less;
+        for (int64_t d = 0; d < width; d += W) store(out + d, load(out + d) * less);
+        most = now;
+    }
+    Floats total = {};
+    for (int64_t t = 0; t < whole; t += W) {
+        Floats x = exponential(load(logits + t) - now);
+        store(logits + t, x);
+        total += x;
+    }
+    for (int i = 0; i < W; i++) sum += total[i];
+    return true;
+}
+
+// Whether any query sees any key from `first` up to `stop`.
+bool is_seen(const Problem& p, int64_t first, int64_t stop) {
+    for (int64_t i = 0; p.low && i < p.length; i++)
+        if (p.low[i] < std::min(stop, p.high[i]) && p.high[i] > first) return true;
+    return !p.low;
+}
+
+template <class T>
+bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, float* sums_of_task) {
+    memory.fit(s);
+    int64_t run = task % s.runs, head = task / s.runs % p.kv_heads, row = task / s.runs / p.kv_heads;
+    const T* q = (const T*)p.q + row * p.q_strides[0] + head * p.group * p.q_strides[1];
+    const T* k = (const T*)p.k + row * p.k_strides[0] + head * p.k_strides[1];
+    const T* v = (const T*)p.v + row * p.v_strides[0] + head * p.v_strides[1];
+    for (int64_t r = 0; r < s.rows; r++) {
+        const T* from = q + r / p.length * p.q_strides[1] + r % p.length * p.q_strides[2];
+        for (int64_t d = 0; d < s.dim; d++)
+            memory.q[r * s.dim + place_of<T>(d)] = d < p.dim ? value(from[d]) * (float)p.scale : 0.0f;
+    }
+    float *most = sums_of_task + s.rows * s.value_dim, *sum = most + s.rows;
+    std::fill(sums_of_task, most, 0.0f), std::fill(most, sum, NONE), std::fill(sum, sum + s.rows, 0.0f);
+    int64_t first = run * RUN, stop = std::min(p.keys, first + RUN);
+    if (p.low) {  // no row sees keys before or after
+        int64_t least = p.keys, last = 0;
+        for (int64_t i = 0; i < p.length; i++)
+            if (p.low[i] < p.high[i]) least = std::min(least, p.low[i]), last = std::max(last, p.high[i]);
+        first = std::max(first, least / s.tile * s.tile), stop = std::min(stop, last);
+    }
+    for (int64_t at = first; at < stop; at += s.tile) {
+        int64_t n = std::min(s.tile, stop - at);
+        if (!is_seen(p, at, at + n)) continue;
+        const T *keys = k + at * p.k_strides[2], *values = v + at * p.v_strides[2];
+        if (s.packs) {
+            pack(keys, p.k_strides[2], n, p.dim, s.dim, memory.keys.data());
+            pack(values, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values.data());
+            all_products(s, memory.q.data(), memory.keys.data(), s.dim, n, nullptr, 0, 0, memory.logits.data());
+        } else {
+            all_products(s, memory.q.data(), keys, p.k_strides[2], n, (const char*)values, p.v_strides[2] * (int64_t)sizeof(T),
+                         p.value_dim * (int64_t)sizeof(T), memory.logits.data());
+        }
+        for (int64_t r = 0; r < s.rows; r++) {
+            int64_t i = r % p.length, low = p.low ? p.low[i] - at : 0, high = p.low ? p.high[i] - at : n;
+            if (!weigh(&memory.logits[r * s.tile], n, low, high, (float)p.softcap, sums_of_task + r * s.value_dim, s.value_dim, most[r], sum[r]))
+                return false;
+        }
+        if (s.packs)
+            all_values(s, memory.logits.data(), memory.values.data(), s.value_dim, n, sums_of_task);
+        else
+            all_values(s, memory.logits.data(), values, p.v_strides[2], n, sums_of_task);
+    }
+    return true;
+}
+
+// Merges the runs of keys in their order. Returns whether the outputs are finite.
+template <class T>
+bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int64_t size) {
+    int64_t row = head / p.kv_heads, kv_head = head % p.kv_heads;
+    float bad = 0;
+    for (int64_t r = 0; r < s.rows; r++) {
+        float most = NONE, sum = 0;
+        for (int64_t run = 0; run < s.runs; run++) most = std::max(most, partials[run * size + s.rows * s.value_dim + r]);
+        float* total = partials + r * s.value_dim;
+        for (int64_t run = 0; run < s.runs; run++) {
+            float* own = partials + run * size + s.rows * s.value_dim + r;
+            float factor = *own == NONE ? 0.0f : *own == most ? 1.0f : exponential(all(*own - most))[0];
+            sum += factor * own[s.rows];
+            const float* part = partials + run * size + r * s.value_dim;
+            for (int64_t d = 0; d < s.value_dim; d += W)
+                store(total + d, run ? load(total + d) + factor * load(part + d) : factor * load(part + d));
+        }
+        int64_t q_head = kv_head * p.group + r / p.length, token = r % p.length;
+        float* out = p.out + row * p.out_strides[0] + q_head * p.out_strides[1] + token * p.out_strides[2];
+        for (int64_t d = 0; d < p.value_dim; d++) out[d] = sum ? total[place_of<T>(d)] / sum : 0.0f, bad += out[d] * 0.0f;
+        float lse = sum ? most + std::log(sum) : NONE;
+        p.lse[row * p.lse_strides[0] + q_head * p.lse_strides[1] + token * p.lse_strides[2]] = lse;
+    }
+    return bad == 0;
+}
+
+// Threads that wait for work. A forked child has none of its parent's, and makes its own.
+class Workers {
+  public:
+    template <class Work>
+    static void run(int64_t threads, Work& work) {
+        static std::mutex one;  // a second caller works alone
+        std::unique_lock<std::mutex> mine(one, std::try_to_lock);
+        if (threads <= 1 || !mine.owns_lock()) return work();
+        static Workers* workers = nullptr;
+        if (!workers || workers->process != getpid()) workers = new Workers();
+        workers->share(threads - 1, [](void* context) { (*(Work*)context)(); }, &work);
+    }
+
+  private:
+    using Function = void (*)(void*);
+
+    void share(int helpers, Function function, void* given) {
+        sigset_t every, before;
+        sigfillset(&every);
+        pthread_sigmask(SIG_SETMASK, &every, &before);  // signals are for the threads of Python
+        while (count < helpers) std::thread([this, number = count++] { serve(number); }).detach();
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        {
+            std::lock_guard<std::mutex> hold(lock);
+            call = function, context = given, wanted = helpers, busy = helpers, round++;
+        }
+        wake.notify_all();
+        function(given);
+        for (int left = busy.load(); left; left = busy.load()) busy.wait(left);
+    }
+
+    void serve(int number) {
+        for (uint64_t seen = 0;;) {
+            std::unique_lock<std::mutex> hold(lock);
+            wake.wait(hold, [&] { return round != seen && (seen = round, number < wanted); });
+            hold.unlock();
+            call(context);
+            if (--busy == 0) busy.notify_one();
+        }
+    }
+
+    const pid_t process = getpid();
+    std::mutex lock;
+    std::condition_variable wake;
+    std::atomic<int> busy{0};
+    Function call = nullptr;
+    void* context = nullptr;
+    int wanted = 0, count = 0;
+    uint64_t round = 0;
+};
+
+template <class T>
+int attend(const Problem& p) {
+    Shape s = shape_of(p);
+    int64_t heads = p.batch * p.kv_heads, tasks = heads * s.runs, size = s.rows * (s.value_dim + 2);
+    int64_t bytes = heads * p.keys * (p.dim + p.value_dim) * sizeof(T);
+    static thread_local std::vector<float> partials;
+    partials.resize(tasks * size);
+    float* memory = partials.data();
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> finite{true};
+    auto work = [&] {
+        static thread_local Memory own;
+        for (int64_t task; (task = next++) < tasks;)
+            if (!run_task<T>(p, s, task, own, memory + task * size)) finite = false;
+    };
+    Workers::run(bytes < THREADED_BYTES ? 1 : std::min(p.threads, tasks), work);
+    for (int64_t head = 0; finite && head < heads; head++)
+        if (!finish<T>(p, s, head, memory + head * s.runs * size, size)) finite = false;
+    return finite ? 0 : 1;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Writes `out` and `lse`. Returns 0, or 1 if a logit or an output is not finite and nothing is to be used.
+int attnmesh_attend(const Problem* problem) {
+    switch (problem->dtype) {
+        case FLOAT32: return attend<float>(*problem);
+        case BFLOAT16: return attend<BFloat16>(*problem);
+        default: return attend<_Float16>(*problem);
+    }
+}
+}

@@ -1,0 +1,115 @@
+"""The library of the native kernel: found beside the source, or compiled into the user's cache at its first use."""
+
+import ctypes
+import fcntl
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+SOURCE = Path(__file__).with_name("attend.cpp")
+
+FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+
+SECONDS = 120
+"""Most seconds of a compilation."""
+
+
+class Library(NamedTuple):
+    """The function of the library, or the reason why there is none."""
+
+    attend: Callable[[bytes], int] | None
+    reason: str | None
+
+
+@cache
+def library() -> Library:
+    """Return the library. The first call on a machine compiles it, for some seconds."""
+    if os.environ.get("ATTNMESH_NATIVE") == "0":
+        return Library(None, "ATTNMESH_NATIVE=0 turns it off")
+    try:
+        loaded = ctypes.CDLL(str(_shipped() or _built()))
+    except _MissingError as missing:
+        return Library(None, str(missing))
+    except OSError as error:
+        return Library(None, f"the library does not load: {_line(str(error))}")
+    loaded.attnmesh_attend.argtypes = [ctypes.c_char_p]
+    return Library(loaded.attnmesh_attend, None)
+
+
+class _MissingError(Exception):
+    """There is no library. The text is the reason."""
+
+
+def _shipped() -> Path | None:
+    """Return the library of the wheel, if it has one that this CPU runs."""
+    machine = platform.machine()
+    file = SOURCE.with_name(f"attend-{machine}.so")
+    runs = machine != "x86_64" or torch.backends.cpu.get_cpu_capability().startswith("AVX")  # AVX2 or AVX512
+    return file if runs and file.exists() else None
+
+
+def _built() -> Path:
+    """Return the file of the library for this CPU, compiled if it is not in the cache."""
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise _MissingError("there is no C++ compiler: install g++ or clang++")
+    source = SOURCE.read_bytes()
+    version = _output([compiler, "--version"])
+    key = sha256(b"\0".join([source, version.encode(), _cpu().encode(), " ".join(FLAGS).encode()])).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnmesh" / "native"
+    file = folder / f"attend-{key}.so"
+    if file.exists():
+        return file
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks one compiles
+            if not file.exists():
+                _compile(compiler, folder, file)
+    except OSError as error:
+        raise _MissingError(f"the folder {folder} cannot be written: {_line(str(error))}") from None
+    return file
+
+
+def _compile(compiler: str, folder: Path, file: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "attend.so"
+        native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+        _output([compiler, *FLAGS, native, str(SOURCE), "-o", str(made)])
+        os.replace(made, file)
+
+
+def _output(command: list[str]) -> str:
+    """Return what a command prints. Raise with its first error if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _MissingError(f"{command[0]} does not run: {_line(str(error))}") from None
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise _MissingError(f"{command[0]} fails: {_line(errors[0])}")
+    return done.stdout
+
+
+def _cpu() -> str:
+    """Return the CPU's name and flags, which decide what is compiled."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(
+        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    )
+
+
+def _line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[0][:200]
