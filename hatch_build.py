@@ -26,7 +26,7 @@ class NativeHook(BuildHookInterface):
             return
         self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name) / "attend.so"
-        flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", *BASELINES[machine]]
+        flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl", *BASELINES[machine]]
         done = subprocess.run([compiler, *flags, str(FOLDER / "attend.cpp"), "-o", str(library)], check=False)
         if done.returncode == 0:
             build_data["force_include"][str(library)] = f"attnmesh/kernels/native/attend-{machine}.so"

@@ -140,13 +140,13 @@ def bench_decode(
 def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseconds: median [quartiles]") -> Table:
     """Return the table of comparisons with rivals."""
     table = titled(title, "case", "rival")
-    for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of read rate"):
+    for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of the limit"):
         table.add_column(name, justify="right")
     for row in rows:
         goal = "" if row.goal is None else f"{row.goal}{'' if row.met else ' missed'}"
         figures = [str(row.theirs), str(row.ours), f"{row.ratio:.2f}", goal]
         if row.gigabytes_a_second is not None:
-            figures += [f"{row.gigabytes_a_second:.1f}", f"{row.share_of_read_rate:.2f}"]
+            figures += [f"{row.gigabytes_a_second:.1f}", f"{row.share_of_limit:.2f}"]
         table.add_row(row.case, row.rival, *figures)
     return table
 

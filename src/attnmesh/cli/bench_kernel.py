@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +32,10 @@ class Memory:
 
 def rows(device: torch.device) -> Iterator[Comparison]:
     """Yield every comparison when it is measured; the goals are those of a CPU."""
-    rate = read_rate(device)
-    for dtype, goal in ((torch.float32, 2.5), (torch.bfloat16, 2.0)):
-        yield from _decode(device, dtype, goal, rate)
+    limits = Limits(1e9 * read_rate(device), _product_rate(device))
+    for case in DECODING:
+        for dtype, goal in zip((torch.float32, torch.bfloat16), case.goals, strict=True):
+            yield _decode(device, dtype, goal, case, limits)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _prefill(device, dtype)
     for dtype in (torch.float32, torch.bfloat16):
@@ -52,20 +54,57 @@ def memory(device: torch.device) -> Iterator[Memory]:
         )
 
 
-def _decode(device: torch.device, dtype: torch.dtype, goal: float, rate: float) -> Iterator[Comparison]:
-    """Yield decoding beside SDPA, and beside its two products alone, which bound it."""
-    q = torch.randn(1, 32, 1, 128, device=device, dtype=dtype)
-    k, v = (torch.randn(1, 8, 65_536, 128, device=device, dtype=dtype) for _ in range(2))
-    grouped, weights = q.view(1, 8, 4, 128).mT, torch.rand(1, 8, 4, 65_536, device=device, dtype=dtype)
-    rivals: dict[str, tuple[float | None, Call]] = {
-        "SDPA": (goal, lambda: sdpa(q, k, v, enable_gqa=True)),
-        "bare products": (None, lambda: (k @ grouped, weights @ v)),
-    }
-    for rival, (wanted, theirs) in rivals.items():
-        case = f"decode {_name(dtype)}: 1 query, 32/8 heads of 128, 65,536 keys"
-        row = _row(case, rival, wanted, device, theirs, lambda: am.attend(q, k, v))
-        reached = 2 * k.numel() * k.element_size() / row.ours.median / 1e6
-        yield replace(row, gigabytes_a_second=reached, share_of_read_rate=reached / rate)
+class Limits(NamedTuple):
+    """Rates that bound a decode step."""
+
+    read: float
+    """Bytes/s of one stream of reads."""
+    products: float
+    """FLOPs/s of a matrix product in float32."""
+
+
+class Decoding(NamedTuple):
+    """A decode step: heads, query rows, keys, columns of keys and values, and the ratios to reach in two dtypes."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    width: int
+    value_width: int
+    goals: tuple[float | None, float | None]
+
+
+DECODING = (
+    Decoding("32/8 heads of 128", 32, 8, 1, 65_536, 128, 128, (5.0, 15.0)),
+    Decoding("32 heads of 128", 32, 32, 1, 16_384, 128, 128, (None, None)),
+    Decoding("32/8 heads of 128, 4 queries", 32, 8, 4, 65_536, 128, 128, (None, None)),
+    Decoding("32 heads on a latent of 512 + 64", 32, 1, 1, 65_536, 576, 512, (None, None)),
+    Decoding("32/8 heads of 128", 32, 8, 1, 1_024, 128, 128, (None, None)),
+)
+
+
+def _decode(device: torch.device, dtype: torch.dtype, goal: float | None, case: Decoding, limits: Limits) -> Comparison:
+    """Return decoding beside SDPA, and its share of the limit: the time to read the keys, or to multiply with them."""
+    _, q_heads, kv_heads, queries, length, width, value_width, _ = case
+    q = torch.randn(1, q_heads, queries, width, device=device, dtype=dtype)
+    k = torch.randn(1, kv_heads, length, width, device=device, dtype=dtype)
+    latent = value_width < width  # values are columns of the keys
+    v = k[..., :value_width] if latent else torch.randn_like(k)
+    name = f"decode {_name(dtype)}: {case.name}, {length:,} keys"
+    row = _row(name, "SDPA", goal, device, lambda: sdpa(q, k, v, enable_gqa=True), lambda: am.attend(q, k, v))
+    size = k.nbytes if latent else k.nbytes + v.nbytes
+    flops = 2 * q_heads * queries * length * (width + value_width)
+    limit = max(size / limits.read, flops / limits.products)
+    reached = size / row.ours.median / 1e6
+    return replace(row, gigabytes_a_second=reached, share_of_limit=1e3 * limit / row.ours.median)
+
+
+def _product_rate(device: torch.device) -> float:
+    """Return FLOPs/s of a matrix product in float32."""
+    x = torch.randn(1024, 1024, device=device)
+    return 2 * 1024**3 / race({"product": lambda: x @ x}, device, seconds=1.0)["product"].median * 1e3
 
 
 def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:

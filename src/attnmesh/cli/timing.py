@@ -50,7 +50,7 @@ class Comparison:
     ours: Timing
     goal: float | None
     gigabytes_a_second: float | None = None
-    share_of_read_rate: float | None = None
+    share_of_limit: float | None = None
 
     @property
     def ratio(self) -> float:

@@ -12,6 +12,7 @@
 #include <csignal>
 #include <cstdint>
 #include <cstring>
+#include <dlfcn.h>
 #include <mutex>
 #include <thread>
 #include <type_traits>
@@ -401,17 +402,23 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
     return bad == 0;
 }
 
-// Threads that wait for work. A forked child has none of its parent's, and makes its own.
+// Threads that wait for work: those of PyTorch's OpenMP where there is one, which would spin beside others for a while.
+// A forked child has none of its parent's, and makes its own.
 class Workers {
   public:
     template <class Work>
     static void run(int64_t threads, Work& work) {
+        static const pid_t first = getpid();
+        static const auto openmp = (void (*)(void (*)(void*), void*, unsigned, unsigned))dlsym(RTLD_DEFAULT, "GOMP_parallel");
+        Function call = [](void* context) { (*(Work*)context)(); };
+        if (threads <= 1) return work();
+        if (openmp && getpid() == first) return openmp(call, &work, threads, 0);
         static std::mutex one;  // a second caller works alone
         std::unique_lock<std::mutex> mine(one, std::try_to_lock);
-        if (threads <= 1 || !mine.owns_lock()) return work();
+        if (!mine.owns_lock()) return work();
         static Workers* workers = nullptr;
         if (!workers || workers->process != getpid()) workers = new Workers();
-        workers->share(threads - 1, [](void* context) { (*(Work*)context)(); }, &work);
+        workers->share(threads - 1, call, &work);
     }
 
   private:

@@ -17,7 +17,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("attend.cpp")
 
-FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
 
 SECONDS = 120
 """Most seconds of a compilation."""
