@@ -19,16 +19,16 @@ bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's l
 
 KERNEL_EXPLAINED = """\
 Times are medians with quartiles of calls that take turns in one process, after a warm-up round. The read rate is that
-of a maximum over 512 MB. A decode step reads every key and value once and cannot be faster. The bare products are keys
-times queries and weights times values, without a softmax; in bfloat16 their logits are rounded. They show how much of
-the read rate PyTorch's products reach. Extra memory is the growth of the highest resident size during a call."""
+of a maximum over 512 MB. A decode step reads every key and value once and multiplies each with its queries. Its limit
+is the longer of both, at the read rate and at the rate of a matrix product in float32. Extra memory is the growth of the
+highest resident size during a call."""
 
 
 @bench_command(bench, "attnmesh bench kernel", "One device's kernels beside SDPA and the read rate.", KERNEL_EXPLAINED)
 def bench_kernel(run: Bench) -> list[Table]:
-    """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (3 minutes, 2 GB on 2 cores)."""
+    """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (5 minutes, 2 GB on 2 cores)."""
     device = proofs.devices()[-1]
-    run.step("measuring the rate at which memory is read")
+    run.step("measuring the limits, then decode steps, prefill and masks")
     add = run.table("rows")
     for row in kernel_bench.rows(device):
         add(row)

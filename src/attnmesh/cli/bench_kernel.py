@@ -80,7 +80,7 @@ DECODING = (
     Decoding("32/8 heads of 128", 32, 8, 1, 65_536, 128, 128, (5.0, 15.0)),
     Decoding("32 heads of 128", 32, 32, 1, 16_384, 128, 128, (None, None)),
     Decoding("32/8 heads of 128, 4 queries", 32, 8, 4, 65_536, 128, 128, (None, None)),
-    Decoding("32 heads on a latent of 512 + 64", 32, 1, 1, 65_536, 576, 512, (None, None)),
+    Decoding("32 heads on a latent of 512 + 64", 32, 1, 1, 16_384, 576, 512, (None, None)),
     Decoding("32/8 heads of 128", 32, 8, 1, 1_024, 128, 128, (None, None)),
 )
 
