@@ -13,6 +13,7 @@ import torch
 
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import _start_forkserver
+from attnmesh.kernels.native.build import library
 from tests.support.pool import PRELOADED, Pool
 
 collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid
@@ -27,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Interrupts are heard, also by what tests start, where a shell runs the tests in the background and ignores them.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    library()  # compiled here, or the first rank to need it would be silent for some seconds
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         return  # of several workers each has its own, and whoever hands out the tests runs none
     mp.get_context("forkserver").set_forkserver_preload(PRELOADED)

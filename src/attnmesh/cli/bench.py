@@ -20,8 +20,8 @@ bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's l
 KERNEL_EXPLAINED = """\
 Times are medians with quartiles of calls that take turns in one process, after a warm-up round. The read rate is that
 of a maximum over 512 MB. A decode step reads every key and value once and multiplies each with its queries. Its limit
-is the longer of both, at the read rate and at the rate of a matrix product in float32. Extra memory is the growth of the
-highest resident size during a call."""
+is the longer of both, at the read rate and at the rate of a matrix product in float32. Extra memory is the growth of
+the highest resident size during a call."""
 
 
 @bench_command(bench, "attnmesh bench kernel", "One device's kernels beside SDPA and the read rate.", KERNEL_EXPLAINED)

@@ -25,7 +25,7 @@ from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.kernels.attend import attend_op
+from attnmesh.kernels.attend import run_attend
 from attnmesh.mesh.axes import Mesh
 
 
@@ -181,5 +181,4 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
     logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
-    out: Tensor = attend_op(q, k, v, layer.sinks, queries, keys, None, layer.mask.encode(), logits, "auto")[0]
-    return out
+    return run_attend(q, k, v, layer.sinks, queries, keys, None, layer.mask, logits, "auto")[0]

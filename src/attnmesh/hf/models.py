@@ -95,7 +95,9 @@ def check_model(model: PreTrainedModel) -> None:
     )
     given, expected = f"{given} with built-in attention", "a model with selectable attention"
     require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
-    drops_cache = model.training and getattr(model, "is_gradient_checkpointing", False)
+    renamed = hasattr(type(model), "is_activation_checkpointing")  # since transformers 5.22
+    checkpointing = "is_activation_checkpointing" if renamed else "is_gradient_checkpointing"
+    drops_cache = model.training and getattr(model, checkpointing, False)
     given = "one in training with gradient checkpointing, which drops the cache"
     require(not drops_cache, KernelError, "generate", "a model that uses its cache", given, "call model.eval()")
     check_implementation("generate", model.config)

@@ -9,6 +9,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from attnmesh.core.checks import (
     autocast,
@@ -27,7 +28,7 @@ from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import backward, check_kernel, choose, forward, visible_counts
+from attnmesh.kernels.driver import NATIVE, backward, check_kernel, choose, forward, visible_counts
 
 
 def attend(
@@ -92,7 +93,64 @@ def attend(
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
     with without_autocast(q):
-        return Partial(*attend_op(q, k, v, None, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel))
+        return Partial(*run_attend(q, k, v, None, q_positions, k_positions, key_lengths, mask, logits, kernel))
+
+
+def run_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Mask,
+    logits: Logits,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse): by the operator where PyTorch traces, transforms or differentiates, else at once."""
+    if needs_operator(q, k, v, sinks):
+        out, lse = attend_op(q, k, v, sinks, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel)
+        return out, lse
+    return _attend(q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel)
+
+
+def needs_operator(*tensors: Tensor | None) -> bool:
+    """Return True if PyTorch has to know of a call with these tensors: an operator costs 0.1 ms on a CPU."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if any(x is not None and type(x) is not Tensor for x in tensors) or forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    key_lengths: Tensor | None,
+    mask: Mask,
+    logits: Logits,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    chosen = choose(kernel, q, k, v, logits.capped)
+    if (
+        q_positions is k_positions is key_lengths is None
+        and mask == Full()
+        and NATIVE.name == chosen.name
+        and q.shape[2]
+        and k.shape[2]
+    ):
+        partial = forward(chosen, q, k, v, None, logits)
+        out, lse = with_sinks(partial, sinks)
+        return length_major(out, q.dtype), lse
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
+    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
+    out, lse = with_sinks(forward(chosen, *qkv, band, logits, counts), sinks)
+    return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
 
 @torch.library.custom_op("attnmesh::attend", mutates_args=())
@@ -109,12 +167,8 @@ def attend_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
-    kind = Logits(*logits)
-    qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    partial = forward(choose(kernel, q, k, v, kind.capped), *qkv, band, kind, counts)
-    out, lse = with_sinks(partial, sinks)
-    return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
+    positions = q_positions, k_positions, key_lengths
+    return _attend(q, k, v, sinks, *positions, Mask.decode(mask), Logits(*logits), kernel)
 
 
 @attend_op.register_fake
@@ -138,7 +192,7 @@ def attend_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, Mask.decode(mask))
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     kind = Logits(*logits)
@@ -205,16 +259,15 @@ def _band(
     q_positions: Tensor | None,
     k_positions: Tensor | None,
     key_lengths: Tensor | None,
-    mask: Sequence[int],
+    mask: Mask,
 ) -> tuple[Band, list[int] | None, Tensor | None, Tensor | None]:
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
-    decoded = Mask.decode(mask)
-    queries, q_order = _sort_positions("attend q_positions", q_positions, decoded)
-    keys, k_order = _sort_positions("attend k_positions", k_positions, decoded)
+    queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
+    keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
     queries = torch.arange(q.shape[2]) if queries is None else queries
     positions = torch.arange(k.shape[2]) if keys is None else keys
     counts = visible_counts(positions, key_lengths)
-    return Band.of(decoded, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
+    return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

@@ -60,7 +60,8 @@ class Native:
         """Return the block's partial, in float32."""
         band = block.bounds() if block.causal or block.band is not None else None
         rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
-        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
+        shape, order = (*q.shape[:-1], v.shape[-1]), (0, 2, 1, 3)  # as an output projection reads it
+        out = torch.empty_permuted(shape, order, dtype=torch.float32)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         for start in range(0, q.shape[2], rows):
