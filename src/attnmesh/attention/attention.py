@@ -12,7 +12,7 @@ from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.attend import run_attend
+from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
@@ -109,7 +109,8 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
     check_most_keys("attention key_lengths", key_lengths, problem.key_length)
     with without_autocast(q):
         if mesh.shape.ranks == 1:
-            return run_attend(q, k, v, sinks, None, None, key_lengths, problem.mask, call.logits, options.kernel)[0]
+            kind = problem.mask, call.logits, options.kernel
+            return run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths))[0]
         run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
         if latents is not None:
             return attend_latents(q, k, v, latents, sinks, run)

@@ -25,7 +25,7 @@ from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
-from attnmesh.kernels.attend import run_attend
+from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.mesh.axes import Mesh
 
 
@@ -181,4 +181,4 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
     logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
-    return run_attend(q, k, v, layer.sinks, queries, keys, None, layer.mask, logits, "auto")[0]
+    return run_attend(AttendCall(q, k, v, layer.mask, logits, "auto", layer.sinks, None, queries, keys))[0]

@@ -5,7 +5,7 @@ and positions into a band inside, where their values may be read without a graph
 """
 
 from collections.abc import Sequence
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -89,30 +89,35 @@ def attend(
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    logits = Logits.of("attend", scale, softcap, q)
+    logits, places = Logits.of("attend", scale, softcap, q), (q_positions, k_positions)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
     with without_autocast(q):
-        return Partial(*run_attend(q, k, v, None, q_positions, k_positions, key_lengths, mask, logits, kernel))
+        return Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))
 
 
-def run_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Mask,
-    logits: Logits,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
+class AttendCall(NamedTuple):
+    """Checked arguments of attention on one device. Positions are 0, 1, 2, ... if they are None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    logits: Logits
+    kernel: str
+    sinks: Tensor | None = None
+    key_lengths: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+
+
+def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     """Return (out, lse): by the operator where PyTorch traces, transforms or differentiates, else at once."""
+    q, k, v, mask, logits, kernel, sinks, key_lengths, *positions = call
     if needs_operator(q, k, v, sinks):
-        out, lse = attend_op(q, k, v, sinks, q_positions, k_positions, key_lengths, mask.encode(), logits, kernel)
+        out, lse = attend_op(q, k, v, sinks, *positions, key_lengths, mask.encode(), logits, kernel)
         return out, lse
-    return _attend(q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel)
+    return _attend(call)
 
 
 def needs_operator(*tensors: Tensor | None) -> bool:
@@ -124,32 +129,16 @@ def needs_operator(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    q_positions: Tensor | None,
-    k_positions: Tensor | None,
-    key_lengths: Tensor | None,
-    mask: Mask,
-    logits: Logits,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    chosen = choose(kernel, q, k, v, logits.capped)
-    if (
-        q_positions is k_positions is key_lengths is None
-        and mask == Full()
-        and NATIVE.name == chosen.name
-        and q.shape[2]
-        and k.shape[2]
-    ):
-        partial = forward(chosen, q, k, v, None, logits)
-        out, lse = with_sinks(partial, sinks)
+def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
+    q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions = call
+    kernel = choose(name, q, k, v, logits.capped)
+    plain = q_positions is k_positions is key_lengths is None and mask == Full()
+    if plain and kernel.name == NATIVE.name and q.shape[2] and k.shape[2]:
+        out, lse = with_sinks(forward(kernel, q, k, v, None, logits), sinks)
         return length_major(out, q.dtype), lse
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    out, lse = with_sinks(forward(chosen, *qkv, band, logits, counts), sinks)
+    out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
     return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
 
@@ -167,8 +156,8 @@ def attend_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    positions = q_positions, k_positions, key_lengths
-    return _attend(q, k, v, sinks, *positions, Mask.decode(mask), Logits(*logits), kernel)
+    kind = Mask.decode(mask), Logits(*logits), kernel
+    return _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions))
 
 
 @attend_op.register_fake
