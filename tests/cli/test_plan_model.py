@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig, T5Config
+from transformers import DeepseekV3Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
 from typer.testing import CliRunner
 
 from attnmesh.cli.app import app
@@ -26,6 +26,8 @@ def folder(tmp_path: Path) -> Path:
     Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(tmp_path / "gemma")
     DeepseekV3Config(num_hidden_layers=2).save_pretrained(tmp_path / "latent")
     T5Config().save_pretrained(tmp_path / "t5")
+    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
+    Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, global_head_dim=64).save_pretrained(tmp_path / "layers")
     return tmp_path
 
 
@@ -54,6 +56,14 @@ def test_layers_with_windows_and_latents(folder: Path) -> None:
     assert "tp=keys" not in text.replace("tp=keys: the", "")  # latents have no heads to share
 
 
+def test_heads_that_differ_between_layers_are_those_of_layers_without_windows(folder: Path) -> None:
+    _, text = run(
+        "--cluster", "dgx-h100:1x4", "--length", "128k", "--model", str(folder / "layers"), "--prefill", "--json"
+    )
+    work = json.loads(text)["workload"]
+    assert (work["head_dim"], work["layers"]) == (64, 1)
+
+
 def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
     _, text = run(*HOSTS, "--model", str(folder / "llama"), "--prefill", "--json")
     work = json.loads(text)["workload"]
@@ -70,6 +80,7 @@ def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
             "--plot: expected no picture of a model in decoding, given",
         ),
         (("--model", "t5", "--decode"), "model: expected a causal language model, given 't5', a t5"),
+        (("--model", "mamba", "--decode"), "plan model: expected layers of attention, given mamba without any."),
         (("--model", "nothing.json", "--decode"), "model: expected a model"),
         (("--model", "./nowhere", "--decode"), "model: expected a model, given './nowhere', where there is none"),
         (("--decode",), "attnmesh plan: expected --heads or --model, given neither"),

@@ -53,7 +53,7 @@ def locate(name: str, report: Report = lambda _: None) -> str:
 def open_config(name_or_path: str) -> PreTrainedConfig:
     """Return the model's configuration. Raise unless it is a supported causal language model."""
     fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
-    with _as_model_error("model", "a model of transformers", name_or_path, fix):
+    with as_model_error("model", "a model of transformers", name_or_path, fix):
         config = AutoConfig.from_pretrained(name_or_path)
     given, fix = f"{name_or_path!r}, a {config.model_type}", "use one that generates text"
     require(type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, ModelError, "model", "a causal language model", given, fix)
@@ -63,7 +63,7 @@ def open_config(name_or_path: str) -> PreTrainedConfig:
 
 def open_tokenizer(name_or_path: str) -> Any:
     """Return the model's tokenizer."""
-    with _as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
+    with as_model_error("tokenizer", "the model's tokenizer", name_or_path, "add its files"):
         return AutoTokenizer.from_pretrained(name_or_path)
 
 
@@ -80,7 +80,7 @@ def open_model(
     """
     weights_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     fix = "check its files, or download them again"
-    with _as_model_error("model", "weights that fit its configuration", name_or_path, fix):
+    with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         model = AutoModelForCausalLM.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
     on_device: PreTrainedModel = tensor_parallel(model, sharing, output=output).to(device).eval()
     return on_device
@@ -107,7 +107,7 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
     require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
     report(f"unpacking {file.name} (once)")
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        failing = _as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
+        failing = as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
         with failing, redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
@@ -121,7 +121,7 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
 
 
 @contextmanager
-def _as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterator[None]:
+def as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterator[None]:
     """Raise any error as a `ModelError` with its first line: a broken file can raise anything."""
     try:
         yield

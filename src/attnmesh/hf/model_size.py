@@ -6,12 +6,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from attnmesh.core.checks import require
 from attnmesh.core.mask import Mask, Window
+from attnmesh.errors import ModelError
 from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, has_windows
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.planner.serving import Model
 from attnmesh.planner.workload import Workload
+
+WINDOWED = ("sliding_attention", "chunked_attention")
+"""Types of layers that keep the keys of a window or chunk."""
 
 
 def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: Any) -> Model:
@@ -28,10 +34,13 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     >>> model.workload.title, model.weights(1, False), model.weights(2, False)
     ('decode, 1,000 tokens, 4/2 heads of 16, bfloat16, causal, 2 layers', 173696, 87168)
     """
-    config, skeleton = config.get_text_config(decoder=True), _skeleton(config, dtype)
-    whole, windows = _attention_layers(config)
+    config = config.get_text_config(decoder=True)
+    whole, windows = _attention_layers(config) if hasattr(config, "num_attention_heads") else (0, 0)
+    given, fix = f"{config.model_type} without any", "use a model whose layers attend"
+    require(whole + windows > 0, ModelError, "plan model", "layers of attention", given, fix)
+    skeleton = _skeleton(config, dtype)
     latent, kind = latent_widths(config), dict(workload)
-    heads, dims = _heads(config, wide=bool(whole)), {}
+    heads, dims = _heads(config, windowed=not whole), {}
     if latent is not None:
         dims = {"value_dim": config.v_head_dim, "latent": latent}
         heads = config.num_attention_heads, config.num_attention_heads, config.qk_nope_head_dim + latent[1]
@@ -42,7 +51,7 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     kept = 0
     if whole and windows:
         mask: Mask = Window(min(_window(config), work.length) - 1)
-        small = Workload(*_heads(config), layers=windows, **{**common, "mask": mask})
+        small = Workload(*_heads(config, windowed=True), layers=windows, **{**common, "mask": mask})
         kept = small.kept_bytes
     return Model(work, config.hidden_size, config.num_hidden_layers, _weights(skeleton), kept)
 
@@ -63,7 +72,7 @@ def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     if not getattr(config, "layer_types", None):
         layers = cached_layers(config)
         return (0, layers) if has_windows(config) else (layers, 0)
-    windows = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    windows = sum(kind in WINDOWED for kind in kinds)
     return len(kinds) - windows, windows
 
 
@@ -71,26 +80,22 @@ def _window(config: PreTrainedConfig) -> int:
     return int(getattr(config, "sliding_window", None) or config.attention_chunk_size)
 
 
-def _heads(config: PreTrainedConfig, wide: bool = False) -> tuple[int, int, int]:
-    """Return query heads, key heads and columns; with `wide` those of layers that see all tokens, where they differ."""
-
-    def one(name: str, other: str) -> int | None:
-        given = (
-            getattr(config, f"global_{name}" if name == "head_dim" else f"num_global_{name}", None) if wide else None
-        )
-        return given or getattr(config, other, None)
-
-    q_heads = config.num_attention_heads
-    head_dim = one("head_dim", "head_dim") or config.hidden_size // q_heads
-    return q_heads, one("key_value_heads", "num_key_value_heads") or q_heads, head_dim
+def _heads(config: PreTrainedConfig, *, windowed: bool) -> tuple[int, int, int]:
+    """Return query heads, key heads and columns of the first layer that has a window, or that has none."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
+    numbers = [number for number, kind in enumerate(kinds) if (kind in WINDOWED) == windowed]
+    one = layers[numbers[0]] if layers and numbers else config
+    q_heads = one.num_attention_heads
+    kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)
+    return q_heads, kv_heads or q_heads, dim or config.hidden_size // q_heads
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     """Return the model without its weights."""
-    with torch.device("meta"):
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=NAME
-        )
+    kind = {"dtype": getattr(torch, dtype), "attn_implementation": NAME}
+    with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
     return made
 
 
