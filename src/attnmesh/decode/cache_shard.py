@@ -179,8 +179,7 @@ class CacheShard:
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         more = new[0].shape[2]
-        if self._owns_none(more, token_mask):
-            self.state[0] += more
+        if self._is_plain(more, token_mask) and self._append_run(new, more):
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
@@ -298,15 +297,30 @@ class CacheShard:
         """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
         return -(-(slots + 1) // self.sizes.block) * self.sizes.block
 
-    def _owns_none(self, more: int, token_mask: Tensor | None) -> bool:
-        """Return True if another rank owns all new tokens. Return False where only a GPU holds the answer."""
+    def _is_plain(self, more: int, token_mask: Tensor | None) -> bool:
+        """Return True if the host knows where the new tokens go: not in a graph or on a GPU, nor with padding."""
         if torch.compiler.is_compiling() or self.device.type == "cuda" or not more:
             return False
-        if self.padding is not None or token_mask is not None:  # every rank records padding
-            return False
-        length = self.length
+        return self.padding is None and token_mask is None  # every rank records padding
+
+    def _append_run(self, new: Tensors, more: int) -> bool:
+        """Add new tokens that one rank owns, in one copy for each tensor. Return False if several ranks own them."""
+        length, used = self.state[:2].tolist()
+        ranks, stop = self.block_cyclic.ranks, used + more
         first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
-        return first == last and first % self.block_cyclic.ranks != self.index
+        if ranks > 1 and first != last:
+            return False
+        if first % ranks != self.index and ranks > 1:
+            self.state[0] += more
+            return True
+        if length + more > self.sizes.capacity or stop > self.slots:
+            return False
+        for x, tensor in zip(self.stored, new, strict=True):
+            own = tensor if self.heads.size == 1 else tensor.chunk(self.heads.size, 1)[self.heads.index]
+            x[:, :, used:stop] = own
+        self.token_index[used:stop] = torch.arange(length, length + more)
+        self.state[:2] += more
+        return True
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
         """Write tokens with this rank's heads into slots."""
