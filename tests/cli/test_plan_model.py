@@ -32,12 +32,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
-    code, text = run(*HOSTS, "--model", str(folder / "llama" / "config.json"), "--decode")
+    code, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode")
     assert code == 0
     assert "141 GB of weights; a token of a sequence has 328 kB of keys and values." in text
     assert "tp=8,keys=2" in text
     assert "--mesh tp=keys=16" in text.splitlines()[-1]
     assert max(map(len, text.splitlines())) <= 160
+    _, text = run("--cluster", "dgx-h100:2", "--length", "9k", "--model", str(folder / "llama/config.json"), "--decode")
+    assert text.splitlines()[-1] == "Most tokens fit with tp=keys=16: 3,475,503."
 
 
 def test_the_json_plans_again(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from attnmesh.cli.launch import under_torchrun
 from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
+from attnmesh.core.checks import require
 from attnmesh.errors import MeshError, ModelError
 
 
@@ -71,6 +72,8 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     place = locate(model, status.update)
     if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
+    given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"
+    require(not place.endswith(".json"), ModelError, "--model", "weights and a tokenizer", given, fix)
     config = open_config(place).get_text_config(decoder=True)
     tokenizer = open_tokenizer(place)
     ids = prompt.ids(tokenizer, text)

@@ -54,6 +54,7 @@ def axes_of(text: str) -> dict[str, int]:
             sizes = re.fullmatch("([0-9]{1,4})x([0-9]{1,4})x([0-9]{1,4})", text)
             named = dict(zip(AXES, sizes.groups(), strict=True)) if sizes else {}
             fix = ",".join(f"{axis}={count}" for axis, count in named.items())
+            fix = fix or (f"{part}=2" if part in (TP, *AXES) else "")
             raise MeshError("--mesh", EXAMPLES, repr(text), f"write --mesh {fix}" if fix else "leave it out")
         found[f"{TP}=keys" if "=" in name else name] = int(size)
     if f"{TP}=keys" in found and len(found) > 1:

@@ -115,7 +115,12 @@ def _text(name: str, found: Sequence[Serving], model: Model, left_out: dict[str,
         lines.append(f"Left out is the time of {windowed} layers with windows, which keep {kept} of keys on all ranks.")
     if recurrent := left_out.get("recurrent"):
         lines.append(f"Left out are {recurrent} recurrent layers, whose states do not grow with the length.")
-    return "\n".join([*lines, f"attnmesh generate --model {name} --mesh {_mesh(best)}"])
+    most = max(found, key=lambda one: one.tokens)
+    if most.tokens > best.tokens:
+        lines.append(f"Most tokens fit with {_mesh(most)}: {most.tokens:,}.")
+    if not name.endswith(".json"):
+        lines.append(f"attnmesh generate --model {name} --mesh {_mesh(best)}")
+    return "\n".join(lines)
 
 
 def _record(one: Serving) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def init_mesh(
 
     def check() -> Shape:
         check_device_type("init_mesh", device_type)
+        fits, fix = device_type != "cuda" or torch.cuda.is_available(), 'pass "cpu", or leave the device type out'
+        require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
         found = _checked_shape(shape)
         check_heads("init_mesh", found.ranks, q_heads, kv_heads)
         world, fix = everyone().keys.size, "start more ranks, or ask mesh_shape for a smaller one"
