@@ -41,6 +41,14 @@ def die() -> None:
     dist.barrier()
 
 
+def die_behind_another() -> None:
+    """End rank 1 only after rank 0 has raised."""
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("connection reset by peer")
+
+
 def send_word(send: Callable[[object], None], word: str) -> str:
     send((dist.get_rank(), word))
     return word
@@ -67,6 +75,7 @@ def test_messages_of_ranks_arrive() -> None:
         (refuse, RankError, "no, says"),
         (foresee, ShapeError, "it: expected this, given that. Fix: mend it"),
         (die, RankError, "rank 1 was ended by SIGKILL before it was done"),
+        (die_behind_another, RankError, "rank 1 was ended by SIGKILL before it was done"),
     ],
 )
 def test_the_first_error_ends_all(function: Callable[[], None], error: type[Exception], said: str) -> None:

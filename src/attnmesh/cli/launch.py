@@ -41,6 +41,10 @@ class RankError(RuntimeError):
     """A rank died or raised an unexpected error."""
 
 
+class RankDeath(RankError):
+    """A rank's process ended before the rank was done."""
+
+
 def under_torchrun() -> bool:
     """Return True if torchrun started this process as a rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ
@@ -152,19 +156,23 @@ def results(
                 failures[rank] = value
                 end = min(end or time.monotonic() + GRACE_PERIOD, time.monotonic() + GRACE_PERIOD)
     if failures:
-        # An input error is the cause; the other ranks' errors follow from it.
-        raise min(failures.values(), key=lambda error: not isinstance(error, InputError))
+        raise min(failures.values(), key=_order_of_causes)
     if waiting:
         raise RankError(f"ranks {sorted(waiting.values())} did not answer within {seconds} s")
     return [done[rank] for rank in range(len(pipes))]
 
 
-def _death(rank: int, process: Any) -> RankError:
+def _order_of_causes(error: BaseException) -> int:
+    """Return 0 for input errors, 1 for deaths and 2 for others, such as connections that a dead rank closed."""
+    return 0 if isinstance(error, InputError) else 1 if isinstance(error, RankDeath) else 2
+
+
+def _death(rank: int, process: Any) -> RankDeath:
     process.join(timeout=1)
     code = process.exitcode
     killed = code is not None and code < 0
     ending = f"was ended by {signal.Signals(-code).name}" if killed else f"left with exit code {code}"
-    return RankError(f"rank {rank} {ending} before it was done")
+    return RankDeath(f"rank {rank} {ending} before it was done")
 
 
 def _end(processes: list[Any]) -> None:

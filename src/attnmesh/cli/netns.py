@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.launch import TIMEOUT, RankError, Send, perform, results, run_on_ranks
+from attnmesh.cli.launch import TIMEOUT, RankDeath, RankError, Send, perform, results, run_on_ranks
 from attnmesh.errors import ClusterError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -245,8 +245,8 @@ def _accept(door: socket.socket, first: subprocess.Popen[bytes], hosts: Hosts, f
     return [pipes[rank] for rank in range(hosts.world)]
 
 
-def _death(rank: int, folder: Path) -> RankError:
-    return RankError(f"rank {rank} ended before it was done:\n{_log(folder)}")
+def _death(rank: int, folder: Path) -> RankDeath:
+    return RankDeath(f"rank {rank} ended before it was done:\n{_log(folder)}")
 
 
 def _log(folder: Path) -> str:
