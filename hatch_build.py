@@ -25,10 +25,10 @@ class NativeHook(BuildHookInterface):
         if version == "editable" or compiler is None or machine not in BASELINES or sys.platform != "linux":
             return
         self.folder = tempfile.TemporaryDirectory()
-        library = Path(self.folder.name) / "attend.so"
+        library = Path(self.folder.name) / "native.so"
         flags = ["-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl", *BASELINES[machine]]
-        done = subprocess.run([compiler, *flags, str(FOLDER / "attend.cpp"), "-o", str(library)], check=False)
+        done = subprocess.run([compiler, *flags, *map(str, FOLDER.glob("*.cpp")), "-o", str(library)], check=False)
         if done.returncode == 0:
-            build_data["force_include"][str(library)] = f"attnmesh/kernels/native/attend-{machine}.so"
+            build_data["force_include"][str(library)] = f"attnmesh/kernels/native/native-{machine}.so"
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

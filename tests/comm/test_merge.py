@@ -10,7 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.comm.counters import counted
-from attnmesh.comm.merge import MERGE_CHOICES
+from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
 from tests.support.pool import Pool

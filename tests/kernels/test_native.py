@@ -17,7 +17,7 @@ import attnmesh as am
 from attnmesh.errors import KernelError
 from attnmesh.kernels.driver import choose
 from attnmesh.kernels.native import build
-from attnmesh.kernels.native.build import SOURCE, library
+from attnmesh.kernels.native.build import SOURCES, library
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
@@ -140,7 +140,7 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @needs_library
 @pytest.mark.long
 def test_sanitizers_find_nothing(tmp_path: Path) -> None:
-    flags = ("-std=c++20", "-O1", "-g", "-march=native", "-pthread", f"-I{SOURCE.parent}")
+    flags = ("-std=c++20", "-O1", "-g", "-march=native", "-pthread", f"-I{SOURCES[0].parent}")
     sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
     words = ["c++", *flags, *sanitizers, str(HERE / "native_main.cpp"), "-o", str(tmp_path / "main")]
     subprocess.run(words, check=True, timeout=300)

@@ -19,7 +19,7 @@ import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.cli.netns import World, run_on, send_rows
 from attnmesh.cli.timing import Call, Timing, peak_memory, race
-from attnmesh.comm.merge import MERGE_CHOICES
+from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.core.partial import Partial, join
 
 WIDTH = 128

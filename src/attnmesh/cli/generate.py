@@ -16,7 +16,7 @@ from attnmesh.cli.mesh_option import ranks_of_axes
 from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.merge import MERGE_CHOICES
+from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
 from attnmesh.decode.decode import check_reproducible

@@ -8,8 +8,7 @@ A merge sends one message a step, of a size that does not depend on the context.
 "allreduce"    maximum, numerator and denominator by three all-reduces: the paper's Algorithm 3, a baseline
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 from zlib import crc32
@@ -20,27 +19,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree, describe_call, may_compare
+from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.counters import count_messages, timed_merge
 from attnmesh.comm.failures import collective
+from attnmesh.comm.merge_checks import (
+    BASES,
+    MERGE_CHOICES,
+    OUTPUTS,
+    MergeChecker,
+    call_text,
+    check_merge,
+    check_partial,
+    mesh_of,
+)
 from attnmesh.comm.message import PartialMessage, checksum_of
+from attnmesh.comm.near_merge import kind_of, known_merges, merge_known, merge_near, near_merge
 from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
-from attnmesh.core.checks import check_checked, check_choice, check_dtype, check_one_device, check_tensor, require
+from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
+from attnmesh.errors import InputError, MeshError
 from attnmesh.kernels.merge import use_triton
-from attnmesh.mesh.axes import Axis, Mesh, device_type_of, group_named
-from attnmesh.planner.decode_cost import COLLECTIVE, MERGES
-
-MERGE_CHOICES = ("auto", *MERGES)
-
-OUTPUTS = ("replicated", "heads")
-
-BASES = {"e": 1.0, "2": math.log(2.0)}
-"""Factors that make an `lse` of this base natural."""
+from attnmesh.mesh.axes import Axis, device_type_of, group_named
+from attnmesh.planner.decode_cost import COLLECTIVE
 
 
 def merge_across(
@@ -82,10 +85,13 @@ def merge_across(
     True
     """
     axis = axis_of(group, "merge_across")
+    kind = kind_of(partial, axis, how, output, wire, base, checked)
+    if kind is not None and (known := known_merges(kind)):
+        return merge_known(Partial(*partial), *known[0], compares=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
-        _check(partial, wire, base)
+        check_partial(partial, wire, base)
     except InputError as error:
         raise_alike(error, partial, axis, how, output, checked)
     out, lse = partial
@@ -95,6 +101,9 @@ def merge_across(
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
         out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
+        near = near_merge(axis, tuple(out.shape), how) if kind is not None else None
+        if kind is not None and near is not None:
+            known_merges(kind).append((near, call_text(partial, how, output, wire, base)))
     return Partial(out, lse if base == "e" else lse / BASES[base])
 
 
@@ -102,7 +111,7 @@ def raise_alike(
     error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
 ) -> NoReturn:
     """Raise this rank's error of a merge, on all ranks if they compare their calls."""
-    checker = MergeChecker(_mesh_of(axis), how, _compares(partial, axis, how, checked), str)
+    checker = MergeChecker(mesh_of(axis), how, _compares(partial, axis, how, checked), str)
     checker.failed(error, lambda: send_poison(axis, how, output))
     raise error
 
@@ -132,10 +141,9 @@ def _merge(
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
-    shape, dtype = list(partial.out.shape), partial.out.dtype
-    text = describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire, base=base)
+    text = call_text(partial, how, output, wire, base)
     compares = axis.size > 1 and may_compare(partial.lse.device) and _compares(partial, axis, how, checked)
-    checker = MergeChecker(_mesh_of(axis), how, compares, lambda: text)
+    checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
     checker.before()
     checksum = checksum_of(crc32(text.encode()), partial.lse)
     (out, lse), checksum = merge_ranks(partial, checksum, axis, how, output, wire)
@@ -155,11 +163,6 @@ def _compares(partial: object, axis: Axis, how: str, checked: bool | None) -> bo
     return checked is not False
 
 
-def _mesh_of(axis: Axis) -> Mesh:
-    """Return a mesh of one axis."""
-    return Mesh(Axis(), Axis(), axis)
-
-
 def axis_of(group: Any, subject: str) -> Axis:
     """Return the axis of a process group, or of a mesh of one axis."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -172,27 +175,6 @@ def axis_of(group: Any, subject: str) -> Axis:
         fix = 'pass dist.group.WORLD, mesh.get_group(axis), or one axis of a mesh, as mesh["keys"]'
         raise MeshError(f"{subject} group", "a process group that holds this rank, or a mesh of one axis", given, fix)
     return Axis(group.size(), group.rank(), group)
-
-
-def _check(partial: Partial, wire: torch.dtype | None, base: str) -> None:
-    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
-    given, fix = type(partial).__name__, "pass what attend returned, or Partial(out, lse)"
-    require(fits, DtypeError, "merge_across", "a partial (out, lse)", given, fix)
-    out, lse = partial
-    check_tensor("merge_across out", out)
-    check_tensor("merge_across lse", lse)
-    check_one_device("merge_across", {"out": out, "lse": lse})
-    if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
-        given = f"out {out.dtype}, lse {lse.dtype}"
-        raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")
-    if out.ndim != 4 or lse.shape != out.shape[:-1]:
-        expected, given = "out (batch, heads, length, dim) and its lse", f"{tuple(out.shape)} and {tuple(lse.shape)}"
-        raise ShapeError("merge_across", expected, given, "put the heads before the length")
-    learned, fix = out.requires_grad or lse.requires_grad, "call it under torch.no_grad(), or train with attention"
-    fits = not (torch.is_grad_enabled() and learned)
-    require(fits, KernelError, "merge_across", "a partial without gradients", "one with requires_grad=True", fix)
-    check_dtype("merge_across wire", wire, "leave it out for float32")
-    check_choice("merge_across base", base, BASES, 'pass "2" if the engine took base-2 logarithms')
 
 
 # --- partials of a step of decoding, and of `merge_across` once its arguments are checked ---
@@ -268,11 +250,19 @@ def _merge_messages(
         collective(axis, "merging", dist.all_gather, rows, message)
         count_messages(axis.size - 1, len(message))
         return form.merge(torch.stack(rows))
-    mailboxes = mailboxes_of(axis, message.device)
+    mailboxes, steps = mailboxes_of(axis, message.device), rounds(axis, canonical)[axis.index]
+    if mailboxes is not None and mailboxes.native and form.is_native and not canonical:
+        if how == "tree":  # rounds inside the host come first
+            near = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
+            merge_near(message, *form.sizes, axis, mailboxes, steps[:near])
+            steps = steps[near:]
+        elif len(mailboxes.members) == axis.size:
+            merge_near(message, *form.sizes, axis, mailboxes, None)
+            steps, how = [], "tree"
     if how == "direct":
         return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
-    steps = rounds(axis, canonical)[axis.index]
-    checksum, (out, lse) = form.places(tree_exchange(message, steps, axis, form.merge_messages, mailboxes))
+    message = tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message
+    checksum, (out, lse) = form.places(message)
     return checksum, Partial(out.to(form.lse), lse)
 
 
@@ -301,40 +291,3 @@ def _allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: A
     count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a bandwidth-optimal all-reduce
     out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
     return peaks[:2], Partial(out, peak + denominator.log())
-
-
-def check_merge(subject: str, how: str, output: str) -> None:
-    """Raise unless `how` names a merge and `output` names an output."""
-    check_choice(f"{subject} {'how' if subject == 'merge_across' else 'merge'}", how, MERGE_CHOICES, 'use "auto"')
-    check_choice(f"{subject} output", output, OUTPUTS, 'use "replicated"')
-
-
-class MergeChecker:
-    """Comparison of one call on all ranks by the checksum that its merge carries, at no cost of its own.
-
-    Collectives hang or crash on messages of unequal sizes, so ranks compare their calls before them.
-    """
-
-    def __init__(self, mesh: Mesh, merge: str, compares: bool, describe: Callable[[], str]) -> None:
-        self.mesh, self.merge, self.compares, self.describe = mesh, merge, compares, describe
-
-    def before(self) -> None:
-        """Compare the call before a collective."""
-        if self.compares and self.merge in COLLECTIVE:
-            agree(self.mesh, self.describe())
-
-    def after(self, checksum: Tensor, subject: str) -> None:
-        """Raise on all ranks if the checksums differ."""
-        if float(checksum.sum()) != 0:
-            agree(self.mesh, self.describe())
-            given, fix = "calls with equal texts", "report it, with what each rank was given"
-            raise MeshError(subject, "the same checksum on every rank", given, fix)
-
-    def failed(self, error: InputError, poison: Callable[[], object]) -> None:
-        """Let the other ranks detect the error of this rank, which raises it afterwards."""
-        if torch.compiler.is_compiling() or self.mesh.shape.ranks == 1:
-            return
-        if self.merge not in COLLECTIVE:
-            poison()
-        if self.compares:
-            agree(self.mesh, error)

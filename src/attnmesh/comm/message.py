@@ -10,9 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.comm.shared_memory import SLOT
 from attnmesh.core.digest import ROW, digest
 from attnmesh.core.partial import Partial, collapse
 from attnmesh.kernels.merge import launch_checksum, merge_stacked, use_triton
+from attnmesh.kernels.native.digest import digest_on_host, wrapped
+from attnmesh.kernels.triton_runtime import interpreted
 
 MODULUS = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
@@ -30,10 +33,20 @@ class PartialMessage:
     out: torch.dtype
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows, and columns of out."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    @property
     def size(self) -> int:
         """Bytes of a message."""
-        rows = math.prod(self.shape[:-1])
+        rows, _ = self.sizes
         return (2 + rows) * self.lse.itemsize + rows * self.shape[-1] * self.out.itemsize
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the native library merges such messages through mailboxes: short ones, all in float32."""
+        return self.lse == self.out == torch.float32 and self.size <= SLOT and not interpreted()
 
     def blank(self, device: torch.device) -> Tensor:
         """Return memory for one message."""
@@ -83,6 +96,12 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
     if use_triton(like) and sum(x.numel() for x in tensors) <= MAX_KERNEL_ELEMENTS:
         return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
+    if state.device.type == "cpu":
+        number = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors))) % MODULUS
+        if into is None:
+            return torch.tensor((number, -number), dtype=like.dtype)
+        into[0], into[1] = number, -number
+        return into
     checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
     return checksum if into is None else into.copy_(checksum)
 

@@ -3,19 +3,26 @@
 Each ordered pair of ranks has one box with two counters: messages sent, which the sender alone raises, and messages
 received, which the receiver alone raises. The box is empty where they are equal. Other processors have to see stores in
 program order, as on x86. On other machines, and where memory cannot be shared, ranks use sockets.
+
+Where every rank of a host has the native library, a whole merge is one call, and a rank that waits sleeps until another
+wakes it. Elsewhere it yields the processor.
 """
 
 import mmap
 import os
 import platform
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import CDLL, memmove
 from pathlib import Path
 from time import monotonic, sleep
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from attnmesh.kernels.native.build import library
+from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.world import WORLD
 
 SLOT = 1 << 18
@@ -30,8 +37,11 @@ HEAD = 128
 ORDERED = ("x86_64", "amd64", "AMD64")
 """Processors that see the stores of another processor in program order."""
 
+SPIN = 50e-6
+"""Seconds that a waiting rank stays awake before it sleeps, where every rank of the host has a core."""
+
 SPINS, YIELD_SECONDS, NAP = 100, 0.02, 0.0002
-"""A waiting rank polls so many times, then yields the processor for so many seconds, then sleeps between polls."""
+"""Without the library a rank polls so many times, then yields for so many seconds, then sleeps between polls."""
 
 YIELD_SECONDS_BESIDE_SOCKETS = 0.0003
 """As `YIELD_SECONDS`, where other hosts send at the same time: gloo's threads need the processor to receive."""
@@ -41,15 +51,32 @@ CHECK_INTERVAL = 0.5
 
 FOLDER = Path("/dev/shm")
 
+Exchange = Callable[[bytes, int], int]
+
+FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
+"""Fields of `Exchange` and `Step` in `mailbox.cpp`."""
+
+SEND, COPY, MERGE, AWAIT, OWN = range(5)
+"""Kinds of steps, as there."""
+
 _yield = CDLL(None).sched_yield if os.name == "posix" else int
 """Yield the processor, also to other threads of this process."""
+
+
+class PeerLostError(RuntimeError):
+    """A rank that this one waits for does not answer."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
 
 
 class Mailboxes:
     """Boxes of this rank. `members` are the ranks of the axis that share the memory.
 
     A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are process ids, 0 for a
-    process that is not visible from here. A waiting rank yields for `yield_seconds` before it sleeps.
+    process that is not visible from here. A waiting rank yields for `yield_seconds` before it sleeps. With `native` all
+    members use the native library.
     """
 
     def __init__(
@@ -60,6 +87,7 @@ class Mailboxes:
         processes: Sequence[int],
         timeout: float,
         yield_seconds: float = YIELD_SECONDS,
+        native: bool = False,
     ) -> None:
         self.members = {rank: place for place, rank in enumerate(members)}
         self.mine = self.members[index]
@@ -67,15 +95,23 @@ class Mailboxes:
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
         self.processes = dict(zip(members, processes, strict=True))
-        self.timeout, self.yield_seconds = timeout, yield_seconds
+        self.timeout, self.yield_seconds, self.native = timeout, yield_seconds, native
+        self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
         WORLD.mailboxes.add(self)
 
     def serves(self, peer: int, size: int) -> bool:
         """Return whether messages of that size to and from a rank go through these mailboxes."""
         return size <= SLOT and peer in self.members
 
+    def holds(self, step: Round) -> bool:
+        """Return whether all ranks of a round are members."""
+        return step.recv in self.members and all(peer in self.members for peer in step.send)
+
     def send(self, peer: int, message: Tensor) -> None:
         """Copy a message of bytes into the box to a peer, once the previous one is received."""
+        if self.native:
+            self._exchange([self._sending(peer)], message)
+            return
         box = self._box(self.mine, self.members[peer])
         self._wait(box // 8 + 8, self.sent[peer], peer)
         memmove(self.start + box + HEAD, message.data_ptr(), len(message))
@@ -84,11 +120,53 @@ class Mailboxes:
 
     def recv(self, peer: int, into: Tensor) -> None:
         """Wait for the next message of a peer, and copy its first bytes."""
+        if self.native:
+            self._exchange([self._receiving(COPY, peer)], into)
+            return
         box = self._box(self.members[peer], self.mine)
         self.received[peer] += 1
         self._wait(box // 8, self.received[peer], peer)
         memmove(into.data_ptr(), self.start + box + HEAD, len(into))
         self.words[box // 8 + 8] = self.received[peer]
+
+    def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
+        """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
+        steps = []
+        for send, recv in rounds:
+            steps += [self._sending(peer) for peer in send]
+            steps.append(self._receiving(MERGE, recv))
+        self._exchange(steps, message, rows, width)
+
+    def merge_all(self, message: Tensor, rows: int, width: int) -> None:
+        """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
+        others = [peer for peer in self.members if self.members[peer] != self.mine]
+        steps = [self._sending(peer) for peer in others]
+        for peer, place in self.members.items():
+            steps.append((OWN, peer, 0) if place == self.mine else self._receiving(AWAIT, peer))
+        self._exchange(steps, message, rows, width)
+
+    def _sending(self, peer: int) -> tuple[int, int, int]:
+        """Return the step (kind, peer, count) that sends the next message to a peer."""
+        self.sent[peer] += 1
+        return SEND, peer, self.sent[peer] - 1
+
+    def _receiving(self, kind: int, peer: int) -> tuple[int, int, int]:
+        """Return the step that receives the next message of a peer."""
+        self.received[peer] += 1
+        return kind, peer, self.received[peer]
+
+    def _exchange(self, steps: Sequence[tuple[int, int, int]], message: Tensor, rows: int = 0, width: int = 0) -> None:
+        """Perform steps in one native call, which returns now and then to look after silent ranks."""
+        nap, sizes = int(CHECK_INTERVAL * 1e9), (len(message), rows, width)
+        fields = FIELDS.pack(self.start, message.data_ptr(), *sizes, self.spin, nap, len(steps))
+        for kind, peer, count in steps:
+            writer, reader = (self.mine, self.members[peer])[:: 1 if kind == SEND else -1]
+            fields += STEP.pack(kind, self._box(writer, reader), count)
+        function, done, blocked, since = cast(Exchange, library().exchange), 0, -1, 0.0
+        while (done := function(fields, done)) < len(steps):
+            if done != blocked:
+                blocked, since = done, monotonic()
+            self._check_alive(steps[done][1], since)
 
     def _box(self, writer: int, reader: int) -> int:
         """Return the offset of a box."""
@@ -113,13 +191,13 @@ class Mailboxes:
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
         if process and not alive(process):
-            raise RuntimeError(f"its process {process} has ended")
+            raise PeerLostError(peer, f"its process {process} has ended")
         place = self.members[peer]
         if self.words[self._box(place, place) // 8]:
-            raise RuntimeError("it has lost a rank itself, and left")
+            raise PeerLostError(peer, "it has lost a rank itself, and left")
         timeout = WORLD.deadline or self.timeout
         if monotonic() - since > timeout:
-            raise RuntimeError(f"timed out: it has sent nothing for {timeout:.0f} seconds")
+            raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise: a flag in this rank's box to itself, which is unused."""

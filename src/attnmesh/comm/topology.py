@@ -14,6 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from attnmesh.comm import shared_memory
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.shared_memory import Mailboxes
+from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
@@ -51,7 +52,7 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     if size and not new:
         memory = shared_memory.opened(name, size, new=False)
     space = _inode(Path("/proc/self/ns/pid"))
-    rows = all_gather_ints([memory is not None, os.getpid(), space], [axis])
+    rows = all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
     if new and size:
         shared_memory.unlink(name)
     if memory is None or not all(rows[rank][0] for rank in members):
@@ -59,7 +60,8 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
     alone = len(members) == axis.size
     yield_seconds = shared_memory.YIELD_SECONDS if alone else shared_memory.YIELD_SECONDS_BESIDE_SOCKETS
-    return Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds)
+    native = all(rows[rank][3] for rank in members)
+    return Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds, native)
 
 
 def _timeout(axis: Axis, device: torch.device) -> float:

@@ -37,7 +37,7 @@ def hash_each(numbers: Tensor) -> Tensor:
 def digest(x: Tensor) -> Tensor:
     """Return an int64 digest of a tensor's bits: weighted sums of rows modulo 2^64, then of their sums."""
     numbers = _fold(bits(x))
-    weights = _cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), ROW), x.device)
+    weights = cpu_weights() if x.device.type == "cpu" else _weights(min(len(numbers), ROW), x.device)
     while len(numbers) > ROW:
         rows = pad(numbers, (0, -len(numbers) % ROW)).view(-1, ROW)
         numbers = _fold((rows * weights).sum(1))
@@ -55,7 +55,8 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _cpu_weights() -> Tensor:
+def cpu_weights() -> Tensor:
+    """Return the weights of a row on the host."""
     with torch.inference_mode(False):
         return _weights(ROW, torch.device("cpu"))
 

@@ -16,6 +16,7 @@ from attnmesh.decode.block_cyclic import BlockCyclic
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.shared_blocks import SharedBlocks, prepended
 from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
 
 
@@ -315,9 +316,11 @@ class CacheShard:
             return True
         if length + more > self.sizes.capacity or stop > self.slots:
             return False
-        for x, tensor in zip(self.stored, new, strict=True):
-            own = tensor if self.heads.size == 1 else tensor.chunk(self.heads.size, 1)[self.heads.index]
-            x[:, :, used:stop] = own
+        own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if append(self.stored, own, self.token_index, self.state):
+            return True
+        for x, tensor in zip(self.stored, own, strict=True):
+            x[:, :, used:stop] = tensor
         self.token_index[used:stop] = torch.arange(length, length + more)
         self.state[:2] += more
         return True

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import describe_call, may_compare
-from attnmesh.comm.merge import MergeChecker, check_merge, send_poison
+from attnmesh.comm.merge import send_poison
+from attnmesh.comm.merge_checks import MergeChecker, check_merge
 from attnmesh.core.checks import (
     check_checked,
     check_key_lengths,
@@ -51,6 +52,8 @@ def decode(
     q: Tensor,
     cache: KVCache,
     *,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
     mask: Mask = Causal(),
     scale: float | None = None,
     softcap: float | None = None,
@@ -67,7 +70,9 @@ def decode(
 
     Args:
         q: Queries of the last tokens, (batch, heads, length, dim), equal on every rank.
-        cache: The sharded cache, which holds the keys and values of these tokens too.
+        cache: The sharded cache, which holds the keys and values of these tokens too, unless they are in `k` and `v`.
+        k: Keys of new tokens, appended first, as `cache.append(k, v)` does. They stay in the cache if the step raises.
+        v: Values of new tokens.
         mask: Which keys a query sees.
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
@@ -100,6 +105,12 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
+    if k is not None or v is not None:
+        cache.append(cast(Tensor, k), v)
+    given = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    alone = cache.tokens.size == cache.mesh.heads.size == 1 and sinks is key_lengths is None and not unsupported
+    if alone and (known := cache.known_steps.run(q, cache.shard, given)) is not None:
+        return known
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
     logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
     step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
@@ -117,6 +128,8 @@ def decode(
         return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, key_lengths, *step.encode()))
     with torch.no_grad():
         out = _run_compared(q, cache, sinks, key_lengths, step, checked)
+    if alone:
+        cache.known_steps.learn(q, cache.shard, given, step)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.attention.latent import Latents, Projection
 from attnmesh.comm.consensus import agree
-from attnmesh.comm.merge import check_merge
+from attnmesh.comm.merge_checks import check_merge
 from attnmesh.core.checks import check_checked, check_count, require
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.decode.cache import KVCache

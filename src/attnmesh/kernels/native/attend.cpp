@@ -151,12 +151,15 @@ inline void sums(const Floats* x, float* out) {
 
 // One problem. Strides are in elements; the last dim of each tensor has stride 1. `out` and `lse` are float32.
 struct Problem {
+    // Fields of each call.
     const void *q, *k, *v;
-    float *out, *lse;
+    float *out, *lse;           // lse may be null
     const int64_t *low, *high;  // keys that each query sees, [low, high); null where all see all
-    int64_t batch, kv_heads, group, length, keys, dim, value_dim, threads, dtype;
-    int64_t q_strides[3], k_strides[3], v_strides[3], out_strides[3], lse_strides[3];  // sequence, head, token
-    double scale, softcap;  // softcap 0 for none
+    int64_t q_strides[4], k_strides[4], v_strides[4], keys, threads;
+    // Fields of all calls of a kind.
+    int64_t batch, kv_heads, group, length, dim, value_dim, dtype;
+    int64_t out_strides[3], lse_strides[3];  // sequence, head, token
+    double scale, softcap;                   // softcap 0 for none
 };
 
 namespace {
@@ -397,7 +400,7 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
         float* out = p.out + row * p.out_strides[0] + q_head * p.out_strides[1] + token * p.out_strides[2];
         for (int64_t d = 0; d < p.value_dim; d++) out[d] = sum ? total[place_of<T>(d)] / sum : 0.0f, bad += out[d] * 0.0f;
         float lse = sum ? most + std::log(sum) : NONE;
-        p.lse[row * p.lse_strides[0] + q_head * p.lse_strides[1] + token * p.lse_strides[2]] = lse;
+        if (p.lse) p.lse[row * p.lse_strides[0] + q_head * p.lse_strides[1] + token * p.lse_strides[2]] = lse;
     }
     return bad == 0;
 }
@@ -482,14 +485,11 @@ int attend(const Problem& p) {
 
 }  // namespace
 
-extern "C" {
-
 // Writes `out` and `lse`. Returns 0, or 1 if a logit or an output is not finite and nothing is to be used.
-int attnmesh_attend(const Problem* problem) {
+extern "C" int64_t attnmesh_attend(const Problem* problem) {
     switch (problem->dtype) {
         case FLOAT32: return attend<float>(*problem);
         case BFLOAT16: return attend<BFloat16>(*problem);
         default: return attend<_Float16>(*problem);
     }
-}
 }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-SOURCE = Path(__file__).with_name("attend.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
 
@@ -23,26 +23,38 @@ SECONDS = 120
 """Most seconds of a compilation."""
 
 
-class Library(NamedTuple):
-    """The function of the library, or the reason why there is none."""
+Function = Callable[[bytes], int]
+"""A function of the library. It takes the fields of a C structure."""
 
-    attend: Callable[[bytes], int] | None
-    reason: str | None
+
+class Library(NamedTuple):
+    """The functions of the library, or the reason why there is none."""
+
+    attend: Function | None = None
+    append: Function | None = None
+    exchange: Callable[[bytes, int], int] | None = None
+    digest: Callable[[int, int, int, int], int] | None = None
+    reason: str | None = None
 
 
 @cache
 def library() -> Library:
     """Return the library. The first call on a machine compiles it, for some seconds."""
     if os.environ.get("ATTNMESH_NATIVE") == "0":
-        return Library(None, "ATTNMESH_NATIVE=0 turns it off")
+        return Library(reason="ATTNMESH_NATIVE=0 turns it off")
     try:
         loaded = ctypes.CDLL(str(_shipped() or _built()))
     except _MissingError as missing:
-        return Library(None, str(missing))
+        return Library(reason=str(missing))
     except OSError as error:
-        return Library(None, f"the library does not load: {_line(str(error))}")
-    loaded.attnmesh_attend.argtypes = [ctypes.c_char_p]
-    return Library(loaded.attnmesh_attend, None)
+        return Library(reason=f"the library does not load: {_line(str(error))}")
+    fields, pointer, number = ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64
+    attend, append, exchange, digest = (getattr(loaded, f"attnmesh_{name}") for name in Library._fields[:4])
+    attend.argtypes = append.argtypes = [fields]
+    exchange.argtypes, digest.argtypes = [fields, number], [pointer, number, number, pointer]
+    for function in (attend, append, exchange, digest):
+        function.restype = number
+    return Library(attend, append, exchange, digest)
 
 
 class _MissingError(Exception):
@@ -52,7 +64,7 @@ class _MissingError(Exception):
 def _shipped() -> Path | None:
     """Return the library of the wheel, if it has one that this CPU runs."""
     machine = platform.machine()
-    file = SOURCE.with_name(f"attend-{machine}.so")
+    file = Path(__file__).with_name(f"native-{machine}.so")
     runs = machine != "x86_64" or torch.backends.cpu.get_cpu_capability().startswith("AVX")  # AVX2 or AVX512
     return file if runs and file.exists() else None
 
@@ -62,11 +74,11 @@ def _built() -> Path:
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise _MissingError("there is no C++ compiler: install g++ or clang++")
-    source = SOURCE.read_bytes()
     version = _output([compiler, "--version"])
-    key = sha256(b"\0".join([source, version.encode(), _cpu().encode(), " ".join(FLAGS).encode()])).hexdigest()[:16]
+    sources = [source.read_bytes() for source in SOURCES]
+    key = sha256(b"\0".join([*sources, version.encode(), _cpu().encode(), " ".join(FLAGS).encode()])).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnmesh" / "native"
-    file = folder / f"attend-{key}.so"
+    file = folder / f"native-{key}.so"
     if file.exists():
         return file
     try:
@@ -82,9 +94,9 @@ def _built() -> Path:
 
 def _compile(compiler: str, folder: Path, file: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made = Path(scratch) / "attend.so"
+        made = Path(scratch) / "native.so"
         native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-        _output([compiler, *FLAGS, native, str(SOURCE), "-o", str(made)])
+        _output([compiler, *FLAGS, native, *map(str, SOURCES), "-o", str(made)])
         os.replace(made, file)
 
 

@@ -5,9 +5,9 @@ with `ATTNMESH_NATIVE=0`, PyTorch's operator serves instead.
 """
 
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.cpu import FlashCPU
-from attnmesh.kernels.native.build import library
+from attnmesh.kernels.native.build import Function, library
 from attnmesh.kernels.reference import Reference
 
 MOST_ROWS = 64
@@ -25,8 +25,8 @@ MOST_ROWS = 64
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-PROBLEM = struct.Struct("7P24q2d")
-"""Fields of `Problem` in `attend.cpp`."""
+CALL, KIND = struct.Struct("7P14q"), struct.Struct("13q2d")
+"""Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,15 @@ class Native:
         """Return the block's partial, in float32."""
         band = block.bounds() if block.causal or block.band is not None else None
         rows = max(1, MOST_ROWS * k.shape[1] // q.shape[1])
-        shape, order = (*q.shape[:-1], v.shape[-1]), (0, 2, 1, 3)  # as an output projection reads it
-        out = torch.empty_permuted(shape, order, dtype=torch.float32)
-        lse = torch.empty(q.shape[:-1], dtype=torch.float32)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out, lse = NativeKind.of(q, k, v, logits).blank()
         for start in range(0, q.shape[2], rows):
             some = slice(start, start + rows)
             bounds = None if band is None else Band(band.low[some].contiguous(), band.high[some].contiguous())
-            into = Partial(out[:, :, some], lse[:, :, some])
-            if not _attend(q[:, :, some], k, v, bounds, logits, into):
+            some_q, into = q[:, :, some], Partial(out[:, :, some], lse[:, :, some])
+            if not NativeKind.of(some_q, k, v, logits, q.shape[2]).launch(some_q, k, v, into, bounds):
                 rows_of_block = torch.arange(start, min(start + rows, q.shape[2]))
-                exact = Reference().attend(q[:, :, some], k, v, block.select(rows_of_block), logits)
+                exact = Reference().attend(some_q, k, v, block.select(rows_of_block), logits)
                 into.out.copy_(exact.out)
                 into.lse.copy_(exact.lse)
         return Partial(out, lse)
@@ -83,25 +81,60 @@ class Native:
         return FlashCPU().backward(q, k, v, BackwardInputs(out, saved.lse, saved.dout), block, logits)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits, into: Partial) -> bool:
-    """Write the partial of some rows. Return False if a number is not finite."""
-    low, high = (0, 0) if band is None else (band.low.data_ptr(), band.high.data_ptr())
-    tensors = (q, k, v, into.out, into.lse)
-    problem = PROBLEM.pack(
-        *(x.data_ptr() for x in tensors),
-        low,
-        high,
-        q.shape[0],
-        k.shape[1],
-        q.shape[1] // k.shape[1],
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        v.shape[3],
-        torch.get_num_threads(),
-        DTYPES[q.dtype],
-        *(stride for x in tensors for stride in x.stride()[:3]),
-        logits.scale,
-        logits.softcap if logits.capped else 0.0,
-    )
-    return cast(Callable[[bytes], int], library().attend)(problem) == 0
+class NativeKind(NamedTuple):
+    """Calls of one kind: all but the memory of their tensors, the number of keys, and the keys that a row sees."""
+
+    fields: bytes
+    out: tuple[int, ...]  # shapes and strides of the partial
+    out_strides: tuple[int, ...]
+    lse: tuple[int, ...]
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, logits: Logits, tokens: int | None = None) -> "NativeKind":
+        """Return the kind of a call. Its rows are part of a partial of so many tokens, or all of it."""
+        tokens = q.shape[2] if tokens is None else tokens
+        return _kind(tuple(q.shape), k.shape[1], v.shape[3], q.dtype, logits, tokens)
+
+    def blank(self) -> Partial:
+        """Return memory for a partial, `out` in the order that an output projection reads."""
+        out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32)
+        return Partial(out, torch.empty(self.lse, dtype=torch.float32))
+
+    def launch(
+        self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None, first: int = 0, keys: int = -1
+    ) -> bool:
+        """Write the partial. Return False if a number is not finite, or the last dim of a tensor is not in one piece.
+
+        Rows see all of the `keys` from the `first` on, or those between `bounds`, which count from there.
+        """
+        q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
+            return False
+        size, (low, high) = q.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
+        call = CALL.pack(
+            q.data_ptr(),
+            k.data_ptr() + first * k_strides[2] * size,
+            v.data_ptr() + first * v_strides[2] * size,
+            into.out.data_ptr(),
+            into.lse.data_ptr(),
+            low,
+            high,
+            *q_strides,
+            *k_strides,
+            *v_strides,
+            k.shape[2] if keys < 0 else keys,
+            torch.get_num_threads(),
+        )
+        return cast(Function, library().attend)(call + self.fields) == 0
+
+
+@lru_cache(maxsize=1024)
+def _kind(
+    shape: tuple[int, ...], kv_heads: int, width: int, dtype: torch.dtype, logits: Logits, tokens: int
+) -> NativeKind:
+    batch, heads, rows, dim = shape
+    strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
+    sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, DTYPES[dtype]
+    cap = logits.softcap if logits.capped else 0.0
+    fields = KIND.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, logits.scale, cap)
+    return NativeKind(fields, (batch, heads, tokens, width), strides, lse)

@@ -1,0 +1,116 @@
+"""Merges between ranks of one host as one native call, whose steps are worked out once for each kind of partial."""
+
+import math
+import struct
+from collections.abc import Sequence
+from ctypes import memmove, string_at
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.counters import count_messages, timed_merge
+from attnmesh.comm.failures import Watched
+from attnmesh.comm.merge_checks import MergeChecker, mesh_of
+from attnmesh.comm.message import MODULUS, PartialMessage
+from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
+from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
+from attnmesh.core.partial import Partial
+from attnmesh.kernels.known_calls import are_plain
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.reduction_tree import Round
+from attnmesh.mesh.world import cached_per_world
+
+CHECKSUM = struct.Struct("2f")
+
+CPU = torch.device("cpu")
+
+
+class NearMerge:
+    """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
+
+    def __init__(self, axis: Axis, shape: tuple[int, ...], how: str, mailboxes: Mailboxes) -> None:
+        self.axis, self.shape, self.mailboxes = axis, shape, mailboxes
+        self.rows, self.width = math.prod(shape[:-1]), shape[-1]
+        self.rounds = rounds(axis, False)[axis.index] if how == "tree" else None
+
+    def blank(self) -> Tensor:
+        """Return memory for a message: the checksum, the lse of each row, and the rows of out."""
+        return torch.empty(2 + self.rows * (1 + self.width))
+
+    def places(self, message: Tensor) -> Partial:
+        """Return views of the partial in a message."""
+        lse, out = message[2 : 2 + self.rows], message[2 + self.rows :]
+        return Partial(out.view(self.shape), lse.view(self.shape[:-1]))
+
+    def run(self, message: Tensor, number: int) -> bool:
+        """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
+        start = message.data_ptr()
+        memmove(start, CHECKSUM.pack(number % MODULUS, -(number % MODULUS)), CHECKSUM.size)
+        with timed_merge():
+            merge_near(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+        first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
+        return first + second == 0
+
+
+@cached_per_world(1024)
+def near_merge(axis: Axis, shape: tuple[int, ...], how: str) -> NearMerge | None:
+    """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
+
+    The first call along an axis is collective.
+    """
+    if axis.size == 1:
+        return None
+    mailboxes, best = mailboxes_of(axis, CPU), best_merge(axis, CPU)
+    how = best if how == "auto" else how
+    short = PartialMessage(shape, torch.float32, torch.float32).is_native
+    if mailboxes is None or not mailboxes.native or len(mailboxes.members) < axis.size or not short:
+        return None
+    return NearMerge(axis, shape, how, mailboxes) if how in ("tree", "direct") else None
+
+
+def merge_near(
+    message: Tensor, rows: int, width: int, axis: Axis, mailboxes: Mailboxes, steps: Sequence[Round] | None
+) -> None:
+    """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
+    try:
+        if steps is None:
+            mailboxes.merge_all(message, rows, width)
+        else:
+            mailboxes.merge_along_tree(message, steps, rows, width)
+    except PeerLostError as error:
+        with Watched(axis, "merging", error.peer):
+            raise
+    count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
+
+
+def kind_of(partial: object, axis: Axis, *options: Any) -> tuple[Any, ...] | None:
+    """Return all that the checks of a call depend on, if one native call may serve it: partials in float32 alone."""
+    how, output, wire, base, checked = options
+    plain = output == "replicated" and wire is None and base == "e" and (checked is None or type(checked) is bool)
+    if not plain or axis.size == 1 or not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
+        return None
+    out, lse = partial
+    kind = axis, how, checked, out.shape, lse.shape
+    return kind if out.dtype == lse.dtype == torch.float32 and isinstance(how, str) else None
+
+
+@cached_per_world(1024)
+def known_merges(kind: tuple[Any, ...]) -> list[tuple[NearMerge, str]]:
+    """Return the merge of a kind of calls with the text that ranks compare, once a call has been served."""
+    return []
+
+
+def merge_known(partial: Partial, near: NearMerge, text: str, *, compares: bool) -> Partial:
+    """Return the merge in new tensors, of a call whose kind is known."""
+    message = near.blank()
+    place = near.places(message)
+    place.out.copy_(partial.out)
+    place.lse.copy_(partial.lse)
+    if not near.run(message, crc32(text.encode())):
+        if not compares:  # ranks whose calls differ get NaN
+            place.out.fill_(torch.nan)
+        else:
+            MergeChecker(mesh_of(near.axis), "tree", True, lambda: text).after(message[:2], "merge_across")
+    return place

@@ -1,0 +1,46 @@
+"""New tokens of a cache shard, written in place by one native call."""
+
+import struct
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from attnmesh.kernels.native.build import library
+
+FIELDS = struct.Struct("6P18q")
+"""Fields of `Append` in `cache.cpp`."""
+
+
+def append(stored: Sequence[Tensor], new: Sequence[Tensor], token_index: Tensor, state: Tensor) -> bool:
+    """Write new tokens after those in the shard. Return False where there is no library, or rows are not in one piece.
+
+    `state` has the tokens on all ranks and those in the shard. It is updated.
+    """
+    function = library().append
+    if function is None:
+        return False
+    (first, last), (given, more) = (stored[0], stored[-1]), (new[0], new[-1])
+    size, batch, heads, tokens = given.itemsize, *given.shape[:3]
+    strides = []
+    for x in (first, last, given, more):
+        sequence, head, token, column = x.stride()
+        if column != 1:
+            return False
+        strides += [sequence * size, head * size, token * size]
+    fields = FIELDS.pack(
+        first.data_ptr(),
+        last.data_ptr(),
+        given.data_ptr(),
+        more.data_ptr(),
+        token_index.data_ptr(),
+        state.data_ptr(),
+        *strides,
+        first.shape[3] * size,
+        last.shape[3] * size,
+        len(stored),
+        batch,
+        heads,
+        tokens,
+    )
+    function(fields)
+    return True

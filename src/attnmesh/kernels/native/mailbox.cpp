@@ -1,0 +1,197 @@
+// Messages between the ranks of a host through shared memory, and the merge of the partials in them.
+//
+// A box is of one writer and one reader. Its head has the number of messages sent and the number received. The box is
+// empty where they are equal. A rank that waits spins for a moment, and then sleeps until the other rank wakes it.
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF  // a merge gives the same bits whichever of two messages comes first
+#else
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+namespace {
+
+constexpr int64_t MOST_RANKS = 64;
+
+struct alignas(64) Counter {
+    int64_t messages;
+    int32_t sleepers;
+};
+
+struct Box {
+    Counter sent, received;
+    char message[];
+};
+
+int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// The low half of a counter, which a rank sleeps on.
+int32_t* word_of(Counter& counter) {
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    return (int32_t*)&counter.messages + 1;
+#else
+    return (int32_t*)&counter.messages;
+#endif
+}
+
+void sleep_on(Counter& counter, int32_t seen, int64_t longest) {
+#if defined(__linux__)
+    timespec limit = {longest / 1000000000L, longest % 1000000000L};
+    syscall(SYS_futex, word_of(counter), FUTEX_WAIT, seen, &limit, nullptr, 0);
+#else
+    timespec nap = {0, 200000};
+    nanosleep(&nap, nullptr);
+#endif
+}
+
+// Raises the counter, and wakes the rank that sleeps on it.
+void raise_to(Counter& counter, int64_t count) {
+    __atomic_store_n(&counter.messages, count, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+    if (__atomic_load_n(&counter.sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, word_of(counter), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+#endif
+}
+
+bool has(Counter& counter, int64_t count) { return __atomic_load_n(&counter.messages, __ATOMIC_SEQ_CST) >= count; }
+
+// Waits for `spin` nanoseconds awake and then asleep. Returns whether the counter has reached the count.
+bool reached(Counter& counter, int64_t count, int64_t spin, int64_t sleep) {
+    if (has(counter, count)) return true;
+    for (int64_t end = spin ? nanoseconds() + spin : 0; spin && nanoseconds() < end;)
+        for (int i = 0; i < 50; i++) {
+            if (has(counter, count)) return true;
+            relax();
+        }
+    __atomic_fetch_add(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
+    int32_t seen = __atomic_load_n(word_of(counter), __ATOMIC_SEQ_CST);
+    if (!has(counter, count)) sleep_on(counter, seen, sleep);
+    __atomic_fetch_sub(&counter.sleepers, 1, __ATOMIC_SEQ_CST);
+    return has(counter, count);
+}
+
+// Merges partials, each (checksum of two numbers, lse of each row, out of each row), into the first or anywhere else.
+void merge(const float* const* given, int64_t count, int64_t rows, int64_t width, float* into) {
+    for (int i = 0; i < 2; i++) {
+        float most = given[0][i];
+        for (int64_t n = 1; n < count; n++) most = given[n][i] > most || std::isnan(given[n][i]) ? given[n][i] : most;
+        into[i] = most;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        float weights[MOST_RANKS], peak = -FLT_MAX, total = 0;  // of an empty row the peak is finite, the weights are 0
+        for (int64_t n = 0; n < count; n++) {
+            float lse = given[n][2 + r];
+            peak = lse > peak || std::isnan(lse) ? lse : peak;
+        }
+        for (int64_t n = 0; n < count; n++) total += weights[n] = std::exp(given[n][2 + r] - peak);
+        for (int64_t n = 0; n < count; n++) weights[n] /= std::max(total, 1.0f);
+        float* out = into + 2 + rows + r * width;
+        const float* first = given[0] + 2 + rows + r * width;
+        if (count == 2) {
+            const float* second = given[1] + 2 + rows + r * width;
+            for (int64_t d = 0; d < width; d++) out[d] = first[d] * weights[0] + second[d] * weights[1];
+        } else {
+            for (int64_t d = 0; d < width; d++) {
+                float sum = first[d] * weights[0];
+                for (int64_t n = 1; n < count; n++) sum += given[n][2 + rows + r * width + d] * weights[n];
+                out[d] = sum;
+            }
+        }
+        into[2 + r] = peak + std::log(total);
+    }
+}
+
+}  // namespace
+
+enum Kind {
+    SEND,   // put the message into a box
+    COPY,   // take a message from a box
+    MERGE,  // take a message, and merge it into this rank's
+    AWAIT,  // wait for a message of which all are merged at the end, in the order of these steps
+    OWN,    // this rank's own message among those
+};
+
+struct Step {
+    int64_t kind, box, count;  // the box as an offset; messages sent before, or received with this one
+};
+
+// The messages of one merge, or one message. A message that is merged is in float32.
+struct Exchange {
+    char *memory, *message;
+    int64_t size, rows, width, spin, sleep, steps;
+    Step step[];
+};
+
+// Performs the steps from `done` on. Returns how many are done: fewer than all if a wait was long, or interrupted.
+extern "C" int64_t attnmesh_exchange(const Exchange* e, int64_t done) {
+    const float* given[MOST_RANKS];
+    int64_t count = 0;
+    for (int64_t i = 0; i < e->steps; i++) {
+        const Step& step = e->step[i];
+        Box& box = *(Box*)(e->memory + step.box);
+        if (step.kind == AWAIT || step.kind == OWN) given[count++] = (float*)(step.kind == OWN ? e->message : box.message);
+        if (i < done || step.kind == OWN) continue;
+        if (!reached(step.kind == SEND ? box.received : box.sent, step.count, e->spin, e->sleep)) return i;
+        if (step.kind == SEND) {
+            std::memcpy(box.message, e->message, e->size);
+            raise_to(box.sent, step.count + 1);
+        } else if (step.kind != AWAIT) {
+            const float* both[2] = {(float*)e->message, (float*)box.message};
+            if (step.kind == COPY)
+                std::memcpy(e->message, box.message, e->size);
+            else
+                merge(both, 2, e->rows, e->width, (float*)e->message);
+            raise_to(box.received, step.count);
+        }
+    }
+    if (count) merge(given, count, e->rows, e->width, (float*)e->message);
+    for (int64_t i = 0; i < e->steps; i++)
+        if (e->step[i].kind == AWAIT) raise_to(((Box*)(e->memory + e->step[i].box))->received, e->step[i].count);
+    return e->steps;
+}
+
+namespace {
+
+template <class T>
+int64_t digest(const T* x, int64_t count, const int64_t* weights) {
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t number = x[i];
+        if (sizeof(T) == 8) number ^= number >> 32;
+        sum += (uint64_t)number * (uint64_t)weights[i];
+    }
+    return (int64_t)sum;
+}
+
+}  // namespace
+
+// The digest of `core/digest.py`, of no more elements than there are weights.
+extern "C" int64_t attnmesh_digest(const void* x, int64_t count, int64_t bytes, const int64_t* weights) {
+    return bytes == 1   ? digest((const int8_t*)x, count, weights)
+           : bytes == 2 ? digest((const int16_t*)x, count, weights)
+           : bytes == 4 ? digest((const int32_t*)x, count, weights)
+                        : digest((const int64_t*)x, count, weights);
+}
