@@ -10,6 +10,8 @@ A merge sends one message a step, of a size that does not depend on the context.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
+from time import perf_counter
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -20,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.counters import count_messages, timed_merge
+from attnmesh.comm.counters import count_messages, current_traffic, timed_merge
 from attnmesh.comm.failures import collective
 from attnmesh.comm.merge_checks import (
     BASES,
@@ -34,7 +36,7 @@ from attnmesh.comm.merge_checks import (
 )
 from attnmesh.comm.message import PartialMessage, checksum_of
 from attnmesh.comm.near_merge import kind_of, known_merges, merge_known, merge_near, near_merge
-from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
+from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
@@ -43,7 +45,11 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError, MeshError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of, group_named
+from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
+
+TRIALS = 9
+"""Merges of each kind that are timed before "auto" chooses one. The first third are not counted."""
 
 
 def merge_across(
@@ -101,9 +107,9 @@ def merge_across(
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
         out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
-        near = near_merge(axis, tuple(out.shape), how) if kind is not None else None
-        if kind is not None and near is not None:
-            known_merges(kind).append((near, call_text(partial, how, output, wire, base)))
+        if kind is not None:
+            near = near_merge(axis, tuple(partial.out.shape), chosen_merge(axis, how, output, lse.device))
+            known_merges(kind).extend([] if near is None else [(near, call_text(partial, how, output, wire, base))])
     return Partial(out, lse if base == "e" else lse / BASES[base])
 
 
@@ -200,9 +206,7 @@ def merge_ranks(
         return partial, checksum
     dtype = sum_dtype(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
-    best = best_merge(axis, checksum.device)  # the first call is an all-gather: every rank makes it, whatever its `how`
-    if how == "auto":
-        how = "direct" if output == "heads" else best
+    how = chosen_merge(axis, how, output, checksum.device)
     # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
     if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
         compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
@@ -239,6 +243,34 @@ def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
     how, output = (given if given in known else "auto" for given, known in ((how, MERGE_CHOICES), (output, OUTPUTS)))
     return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), canonical=canonical)
+
+
+def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
+    """Return the merge that `how` stands for. Every rank makes the first call along an axis, whatever its `how`."""
+    best = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
+    return how if how != "auto" else "direct" if output == "heads" else best
+
+
+@cached_per_world()
+def fastest_merge(axis: Axis) -> str:
+    """Return the fastest merge of short messages along an axis of CPUs, measured at the first call, alike on all ranks.
+
+    The tree is taken unless the other is faster by more than they vary: its messages grow less with the ranks.
+    """
+    form = PartialMessage((1, 32, 1, 128), torch.float32, torch.float32)
+    seconds: dict[str, list[float]] = {"tree": [], "direct": []}
+    token = current_traffic.set(None)
+    try:
+        for _ in range(TRIALS):
+            for how, times in seconds.items():
+                message, start = torch.zeros(form.size, dtype=torch.uint8), perf_counter()
+                _merge_messages(message, form, axis, how, False)
+                times.append(perf_counter() - start)
+    finally:
+        current_traffic.reset(token)
+    medians = [int(1e9 * median(times[TRIALS // 3 :])) for times in seconds.values()]
+    tree, direct = (max(column) for column in zip(*all_gather_ints(medians, [axis]), strict=True))
+    return "direct" if direct < 0.95 * tree else "tree"
 
 
 def _merge_messages(

@@ -15,9 +15,10 @@ from attnmesh.comm.failures import Watched
 from attnmesh.comm.merge_checks import MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
-from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
+from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.known_calls import are_plain
+from attnmesh.kernels.native.digest import wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.world import cached_per_world
@@ -46,7 +47,7 @@ class NearMerge:
 
     def run(self, message: Tensor, number: int) -> bool:
         """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
-        start = message.data_ptr()
+        start, number = message.data_ptr(), wrapped(number)
         memmove(start, CHECKSUM.pack(number % MODULUS, -(number % MODULUS)), CHECKSUM.size)
         with timed_merge():
             merge_near(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
@@ -62,8 +63,7 @@ def near_merge(axis: Axis, shape: tuple[int, ...], how: str) -> NearMerge | None
     """
     if axis.size == 1:
         return None
-    mailboxes, best = mailboxes_of(axis, CPU), best_merge(axis, CPU)
-    how = best if how == "auto" else how
+    mailboxes = mailboxes_of(axis, CPU)
     short = PartialMessage(shape, torch.float32, torch.float32).is_native
     if mailboxes is None or not mailboxes.native or len(mailboxes.members) < axis.size or not short:
         return None

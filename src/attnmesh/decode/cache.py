@@ -24,11 +24,10 @@ from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
 from attnmesh.decode.checkpoint_writer import SavedPieces
-from attnmesh.decode.known_steps import KnownSteps
+from attnmesh.decode.known_steps import KnownAppends, KnownSteps
 from attnmesh.decode.pages import PagedCache
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache
-from attnmesh.kernels.known_calls import are_plain
 from attnmesh.mesh.axes import Mesh, flat_axis
 
 
@@ -113,8 +112,7 @@ class KVCache(PagedCache, SavedCache):
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
-        self.known_appends: set[tuple[Any, ...]] = set()  # kinds of new tokens that were checked
-        self.known_steps = KnownSteps()
+        self.known_appends, self.known_steps = KnownAppends(), KnownSteps()
         if self.tokens.size > 1:
             rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
@@ -181,27 +179,21 @@ class KVCache(PagedCache, SavedCache):
         tensor([2, 3])
         """
 
-        kind = self.kind_of_new(k, v) if token_mask is None else None
+        compares = "append" not in self.checker.kinds if self.checker.checked is None else self.checker.checked
+        compares = compares and self.mesh.shape.ranks > 1
+        if token_mask is None and not compares and self.known_appends.run(k, v, self.shards):
+            return
 
         def check() -> None:
-            if kind is None or kind not in self.known_appends:
-                self.sizes.check_new("append", k, v, self.device)
-                self.sizes.check_token_mask("append", token_mask, k.shape[2])
+            self.sizes.check_new("append", k, v, self.device)
+            self.sizes.check_token_mask("append", token_mask, k.shape[2])
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
         self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
-        if kind is not None:
-            self.known_appends.add(kind)
-
-    def kind_of_new(self, k: Tensor, v: Tensor | None) -> tuple[Any, ...] | None:
-        """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
-        if not are_plain(k) or not (v is None or are_plain(v)):
-            return None
-        others = (None, None) if v is None else (v.shape, v.dtype)
-        return k.shape, k.dtype, *others, self.sizes
+        self.known_appends.learn(k, v, self.sizes)
 
     def append_shard(
         self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1

@@ -180,7 +180,7 @@ class CacheShard:
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         more = new[0].shape[2]
-        if self._is_plain(more, token_mask) and self._append_run(new, more):
+        if self._is_plain(more, token_mask) and self.append_run(new, more, *self.state[:2].tolist()):
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
@@ -304,9 +304,11 @@ class CacheShard:
             return False
         return self.padding is None and token_mask is None  # every rank records padding
 
-    def _append_run(self, new: Tensors, more: int) -> bool:
-        """Add new tokens that one rank owns, in one copy for each tensor. Return False if several ranks own them."""
-        length, used = self.state[:2].tolist()
+    def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
+        """Add new tokens that one rank owns, in one copy for each tensor. Return False if several ranks own them.
+
+        `length` and `used` are the tokens so far, on all ranks and on this one.
+        """
         ranks, stop = self.block_cyclic.ranks, used + more
         first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
         if ranks > 1 and first != last:

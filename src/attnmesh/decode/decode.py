@@ -6,7 +6,7 @@ The blocks of a rank are one subtree.
 """
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Never, cast
 from zlib import crc32
 
@@ -33,6 +33,7 @@ from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
+from attnmesh.decode.known_steps import Known, attend_alone, attend_and_merge
 from attnmesh.decode.step import (
     DecodeStep,
     decode_op,
@@ -108,9 +109,10 @@ def decode(
     if k is not None or v is not None:
         cache.append(cast(Tensor, k), v)
     given = mask, scale, softcap, merge, output, reproducible, kernel, checked
-    alone = cache.tokens.size == cache.mesh.heads.size == 1 and sinks is key_lengths is None and not unsupported
-    if alone and (known := cache.known_steps.run(q, cache.shard, given)) is not None:
-        return known
+    plain = cache.mesh.heads.size == 1 and sinks is key_lengths is None and not unsupported
+    known = cache.known_steps.find(q, cache.shard, given) if plain else None
+    if known is not None and (out := _run_known(q, cache, known, checked)) is not None:
+        return out
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
     logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
     step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
@@ -128,10 +130,35 @@ def decode(
         return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, key_lengths, *step.encode()))
     with torch.no_grad():
         out = _run_compared(q, cache, sinks, key_lengths, step, checked)
-    if alone:
+    if plain:
         cache.known_steps.learn(q, cache.shard, given, step)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
+
+
+def _run_known(q: Tensor, cache: KVCache, known: Known, checked: bool | None) -> Tensor | None:
+    """Return the output of a step whose kind is known, as `_run_compared` does; None if a number is not finite."""
+    if known.near is None:
+        return attend_alone(q, cache.shard, known)
+    number = _call_number((*_kind(q, known.step, None, None), ()), cache.history_checksum)
+    found = attend_and_merge(q, cache.shard, known.near, known, number)
+    if found is None:
+        return None
+    out, checksum, equal = found
+    if equal:
+        return out
+    if checked is False or (checked is None and cache.checker.checked is False):
+        return out.fill_(torch.nan)
+    text = partial(_describe, q, cache, None, None, known.step)
+    MergeChecker(cache.mesh, known.step.merge, True, text).after(checksum, "decode")
+    return None
+
+
+def _kind(
+    q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None
+) -> tuple[tuple[Any, ...], torch.dtype, torch.Size, torch.dtype | None, bool]:
+    """Return the kind of a step: its options, and the dtypes and shapes of its tensors."""
+    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
 
 
 def _run_compared(
@@ -144,7 +171,7 @@ def _run_compared(
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     stays = _stays_on_device(cache, step)
-    kind = step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
+    kind = _kind(q, step, sinks, key_lengths)
     wanted = (not stays or kind not in cache.checker.kinds) if checked is None else checked
     compares = may_compare(cache.device) and wanted
     agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, key_lengths, step))

@@ -1,25 +1,67 @@
-"""Steps of decoding on one rank, of a kind that was checked before: one launch of the native kernel on the cache."""
+"""Tokens and steps of decoding of a kind that was checked before.
+
+New tokens are one native call, a step is one launch on the cache and one native merge across ranks.
+"""
 
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnmesh.comm.merge import chosen_merge
+from attnmesh.comm.near_merge import CHECKSUM, NearMerge, near_merge
 from attnmesh.core.mask import Band, Mask
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.cache_shard import CacheShard
+from attnmesh.decode.cache_shard import CacheShard, stored
+from attnmesh.decode.replicas import Shards
 from attnmesh.decode.step import DecodeStep
 from attnmesh.kernels.driver import NATIVE, choose_for_cache
 from attnmesh.kernels.known_calls import MOST_KINDS, are_plain
+from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 
 
+class KnownAppends:
+    """The kinds of new tokens that a cache and its forks have appended: shapes and dtypes, on caches of one size."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[Any, ...]] = set()
+
+    def run(self, k: Tensor, v: Tensor | None, shards: Shards) -> bool:
+        """Append tokens of a known kind that fit, all to one rank. Return False if others are to be checked."""
+        shard = shards.own
+        if not self.kinds or _kind_of_new(k, v, shard.sizes) not in self.kinds:
+            return False
+        if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
+            return False
+        (length, used), more = shard.state.tolist(), k.shape[2]
+        if length + more > shard.sizes.capacity or not shard.append_run(stored(k, v), more, length, used):
+            return False
+        shards.known_length = length + more
+        return True
+
+    def learn(self, k: Tensor, v: Tensor | None, sizes: Sizes) -> None:
+        """Keep the kind of tokens that were checked and appended."""
+        if (kind := _kind_of_new(k, v, sizes)) is not None and k.shape[2]:
+            if len(self.kinds) >= MOST_KINDS:
+                self.kinds.clear()
+            self.kinds.add(kind)
+
+
+def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
+    """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
+    if v is None:
+        return (k.shape, k.dtype, sizes) if are_plain(k) else None
+    return (k.shape, v.shape, k.dtype, v.dtype, sizes) if are_plain(k, v) else None
+
+
 class Known(NamedTuple):
-    """A known kind of steps, on caches of one size."""
+    """A known kind of steps, on caches of one size. `near` merges across ranks, if there are several."""
 
     kind: NativeKind
-    mask: Mask
+    step: DecodeStep
     sizes: Sizes
+    near: NearMerge | None
 
 
 class KnownSteps:
@@ -28,8 +70,8 @@ class KnownSteps:
     def __init__(self) -> None:
         self.kinds: dict[Any, Known] = {}
 
-    def run(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...]) -> Tensor | None:
-        """Return the output of a step, or None unless its kind is known and the shard has all tokens in one piece."""
+    def find(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...]) -> Known | None:
+        """Return the kind of a step if it is known, and one launch serves it on this shard."""
         if not self.kinds or shard.padding is not None or shard.shared or not are_plain(q):
             return None
         try:
@@ -39,25 +81,59 @@ class KnownSteps:
         if known is None or known.sizes is not shard.sizes:
             return None
         length, used = shard.state.tolist()
-        if not q.shape[2] <= length == used <= shard.sizes.capacity:
+        if not q.shape[2] <= length <= shard.sizes.capacity:
             return None
-        first, stop, bounds = _visible(known.mask, length, q.shape[2])
-        partial = known.kind.blank()
-        if not known.kind.launch(q, shard.stored[0], shard.stored[-1], partial, bounds, first, stop - first):
-            return None
-        return partial.out.to(q.dtype).contiguous()
+        alone, sees_all = known.near is None, known.step.mask.left >= length - 1
+        return known if (length == used if alone else sees_all) else None
 
     def learn(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...], step: DecodeStep) -> None:
         """Keep the kind of a step that was served, if one launch serves it on a cache that keeps every token."""
-        sizes, mask, logits = shard.sizes, step.mask, step.logits
+        sizes, mask, logits, axis = shard.sizes, step.mask, step.logits, step.tokens
         if not are_plain(q) or step.reproducible or sizes.mask is not None or mask.ends or mask.chunks:
             return
         kernel = choose_for_cache(step.kernel, q, shard.keys, shard.values, logits.capped)
         if kernel is not NATIVE or logits.scale <= 0 or q.shape[1] // sizes.kv_heads * q.shape[2] > MOST_ROWS:
             return
+        near = None
+        if axis.size > 1:
+            how = chosen_merge(axis, step.merge, step.output, q.device)
+            near = near_merge(axis, (*q.shape[:-1], sizes.value_dim), how)
+            if near is None or step.output != "replicated" or q.shape[2] > 1:
+                return
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
-        self.kinds[_kind(q, options)] = Known(NativeKind.of(q, shard.keys, shard.values, logits), mask, sizes)
+        kind = NativeKind.of(q, shard.keys, shard.values, logits)
+        self.kinds[_kind(q, options)] = Known(kind, step, sizes, near)
+
+
+def attend_alone(q: Tensor, shard: CacheShard, known: Known) -> Tensor | None:
+    """Return the output of a step on one rank, or None if a number is not finite."""
+    first, stop, bounds = _visible(known.step.mask, shard.length, q.shape[2])
+    out, lse = known.kind.blank()
+    into = out.data_ptr(), lse.data_ptr()
+    if not known.kind.launch_at(q, shard.stored[0], shard.stored[-1], into, bounds, first, stop - first):
+        return None
+    return out.to(q.dtype).contiguous()
+
+
+def attend_and_merge(
+    q: Tensor, shard: CacheShard, near: NearMerge, known: Known, number: int
+) -> tuple[Tensor, Tensor, bool] | None:
+    """Return the output of a step of one query on several ranks, its checksum, and whether the ranks' calls are equal.
+
+    `number` is that of the call. Return None, before the merge, if a number is not finite.
+    """
+    message, (length, used) = near.blank(), shard.state.tolist()
+    start = message.data_ptr() + CHECKSUM.size
+    into = start + 4 * near.rows, start
+    if not used:  # the identity
+        out, lse = near.places(message)
+        out.zero_()
+        lse.fill_(-torch.inf)
+    elif not known.kind.launch_at(q, shard.stored[0], shard.stored[-1], into, None, 0, used):
+        return None
+    equal = near.run(message, number + length + digest_on_host(q))
+    return near.places(message).out.to(q.dtype), message[:2], equal
 
 
 def _kind(q: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -28,16 +28,17 @@ def needs_operator(*tensors: Tensor | None) -> bool:
         return True
     if forward_ad._current_level >= 0:
         return True
-    graded = torch.is_grad_enabled()
+    graded = torch.is_grad_enabled() if tensors else False
     return any(x is not None and (type(x) is not Tensor or (graded and x.requires_grad)) for x in tensors)
 
 
-def are_plain(*tensors: object) -> bool:
+def are_plain(*tensors: Any) -> bool:
     """Return True for CPU tensors of a call that PyTorch has not to know of, outside of autocast."""
+    graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or not x.is_cpu:
+        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
             return False
-    return not (needs_operator(*tensors) or torch.is_autocast_enabled("cpu"))  # type: ignore[arg-type]
+    return not (needs_operator() or torch.is_autocast_enabled("cpu"))
 
 
 class Known(NamedTuple):

@@ -100,13 +100,17 @@ class NativeKind(NamedTuple):
         out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32)
         return Partial(out, torch.empty(self.lse, dtype=torch.float32))
 
-    def launch(
-        self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None, first: int = 0, keys: int = -1
-    ) -> bool:
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None) -> bool:
         """Write the partial. Return False if a number is not finite, or the last dim of a tensor is not in one piece.
 
-        Rows see all of the `keys` from the `first` on, or those between `bounds`, which count from there.
+        Rows see all keys, or those between their bounds.
         """
+        return self.launch_at(q, k, v, (into.out.data_ptr(), into.lse.data_ptr()), bounds, 0, k.shape[2])
+
+    def launch_at(
+        self, q: Tensor, k: Tensor, v: Tensor, into: tuple[int, int], bounds: Band | None, first: int, keys: int
+    ) -> bool:
+        """Write the partial to addresses of `out` and `lse`. Keys are `keys` from the `first` on, as bounds count."""
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
@@ -115,14 +119,13 @@ class NativeKind(NamedTuple):
             q.data_ptr(),
             k.data_ptr() + first * k_strides[2] * size,
             v.data_ptr() + first * v_strides[2] * size,
-            into.out.data_ptr(),
-            into.lse.data_ptr(),
+            *into,
             low,
             high,
             *q_strides,
             *k_strides,
             *v_strides,
-            k.shape[2] if keys < 0 else keys,
+            keys,
             torch.get_num_threads(),
         )
         return cast(Function, library().attend)(call + self.fields) == 0
