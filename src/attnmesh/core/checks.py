@@ -265,9 +265,12 @@ def warn_once(message: str) -> None:
 
 def autocast_enabled(*tensors: Tensor) -> bool:
     """Return True if autocast is enabled for the tensors' device."""
-    if not all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors):
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
         return False
-    return torch.is_autocast_enabled(tensors[0].device.type)
+    if not torch.is_autocast_enabled(first.device.type):
+        return False
+    return all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

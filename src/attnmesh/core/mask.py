@@ -166,6 +166,9 @@ class Mask:
         return " & ".join(filter(None, (window, documents, *chunks))) or "Full()"
 
 
+_FULL, _CAUSAL = Mask(), Mask(right=0)
+
+
 def Full() -> Mask:
     """Return the mask under which every query sees every key.
 
@@ -173,7 +176,7 @@ def Full() -> Mask:
     >>> am.Full().draw(2)
     ['# #', '# #']
     """
-    return Mask()
+    return _FULL
 
 
 def Causal() -> Mask:
@@ -183,7 +186,7 @@ def Causal() -> Mask:
     >>> am.Causal().draw(2)
     ['# .', '# #']
     """
-    return Mask(right=0)
+    return _CAUSAL
 
 
 def Window(left: int, right: int = 0) -> Mask:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.checks import autocast, check_scale
+from attnmesh.core.checks import autocast, check_scale, without_autocast
 from attnmesh.core.layout import Striped
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
@@ -62,7 +62,7 @@ def attention_function(
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
             latents = None if key.latents is None else key.latents.to(k.dtype)

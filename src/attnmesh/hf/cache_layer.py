@@ -64,6 +64,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
         self.projection: Projection | None = None
+        self.latent_widths = latent_widths(cache.config)
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
@@ -75,7 +76,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Return the new keys and values, or latents, with their layer, for the attention function to store."""
         check_implementation("ShardedCache", self.cache.config)
-        if (key_states.shape[3], value_states.shape[3]) == latent_widths(self.cache.config):
+        if (key_states.shape[3], value_states.shape[3]) == self.latent_widths:
             return latent_states(key_states, value_states, self)
         pending = PendingKV(key_states, value_states, self)
         return pending, pending
@@ -84,9 +85,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Find the projection of the layer's latents. Raise unless the model expands them so, checked once."""
         if pending.latents is None or (self.projection is not None and not has_weight(module, pending.latents)):
             return
-        widths = latent_widths(self.cache.config)
-        assert widths is not None
-        projection = projection_of(module, pending.k, pending.v, pending.latents, widths[0])
+        assert self.latent_widths is not None
+        projection = projection_of(module, pending.k, pending.v, pending.latents, self.latent_widths[0])
         if self.projection is None:
             check_projection(projection, pending.k, pending.v, pending.latents)
         self.projection = projection
