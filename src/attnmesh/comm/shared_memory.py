@@ -157,7 +157,7 @@ class Mailboxes:
 
     def _exchange(self, steps: Sequence[tuple[int, int, int]], message: Tensor, rows: int = 0, width: int = 0) -> None:
         """Perform steps in one native call, which returns now and then to look after silent ranks."""
-        nap, sizes = int(CHECK_INTERVAL * 1e9), (len(message), rows, width)
+        nap, sizes = int(CHECK_INTERVAL * 1e9), (message.nbytes, rows, width)
         fields = FIELDS.pack(self.start, message.data_ptr(), *sizes, self.spin, nap, len(steps))
         for kind, peer, count in steps:
             writer, reader = (self.mine, self.members[peer])[:: 1 if kind == SEND else -1]

@@ -1,0 +1,164 @@
+"""Merges of ranks of one host by one native call: exact, the same bits on all ranks, and nobody is left asleep."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.comm import topology
+from attnmesh.comm.merge import chosen_merge, fastest_merge
+from attnmesh.comm.message import call_checksum
+from attnmesh.comm.near_merge import near_merge
+from attnmesh.comm.topology import mailboxes_of
+from attnmesh.core.digest import ROW, digest
+from attnmesh.errors import InputError
+from attnmesh.kernels.native.build import Library, library
+from attnmesh.kernels.native.digest import digest_on_host, wrapped
+from attnmesh.mesh.axes import Axis
+from tests.support.pool import Pool
+
+CPU = torch.device("cpu")
+
+needs_library = pytest.mark.skipif(library().exchange is None, reason="there is no C++ compiler")
+
+
+def axis() -> Axis:
+    return Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+
+
+def partials(ranks: int, shape: tuple[int, ...], seed: int) -> list[am.Partial]:
+    """Return the partials of all ranks, some of whose rows are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for rank in range(ranks):
+        out, lse = torch.randn(shape, generator=generator), 5 * torch.randn(shape[:-1], generator=generator)
+        empty = torch.rand(shape[:-1], generator=generator) < (1.0 if rank == seed % (ranks + 1) else 0.2)
+        found.append(am.Partial(out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)))
+    return found
+
+
+def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
+    """On a rank: merge twice each, the second time as a known kind."""
+    found = []
+    for seed, shape in enumerate(shapes):
+        own, other = (partials(dist.get_world_size(), shape, number)[dist.get_rank()] for number in (seed, seed + 100))
+        first, _, again = (am.merge_across(x, dist.group.WORLD, how=how) for x in (own, other, own))
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        found.append(again)
+    return found
+
+
+@pytest.mark.parametrize("how", ["tree", "direct", "auto"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
+    shapes = [(1, 32, 1, 128), (3, 5, 7, 1), (2, 1, 1, 33), (1, 1, 1, 1), (1, 64, 4, 128), (1, 64, 9, 128)]
+    results = pool.run(ranks, _merge, how, shapes)
+    for seed, shape in enumerate(shapes):
+        wide = [am.Partial(out.double(), lse.double()) for out, lse in partials(ranks, shape, seed)]
+        expected = am.merge(*wide)
+        for mine in results:
+            torch.testing.assert_close(mine[seed].out.double(), expected.out, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(mine[seed].lse.double(), expected.lse, atol=1e-6, rtol=1e-6)
+            for one, other in zip(mine[seed], results[0][seed], strict=True):
+                assert torch.equal(one, other)
+
+
+def _is_native(shape: tuple[int, ...]) -> bool:
+    return near_merge(axis(), shape, "tree") is not None
+
+
+@needs_library
+def test_short_messages_in_float32_are_one_native_call(pool: Pool) -> None:
+    assert pool.run(2, _is_native, (1, 32, 1, 128)) == [True, True]
+    assert pool.run(2, _is_native, (1, 64, 16, 128)) == [False, False]  # longer than a mailbox
+
+
+def _late(rank: int, seconds: float) -> tuple[bool, float]:
+    """On a rank: merge after the late one. Return whether it is right, and the share of time that this rank was busy."""
+    own = am.Partial(torch.full((1, 2, 1, 4), float(dist.get_rank())), torch.zeros(1, 2, 1))
+    am.merge_across(own, dist.group.WORLD, how="tree")
+    start, busy = time.monotonic(), time.process_time()
+    if dist.get_rank() == rank:
+        time.sleep(seconds)
+    out = am.merge_across(own, dist.group.WORLD, how="tree").out
+    share = (time.process_time() - busy) / (time.monotonic() - start)
+    return bool((out == (dist.get_world_size() - 1) / 2).all()), share
+
+
+@needs_library
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_wait_sleep_and_are_woken(late: int, pool: Pool) -> None:
+    for right, share in pool.run(4, _late, late, 2.0):
+        assert right
+        assert share < 0.5  # a rank that polls is busy all the time
+
+
+def _differ(odd: int, checked: bool | None) -> str:
+    """On a rank: merge a known kind, of which one rank then makes another call."""
+    own = am.Partial(torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1))
+    other = am.Partial(torch.ones(1, 2, 2, 4), torch.zeros(1, 2, 2))
+    for partial in (own, other):
+        am.merge_across(partial, dist.group.WORLD, how="tree", checked=checked)
+    try:
+        out = am.merge_across(other if dist.get_rank() == odd else own, dist.group.WORLD, how="tree", checked=checked)
+    except InputError as error:
+        text = str(error)
+    else:
+        text = "NaN" if bool(out.out.isnan().all()) else "numbers"
+    am.merge_across(own, dist.group.WORLD, how="tree")  # all go on
+    return text
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_known_calls_that_differ_raise_alike_or_are_nan(odd: int, pool: Pool) -> None:
+    (text,) = set(pool.run(3, _differ, odd, None))
+    assert "merge_across" in text
+    assert "[1, 2, 2, 4]" in text
+    assert set(pool.run(3, _differ, odd, False)) == {"NaN"}
+
+
+def _lacking(rank: int) -> tuple[bool, torch.Tensor]:
+    """On a rank: merge in a new group, of which one rank has no library."""
+    group, before = dist.new_group(), topology.library
+    if dist.get_rank() == rank:
+        topology.library = Library  # type: ignore[assignment]
+    try:
+        place = Axis(dist.get_world_size(), dist.get_rank(), group)
+        found = mailboxes_of(place, CPU)
+        own = partials(place.size, (1, 4, 1, 8), 9)[place.index]
+        return found is not None and found.native, am.merge_across(own, group, how="tree").out
+    finally:
+        topology.library = before
+
+
+def test_where_one_rank_has_no_library_none_uses_it(pool: Pool) -> None:
+    expected = am.merge(*partials(3, (1, 4, 1, 8), 9)).out
+    for native, out in pool.run(3, _lacking, 1):
+        assert not native
+        torch.testing.assert_close(out, expected)
+
+
+def _chosen() -> tuple[str, str, str]:
+    place = axis()
+    return fastest_merge(place), chosen_merge(place, "auto", "heads", CPU), chosen_merge(place, "gather", "heads", CPU)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_the_measured_choice_is_the_same_on_all_ranks(ranks: int, pool: Pool) -> None:
+    ((best, heads, given),) = set(pool.run(ranks, _chosen))
+    assert best in ("tree", "direct")
+    assert (heads, given) == ("direct", "gather")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int64])
+@pytest.mark.parametrize("count", [0, 1, 1000, ROW, ROW + 1])
+def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count: int) -> None:
+    x = (100 * torch.randn(count)).to(dtype)
+    assert digest_on_host(x) == int(digest(x))
+    assert digest_on_host(x[::2]) == int(digest(x[::2]))
+    state = torch.tensor([5, 3])
+    like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
+    checksum = call_checksum([x], 7, state, like, None)
+    assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]

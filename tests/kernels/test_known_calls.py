@@ -1,0 +1,152 @@
+"""Calls of a known kind: the same bits as the first, every difference of kind is seen, nothing is accepted unchecked."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.attention import attention as attention_module
+from attnmesh.errors import InputError
+from attnmesh.kernels import attend as attend_module
+from attnmesh.kernels.known_calls import KnownCalls
+from attnmesh.kernels.native.build import library
+
+pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin without known kinds."""
+    monkeypatch.setattr(attend_module, "KNOWN", KnownCalls())
+    monkeypatch.setattr(attention_module, "KNOWN", KnownCalls())
+    yield
+
+
+def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(2, h, n, 20, dtype=dtype) for h, n in ((6, rows), (2, keys), (2, keys)))
+    return q, k, v
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return am.attend(q, k, v, **options).out
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return am.attention(q, k, v, mesh=None, **{"mask": am.Full(), **options})
+
+
+def known() -> int:
+    return len(attend_module.KNOWN.kinds) + len(attention_module.KNOWN.kinds)
+
+
+@pytest.mark.parametrize("call", [attend, attention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}, {"kernel": "native"}])
+def test_later_calls_have_the_bits_of_the_first(
+    call: Callable[..., Tensor], dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for rows, keys in ((1, 40), (3, 40), (1, 700), (3, 1)):
+        q, k, v = problem(dtype, keys, rows)
+        first = call(q, k, v, **options)
+        assert known()
+        again = call(q, k, v, **options)
+        assert torch.equal(first, again)
+        assert first.stride() == again.stride()
+        assert again.dtype == dtype
+        # As views with other strides.
+        views = (torch.cat((x, x), -1)[..., :20] for x in (q, k, v))
+        assert torch.equal(call(*views, **options), first)
+        torch.testing.assert_close(again, call(q, k, v, **{**options, "kernel": "reference"}), atol=2e-2, rtol=2e-2)
+
+
+def test_the_number_of_keys_is_no_kind_under_a_full_mask() -> None:
+    for keys in range(1, 60):
+        q, k, v = problem(keys=keys)
+        torch.testing.assert_close(attend(q, k, v), attend(q, k, v, kernel="reference"))
+    assert len(attend_module.KNOWN.kinds) == 1
+
+
+@pytest.mark.parametrize("mask", [am.Causal(), am.Window(2), am.Window(2, 3), am.Causal() & am.Documents([3, 5])])
+def test_a_mask_is_part_of_the_kind(mask: am.Mask) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    for _ in range(2):
+        for each in (mask, am.Full(), am.Causal()):
+            expected = attend(q, k, v, mask=each, kernel="reference")
+            torch.testing.assert_close(attend(q, k, v, mask=each), expected)
+            torch.testing.assert_close(attention(q, k, v, mask=each), expected)
+
+
+@pytest.mark.parametrize("call", [attend, attention])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q, k[:1], v[:1]),
+        lambda q, k, v: (q, k, v[:, :, :-1]),
+        lambda q, k, v: (q, k.double(), v),
+        lambda q, k, v: (q, k[..., :8], v),
+        lambda q, k, v: (q[0], k, v),
+        lambda q, k, v: (q, k.tolist(), v),
+        lambda q, k, v: (q, k, v.to("meta")),
+        lambda q, k, v: (q[:, :5], k, v),
+    ],
+)
+def test_bad_tensors_are_refused_as_before(call: Callable[..., Tensor], change: Callable[..., Any]) -> None:
+    tensors = problem()
+    bad = change(*tensors)
+    with pytest.raises(InputError) as before:
+        call(*bad)
+    call(*tensors)
+    assert known()
+    with pytest.raises(InputError) as after:
+        call(*bad)
+    assert str(after.value) == str(before.value)
+
+
+@pytest.mark.parametrize("call", [attend, attention])
+@pytest.mark.parametrize("options", [{"scale": True}, {"scale": [1.0]}, {"softcap": True}, {"kernel": "nonsense"}])
+def test_bad_options_are_refused_as_before(call: Callable[..., Tensor], options: dict[str, Any]) -> None:
+    tensors = problem()
+    call(*tensors, scale=1.0)
+    call(*tensors, softcap=1.0)
+    with pytest.raises(InputError):
+        call(*tensors, **options)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_not_finite_take_the_usual_way(bad: float) -> None:
+    q, k, v = problem()
+    attend(q, k, v)
+    for x in (q, k, v):
+        changed = x.clone()
+        changed[0, 0, 0, 0] = bad
+        tensors = [changed if x is y else y for y in (q, k, v)]
+        expected = am.attend(*tensors, kernel="reference")
+        torch.testing.assert_close(am.attend(*tensors), expected, equal_nan=True)
+
+
+def test_gradients_transforms_autocast_and_graphs_take_the_usual_way() -> None:
+    q, k, v = problem()
+    first = attend(q, k, v)
+    leaf = q.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(attend(leaf, k, v).sum(), leaf)
+    (expected,) = torch.autograd.grad(attend(leaf, k, v, kernel="reference").sum(), leaf)
+    torch.testing.assert_close(gradient, expected)
+    with torch.no_grad():
+        assert torch.equal(attend(leaf, k, v), first)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attend(q, k, v).dtype == torch.bfloat16
+    graph = torch.compile(attend, fullgraph=True, backend="eager")
+    assert torch.equal(graph(q, k, v), first)
+
+
+def test_a_result_is_new_memory() -> None:
+    tensors = problem()
+    attend(*tensors)
+    one, other = attend(*tensors), attend(*tensors)
+    before = other.clone()
+    one.fill_(7.0)
+    assert torch.equal(other, before)
+    assert not one._is_view()
