@@ -76,7 +76,7 @@ def test_short_messages_in_float32_are_one_native_call(pool: Pool) -> None:
 
 
 def _late(rank: int, seconds: float) -> tuple[bool, float]:
-    """On a rank: merge after the late one. Return whether it is right, and the share of time that this rank was busy."""
+    """On a rank: merge after the late one. Return whether it is right, and the share of time that the rank was busy."""
     own = am.Partial(torch.full((1, 2, 1, 4), float(dist.get_rank())), torch.zeros(1, 2, 1))
     am.merge_across(own, dist.group.WORLD, how="tree")
     start, busy = time.monotonic(), time.process_time()

@@ -1,6 +1,6 @@
-"""Calls of a known kind: the same bits as the first, every difference of kind is seen, nothing is accepted unchecked."""
+"""Calls of a known kind: the bits of the first one, every difference of kind is seen, nothing is left unchecked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +18,10 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known kinds."""
     monkeypatch.setattr(attend_module, "KNOWN", KnownCalls())
     monkeypatch.setattr(attention_module, "KNOWN", KnownCalls())
-    yield
 
 
 def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.errors import KernelError
+from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.driver import choose
+from attnmesh.kernels.known_calls import KnownCalls
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
 
@@ -24,8 +26,9 @@ needs_library = pytest.mark.skipif(library().attend is None, reason="there is no
 
 
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    """Restore the number of threads, and find the library again."""
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the number of threads, find the library again, and know no kinds of calls that need it."""
+    monkeypatch.setattr(attend_module, "KNOWN", KnownCalls())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -47,14 +47,16 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     size, new = shared_memory.size_of(len(members)), axis.index == members[0]
     name = randbits(63)
     memory = shared_memory.opened(name, size, new=True) if size and new else None
-    names = [row[0] for row in all_gather_ints([name], [axis])]
-    name = names[members[0]]
-    if size and not new:
-        memory = shared_memory.opened(name, size, new=False)
-    space = _inode(Path("/proc/self/ns/pid"))
-    rows = all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
-    if new and size:
-        shared_memory.unlink(name)
+    try:
+        names = [row[0] for row in all_gather_ints([name], [axis])]
+        name = names[members[0]]
+        if size and not new:
+            memory = shared_memory.opened(name, size, new=False)
+        space = _inode(Path("/proc/self/ns/pid"))
+        rows = all_gather_ints([memory is not None, os.getpid(), space, library().exchange is not None], [axis])
+    finally:
+        if new and size:
+            shared_memory.unlink(name)
     if memory is None or not all(rows[rank][0] for rank in members):
         return None
     processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
