@@ -39,7 +39,7 @@ constexpr int W = WIDTH;
 constexpr int PAIR = 2 * W;              // columns that are read at a time
 constexpr int STREAMS = 4;               // keys that are read at a time
 constexpr int64_t RUN = 2048;            // keys of a task
-constexpr int64_t TILE_BYTES = 1 << 17;  // keys and values of a tile, in float32
+constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32
 constexpr int64_t THREADED_BYTES = 1 << 19;
 constexpr float NONE = -INFINITY;
 
@@ -180,19 +180,31 @@ Shape shape_of(const Problem& p) {
     return s;
 }
 
-// Memory of a thread, and the sums of a task: values, then the maximum and the sum of each row.
+// Numbers at the start of a cache line: vectors that cross lines take twice as long to load.
+class Lines {
+  public:
+    float* fit(int64_t count) {
+        if ((int64_t)memory.size() < count + 16) memory.resize(count + 16);
+        return (float*)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    }
+
+  private:
+    std::vector<float> memory;
+};
+
+// Memory of a thread.
 struct Memory {
-    std::vector<float> q, logits, keys, values;
+    Lines lines[4];
+    float *q, *logits, *keys, *values;
     void fit(const Shape& s) {
-        q.resize(s.rows * s.dim);
-        logits.resize(s.rows * s.tile);
-        if (s.packs) keys.resize(s.tile * s.dim), values.resize(s.tile * s.value_dim);
+        q = lines[0].fit(s.rows * s.dim), logits = lines[1].fit(s.rows * s.tile);
+        if (s.packs) keys = lines[2].fit(s.tile * s.dim), values = lines[3].fit(s.tile * s.value_dim);
     }
 };
 
-// The products of some rows with some keys, of which there are four or of which the rows are four.
+// The products of some rows with some keys: 6 with 2, 4 with 2, or 1 with 4. These fill the registers.
 template <class T, int ROWS, int KEYS>
-inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[4]) {
+inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[8]) {
     Floats total[KEYS][ROWS] = {};
     for (int64_t d = 0; d < dim; d += PAIR) {
         Pair key[KEYS];
@@ -208,8 +220,14 @@ inline void products(const float* q, const T* const* keys, int64_t dim, float (*
             for (int j = 0; j < KEYS; j++) total[j][i] += query * key[j].b;
         }
     }
-    if (ROWS == 4) {
+    if (ROWS >= 4) {
         for (int j = 0; j < KEYS; j++) sums(total[j], out[j]);
+        if (ROWS == 6) {
+            Floats rest[4] = {total[0][4], total[0][5], total[1][4], total[1][5]};
+            float last[4];
+            sums(rest, last);
+            out[0][4] = last[0], out[0][5] = last[1], out[1][4] = last[2], out[1][5] = last[3];
+        }
     } else {
         Floats found[4];
         for (int i = 0; i < ROWS; i++) {
@@ -251,6 +269,15 @@ void pack(const T* x, int64_t stride, int64_t n, int64_t dim, int64_t width, flo
     }
 }
 
+// Calls `work` with a constant number of rows and the first of them: 6 at a time, then 4, then 1.
+template <class Work>
+inline void by_rows(int64_t rows, Work work) {
+    int64_t r = 0;
+    for (; rows - r == 6 || rows - r >= 10; r += 6) work(std::integral_constant<int, 6>(), r);
+    for (; rows - r >= 4; r += 4) work(std::integral_constant<int, 4>(), r);
+    for (; r < rows; r++) work(std::integral_constant<int, 1>(), r);
+}
+
 // The products of all rows with the keys of a tile, while the lines of the values are fetched.
 template <class T>
 void all_products(const Shape& s, const float* q, const T* k, int64_t stride, int64_t n, const char* next, int64_t next_stride,
@@ -258,35 +285,29 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t stride, in
     int64_t step = (n + STREAMS - 1) / STREAMS;
     for (int64_t t = 0; t < step; t++) {
         const T* keys[STREAMS];
-        int64_t place[STREAMS], r = 0;
+        int64_t place[STREAMS];
         for (int j = 0; j < STREAMS; j++) {
             place[j] = std::min(t + j * step, n - 1);
             keys[j] = k + place[j] * stride;
             for (int64_t at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + place[j] * next_stride + at, 0, 2);
         }
-        float found[4][4];
-        for (; r + 4 <= s.rows; r += 4)
-            for (int j = 0; j < STREAMS; j += 2) {
-                products<T, 4, 2>(q + r * s.dim, keys + j, s.dim, found);
-                for (int i = 0; i < 4; i++) {
-                    logits[(r + i) * s.tile + place[j]] = found[0][i];
-                    logits[(r + i) * s.tile + place[j + 1]] = found[1][i];
-                }
+        by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
+            constexpr int ROWS = count, KEYS = ROWS == 1 ? STREAMS : 2;
+            float found[4][8];
+            for (int j = 0; j < STREAMS; j += KEYS) {
+                products<T, ROWS, KEYS>(q + r * s.dim, keys + j, s.dim, found);
+                for (int i = 0; i < ROWS; i++)
+                    for (int x = 0; x < KEYS; x++) logits[(r + i) * s.tile + place[j + x]] = ROWS == 1 ? found[0][x] : found[x][i];
             }
-        for (; r < s.rows; r++) {
-            products<T, 1, 4>(q + r * s.dim, keys, s.dim, found);
-            for (int j = 0; j < STREAMS; j++) logits[r * s.tile + place[j]] = found[0][j];
-        }
+        });
     }
 }
 
 template <class T>
 void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, float* out) {
-    int64_t r = 0;
-    for (; r + 4 <= s.rows; r += 4)
-        add_values<T, 4>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
-    for (; r < s.rows; r++)
-        add_values<T, 1>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
+    by_rows(s.rows, [&](auto count, int64_t r) {
+        add_values<T, count>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
+    });
 }
 
 // The weights of one row from its logits, and the row's new maximum, sum and values. Returns whether logits are finite.
@@ -333,6 +354,7 @@ bool is_seen(const Problem& p, int64_t first, int64_t stop) {
     return !p.low;
 }
 
+// `sums_of_task` are the values of each row, then the maximum and the sum of each.
 template <class T>
 bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, float* sums_of_task) {
     memory.fit(s);
@@ -359,12 +381,12 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
         if (!is_seen(p, at, at + n)) continue;
         const T *keys = k + at * p.k_strides[2], *values = v + at * p.v_strides[2];
         if (s.packs) {
-            pack(keys, p.k_strides[2], n, p.dim, s.dim, memory.keys.data());
-            pack(values, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values.data());
-            all_products(s, memory.q.data(), memory.keys.data(), s.dim, n, nullptr, 0, 0, memory.logits.data());
+            pack(keys, p.k_strides[2], n, p.dim, s.dim, memory.keys);
+            pack(values, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values);
+            all_products(s, memory.q, memory.keys, s.dim, n, nullptr, 0, 0, memory.logits);
         } else {
-            all_products(s, memory.q.data(), keys, p.k_strides[2], n, (const char*)values, p.v_strides[2] * (int64_t)sizeof(T),
-                         p.value_dim * (int64_t)sizeof(T), memory.logits.data());
+            all_products(s, memory.q, keys, p.k_strides[2], n, (const char*)values, p.v_strides[2] * (int64_t)sizeof(T),
+                         p.value_dim * (int64_t)sizeof(T), memory.logits);
         }
         for (int64_t r = 0; r < s.rows; r++) {
             int64_t i = r % p.length, low = p.low ? p.low[i] - at : 0, high = p.low ? p.high[i] - at : n;
@@ -372,9 +394,9 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
                 return false;
         }
         if (s.packs)
-            all_values(s, memory.logits.data(), memory.values.data(), s.value_dim, n, sums_of_task);
+            all_values(s, memory.logits, memory.values, s.value_dim, n, sums_of_task);
         else
-            all_values(s, memory.logits.data(), values, p.v_strides[2], n, sums_of_task);
+            all_values(s, memory.logits, values, p.v_strides[2], n, sums_of_task);
     }
     return true;
 }
@@ -465,11 +487,10 @@ class Workers {
 template <class T>
 int attend(const Problem& p) {
     Shape s = shape_of(p);
-    int64_t heads = p.batch * p.kv_heads, tasks = heads * s.runs, size = s.rows * (s.value_dim + 2);
+    int64_t heads = p.batch * p.kv_heads, tasks = heads * s.runs, size = (s.rows * (s.value_dim + 2) + 15) / 16 * 16;
     int64_t bytes = heads * p.keys * (p.dim + p.value_dim) * sizeof(T);
-    static thread_local std::vector<float> partials;
-    partials.resize(tasks * size);
-    float* memory = partials.data();
+    static thread_local Lines partials;
+    float* memory = partials.fit(tasks * size);
     std::atomic<int64_t> next{0};
     std::atomic<bool> finite{true};
     auto work = [&] {
