@@ -20,6 +20,9 @@ MASKS = {
     "16 documents": am.Causal() & am.Documents([1024] * 16),
 }
 
+MANY = 100
+"""Calls in a row, where one is too short to be timed."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -36,6 +39,7 @@ def rows(device: torch.device) -> Iterator[Comparison]:
     for case in DECODING:
         for dtype, goal in zip((torch.float32, torch.bfloat16), case.goals, strict=True):
             yield _decode(device, dtype, goal, case, limits)
+    yield from _small(device)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _prefill(device, dtype)
     for dtype in (torch.float32, torch.bfloat16):
@@ -99,6 +103,33 @@ def _decode(device: torch.device, dtype: torch.dtype, goal: float | None, case: 
     limit = max(size / limits.read, flops / limits.products)
     reached = size / row.ours.median / 1e6
     return replace(row, gigabytes_a_second=reached, share_of_limit=1e3 * limit / row.ours.median)
+
+
+def _small(device: torch.device) -> Iterator[Comparison]:
+    """Yield calls on 16 keys, whose time is that of their Python."""
+    q, (k, v) = torch.randn(1, 32, 1, 128, device=device), torch.randn(2, 1, 8, 16, 128, device=device)
+    sizes = {"batch": 1, "kv_heads": 8, "head_dim": 128, "capacity": 1 << 16, "dtype": torch.float32}
+    cache = am.KVCache(None, device=device, **sizes)  # type: ignore[arg-type]
+    cache.append(k, v)
+
+    def step() -> None:
+        am.decode(q, cache, k=k[:, :, :1], v=v[:, :, :1])
+        if cache.length >= 32:
+            cache.truncate(16)
+
+    calls: dict[str, tuple[float, Call]] = {
+        "attend": (0.33, lambda: am.attend(q, k, v)),
+        "attention": (0.25, lambda: am.attention(q, k, v, mesh=None, mask=am.Full())),
+        "append and decode": (0.2, step),
+    }
+    for name, (goal, call) in calls.items():
+        case = f"{name}, float32: 32/8 heads of 128, 16 keys"
+        row = _row(case, "SDPA", goal, device, *map(_repeated, (lambda: sdpa(q, k, v, enable_gqa=True), call)))
+        yield replace(row, theirs=row.theirs.divided(MANY), ours=row.ours.divided(MANY))
+
+
+def _repeated(call: Call) -> Call:
+    return lambda: [call() for _ in range(MANY)]
 
 
 def _product_rate(device: torch.device) -> float:

@@ -14,6 +14,7 @@ from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, 
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
+from attnmesh.planner.auto import keep_machine
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import in_seconds
@@ -28,7 +29,8 @@ def probe(
 ) -> None:
     """Measure links and devices of the ranks of torchrun, or of ranks started on this machine, all at work (20 s).
 
-    The file that `--out` writes is a cluster for `attnmesh plan --cluster FILE`.
+    The file that `--out` writes is a cluster for `attnmesh plan --cluster FILE`. The constants of this machine are
+    kept in the user's cache folder too, where `exchange="auto"` reads them.
     """
     torchrun = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if torchrun:
@@ -39,6 +41,7 @@ def probe(
             if not first:
                 status.stop()
             found = measured()
+        kept = keep_machine(found, device_type_of(dist.group.WORLD)) if is_first_of_host() else None
         dist.destroy_process_group()
         if not first:
             return
@@ -47,10 +50,13 @@ def probe(
         with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
             found = run_on(world, measured)[0]
         command = f"attnmesh probe {world_option(world)}"
-    report = {"command": command, "machine": machine(), "cluster": found.record()}
+        kept = keep_machine(found, "cpu") if hosts is None else None  # other hosts are simulated
+    report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
     if published(report, as_json, out):
         return
     console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
+    if kept is not None:
+        console.print(f'exchange="auto" reads them from {kept}')
     if verbose:
         console.print(PROBE_EXPLAINED)
 
@@ -68,6 +74,11 @@ def measured() -> Cluster:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)
+
+
+def is_first_of_host() -> bool:
+    """Return True on one rank of torchrun on each host."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def check_master() -> None:

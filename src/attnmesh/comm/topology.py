@@ -98,7 +98,7 @@ def host_numbers(axes: Sequence[Axis]) -> list[int]:
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
 def surroundings(mesh: Mesh, device: torch.device) -> tuple[Cluster, Shape]:
     """Return the cluster that a mesh is on, and the tile of the mesh that one host holds."""
-    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, _preset(mesh.axes, device))
+    return auto.cluster_and_tile(mesh_hosts(mesh), mesh.shape, *_constants(mesh.axes, device))
 
 
 @cached_per_world()
@@ -106,11 +106,18 @@ def best_merge(axis: Axis, device: torch.device) -> str:
     """Return the fastest merge of short messages along an axis. All ranks call it at once, the first time."""
     found = hosts(axis)
     near = len(found[0]) if len({len(host) for host in found}) == 1 else 1
-    return auto.best_merge(axis.size, near, _preset((axis,), device))
+    return auto.best_merge(axis.size, near, *_constants((axis,), device))
 
 
-def _preset(axes: Sequence[Axis], device: torch.device) -> str:
-    """Return the preset that all ranks use: the first, in the table's order, that any rank is like."""
+def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str]:
+    """Return the constants that all ranks use, and their preset.
+
+    They are those that `attnmesh probe` has kept, if all ranks read the same, else the preset's. The preset is the
+    first, in the table's order, that any rank is like.
+    """
     names = list(PRESETS)
-    mine = names.index(auto.preset_for(device))
-    return names[min(row[0] for row in all_gather_ints([mine], axes))]
+    measured = auto.measured_machine(device.type)
+    mine = [names.index(auto.preset_for(device)), 0 if measured is None else measured[1]]
+    rows = all_gather_ints(mine, axes)
+    preset, alike = names[min(row[0] for row in rows)], len({row[1] for row in rows}) == 1
+    return (measured[0] if measured is not None and alike else Cluster.preset(preset)), preset

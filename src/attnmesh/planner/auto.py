@@ -1,13 +1,21 @@
-"""The choices behind `exchange="auto"` and `merge="auto"`, priced with the preset most like this machine.
+"""The choices behind `exchange="auto"` and `merge="auto"`, priced with the constants of this machine.
 
-Callers pass which ranks share a host. For exact figures, measure the cluster (`Cluster.measure`) and call `plan`.
+`attnmesh probe` measures them and keeps them in a file. Without it, those of the preset most like this machine are
+taken. Callers pass which ranks share a host.
 """
 
+import json
+import os
 from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 
+from attnmesh.core.checks import warn_once
 from attnmesh.core.layout import Layout
+from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
@@ -49,7 +57,74 @@ def preset_for(device: torch.device) -> str:
     return next((preset for part, preset in PRESET_OF_GPU.items() if part in name), "dgx-h100")
 
 
-def cluster_and_tile(hosts: Sequence[int], shape: Shape, preset: str) -> tuple[Cluster, Shape]:
+def machine_file(device_type: str) -> Path | None:
+    """Return the file of this machine's constants, or None where the user's folder is not known.
+
+    `ATTNMESH_MACHINE` names another file. If it is empty, there is none.
+    """
+    given = os.environ.get("ATTNMESH_MACHINE")
+    if given is not None:
+        return Path(given) if given else None
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"{_processor()} {os.cpu_count()}"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:
+        return None
+    return folder / "attnmesh" / f"machine-{sha256(name.encode()).hexdigest()[:12]}.json"
+
+
+def _processor() -> str:
+    """Return the model of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+
+
+def keep_machine(cluster: Cluster, device_type: str) -> Path | None:
+    """Write the constants that `auto` reads, and return their file; None where it cannot be written."""
+    file = machine_file(device_type)
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text(json.dumps({"device": device_type, "cluster": cluster.record()}, indent=1))
+        scratch.replace(file)  # at once: another process may read it
+    except OSError:
+        return None
+    return file
+
+
+@cache
+def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
+    """Return the constants that `attnmesh probe` has kept, with a number of their file; None if there are none."""
+    file = machine_file(device_type)
+    if file is None or not file.is_file():
+        return None
+    try:
+        text = file.read_bytes()
+        record = json.loads(text)
+        if record["device"] != device_type:
+            return None
+        number = int.from_bytes(sha256(text).digest()[:7])
+        return Cluster.of_record(record["cluster"]), number
+    except (OSError, ValueError, KeyError, TypeError, ClusterError) as error:
+        why = " ".join(str(error).split())
+        warn_once(f"{file} is not read: {why}. Presets are used. Fix: run attnmesh probe, or remove the file.")
+        return None
+
+
+def cluster_of(base: Cluster, hosts: int, ranks: int, preset: str) -> Cluster:
+    """Return the base with these counts; the preset if the base has no links for them."""
+    try:
+        return base.sized(hosts, ranks)
+    except ClusterError:
+        return Cluster.preset(preset).sized(hosts, ranks)
+
+
+def cluster_and_tile(hosts: Sequence[int], shape: Shape, base: Cluster, preset: str) -> tuple[Cluster, Shape]:
     """Return the cluster of a mesh, and the tile of the mesh that one host holds.
 
     `hosts` has the host number of each shard. If hosts hold different tiles, each rank counts as a host.
@@ -60,11 +135,11 @@ def cluster_and_tile(hosts: Sequence[int], shape: Shape, preset: str) -> tuple[C
     count = len(set(hosts))
     if count * tile.ranks != shape.ranks:
         count, tile = shape.ranks, Shape(1, 1, 1)
-    return Cluster.preset(preset).sized(count, tile.ranks), tile
+    return cluster_of(base, count, tile.ranks, preset), tile
 
 
-def best_merge(ranks: int, near: int, preset: str) -> str:
+def best_merge(ranks: int, near: int, base: Cluster, preset: str) -> str:
     """Return the fastest merge of short messages among `ranks` ranks, `near` of them on each host."""
-    cluster = Cluster.preset(preset).sized(ranks // near, near)
+    cluster = cluster_of(base, ranks // near, near, preset)
     times = {how: merge_seconds(how, MergeGroup(ranks, near), TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
     return min(times, key=lambda how: times[how])

@@ -1,0 +1,116 @@
+"""The constants that `attnmesh probe` keeps, and `auto` reads: on all ranks alike, or not at all."""
+
+import json
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from attnmesh.comm.topology import surroundings
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.world import WORLD
+from attnmesh.planner import auto
+from attnmesh.planner.cluster import Cluster
+from tests.cli.test_app import run
+from tests.support.pool import Pool
+
+
+def cluster(rate: float = 7e9) -> Cluster:
+    local = Cluster.preset("local")
+    return replace(local, name="measured here", inside=replace(local.inside, rate=rate))
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Name a file for the constants."""
+    monkeypatch.setenv("ATTNMESH_MACHINE", str(tmp_path / "folder" / "machine.json"))
+    monkeypatch.setattr("attnmesh.core.checks._warned", set())
+    auto.measured_machine.cache_clear()
+    return tmp_path / "folder" / "machine.json"
+
+
+def test_what_is_kept_is_read_again(file: Path) -> None:
+    assert auto.measured_machine("cpu") is None
+    assert auto.keep_machine(cluster(), "cpu") == file
+    auto.measured_machine.cache_clear()
+    found = auto.measured_machine("cpu")
+    assert found is not None
+    assert found[0] == cluster()
+    assert auto.measured_machine("cuda") is None
+    assert [x.name for x in file.parent.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"device": "cpu"}', '{"device": "cpu", "cluster": {}}', '{"device": "cpu", "cluster": 3}'],
+)
+def test_a_damaged_file_is_named_once_and_not_used(file: Path, text: str) -> None:
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.warns(UserWarning, match="is not read.*run attnmesh probe, or remove the file"):
+        assert auto.measured_machine("cpu") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert auto.measured_machine("cpu") is None
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNMESH_MACHINE", "/proc/nowhere/machine.json")
+    assert auto.keep_machine(cluster(), "cpu") is None
+    monkeypatch.setenv("ATTNMESH_MACHINE", "")
+    assert auto.keep_machine(cluster(), "cpu") is None
+
+
+def test_machines_of_another_kind_have_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ATTNMESH_MACHINE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own = auto.machine_file("cpu")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1000)
+    other = auto.machine_file("cpu")
+    assert own is not None
+    assert other is not None
+    assert own.parent == tmp_path / "attnmesh"
+    assert own != other
+
+
+def test_hosts_without_measured_links_take_the_preset() -> None:
+    one = replace(cluster(), hosts=1)
+    assert auto.cluster_of(one, 1, 3, "local").inside.rate == 7e9
+    measured = Cluster.measure(None)  # has no links at all
+    assert auto.cluster_of(measured, 1, 3, "local") == Cluster.preset("local").sized(1, 3)
+
+
+def _rates(files: list[str]) -> float:
+    """On a rank: the rate of the links that "auto" takes."""
+    before = os.environ["ATTNMESH_MACHINE"]
+    os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
+    auto.measured_machine.cache_clear()
+    WORLD.clear_caches()
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",))
+        return surroundings(Mesh.of(mesh), torch.device("cpu"))[0].inside.rate
+    finally:
+        os.environ["ATTNMESH_MACHINE"] = before
+        auto.measured_machine.cache_clear()
+
+
+def test_ranks_take_measured_constants_if_all_have_the_same(file: Path, pool: Pool) -> None:
+    auto.keep_machine(cluster(), "cpu")
+    other = file.with_name("other.json")
+    other.write_text(json.dumps({"device": "cpu", "cluster": cluster(8e9).record()}))
+    preset = Cluster.preset("local").inside.rate
+    assert pool.run(3, _rates, [str(file)] * 3) == [7e9] * 3
+    assert pool.run(3, _rates, [str(file), str(file), str(other)]) == [preset] * 3
+    assert pool.run(3, _rates, [str(file), "", str(file)]) == [preset] * 3
+
+
+def test_probe_keeps_the_constants_of_this_machine(file: Path) -> None:
+    code, text = run("probe", "--ranks", "1")
+    assert code == 0
+    assert "reads them from" in text
+    assert json.loads(file.read_text())["device"] == "cpu"
