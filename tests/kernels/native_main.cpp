@@ -1,6 +1,8 @@
 // Random problems for the native kernel, run under sanitizers: any read or write outside of the tensors ends the program.
 
 #include "attend.cpp"
+#include "cache.cpp"
+#include "mailbox.cpp"
 
 #include <cstdio>
 #include <random>
@@ -53,7 +55,58 @@ bool run(Dtype dtype) {
     return attnmesh_attend(&p) == 0 && first == lse;  // the same bits on any number of threads
 }
 
+// One rank of a host: merges with the others many times, by a tree if there are two, else all at once.
+void talk(char* memory, int64_t rank, int64_t ranks, int64_t rows, int64_t width, std::vector<float>* found) {
+    int64_t size = 2 + rows * (1 + width), box = sizeof(Box) + 4 * size + 64 - 4 * size % 64;
+    std::vector<float> message(size);
+    std::vector<int64_t> fields((sizeof(Exchange) + 2 * ranks * sizeof(Step)) / 8);
+    auto* e = (Exchange*)fields.data();
+    for (int64_t round = 0; round < 300; round++) {
+        for (int64_t i = 0; i < size; i++) message[i] = (float)((rank + 1) * (i + round) % 17) - 8;
+        int64_t count = 0;
+        *e = {memory, (char*)message.data(), 4 * size, rows, width, rank % 2 ? 20000 : 0, 1000000, 0};
+        for (int64_t peer = 0; peer < ranks; peer++)
+            if (peer != rank) e->step[count++] = {SEND, (rank * ranks + peer) * box, round};
+        for (int64_t peer = 0; peer < ranks; peer++)
+            e->step[count++] = {peer == rank ? OWN : ranks == 2 ? MERGE : AWAIT, (peer * ranks + rank) * box, round + 1};
+        if (ranks == 2) e->step[1] = {MERGE, ((1 - rank) * ranks + rank) * box, round + 1}, count = 2;
+        e->steps = count;
+        for (int64_t done = 0; (done = attnmesh_exchange(e, done)) < count;) {}
+        found->insert(found->end(), message.begin(), message.end());
+    }
+}
+
+bool merges(int64_t ranks) {
+    int64_t rows = draw(1, 9), width = draw(1, 40);
+    std::vector<Counter> memory(ranks * ranks * (4 + (2 + rows * (1 + width)) / 16));
+    std::vector<std::vector<float>> found(ranks);
+    std::vector<std::thread> threads;
+    for (int64_t rank = 0; rank < ranks; rank++) threads.emplace_back(talk, (char*)memory.data(), rank, ranks, rows, width, &found[rank]);
+    for (auto& thread : threads) thread.join();
+    for (auto& each : found)
+        if (each != found[0]) return false;  // the same bits on all ranks
+    return true;
+}
+
+bool appends() {
+    int64_t batch = draw(1, 3), heads = draw(1, 3), width = draw(1, 20), slots = 40;
+    std::vector<float> stored(batch * heads * slots * width);
+    std::vector<int64_t> token_index(slots), state = {7, 0};
+    while (state[1] < slots) {
+        int64_t tokens = std::min(draw(1, 5), slots - state[1]);
+        auto given = numbers<float>(batch * heads * tokens * width);
+        Append a = {{stored.data()}, {given.data()}, token_index.data(), state.data(), {{4 * heads * slots * width, 4 * slots * width, 4 * width}},
+                    {{4 * heads * tokens * width, 4 * tokens * width, 4 * width}}, {4 * width}, 1, batch, heads, tokens};
+        attnmesh_append(&a);
+    }
+    return state[0] == 7 + slots && token_index[slots - 1] == 6 + slots;
+}
+
 int main() {
+    for (int64_t ranks = 2; ranks <= 5; ranks++)
+        if (!merges(ranks)) return printf("merges of %d ranks\n", (int)ranks), 1;
+    for (int i = 0; i < 20; i++)
+        if (!appends()) return printf("append %d\n", i), 1;
     for (int i = 0; i < 60; i++)
         if (!run<float>(FLOAT32) || !run<BFloat16>(BFLOAT16) || !run<_Float16>(FLOAT16)) return printf("problem %d\n", i), 1;
 }

@@ -142,9 +142,10 @@ def test_it_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_library
 @pytest.mark.long
-def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(kinds: str, tmp_path: Path) -> None:
     flags = ("-std=c++20", "-O1", "-g", "-march=native", "-pthread", f"-I{SOURCES[0].parent}")
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    sanitizers = (f"-fsanitize={kinds}", "-fno-sanitize-recover=all")
     words = ["c++", *flags, *sanitizers, str(HERE / "native_main.cpp"), "-o", str(tmp_path / "main")]
     subprocess.run(words, check=True, timeout=300)
     found = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
