@@ -65,9 +65,9 @@ def expected() -> list[int]:
     ("more", "run"),
     [
         ((), launched),
-        (("--ranks", "3", "--mesh", "heads=3"), run),
+        pytest.param(("--ranks", "3", "--mesh", "heads=3"), run, marks=pytest.mark.long),
         (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run),
-        (("--mesh", "tp=3,keys=1"), run),
+        pytest.param(("--mesh", "tp=3,keys=1"), run, marks=pytest.mark.long),
         (("--mesh", "tp=keys=3"), run),
     ],
 )
@@ -284,7 +284,9 @@ def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
     assert json.loads(run(*ask, typed=ASK[4]).stdout)["tokens"] == expected
 
 
-@pytest.mark.parametrize("launch", ["ranks", "script", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "launch", ["ranks", *(pytest.param(way, marks=pytest.mark.long) for way in ("script", "torchrun"))]
+)
 def test_an_interrupt_ends_all_ranks(launch: str) -> None:
     """While they decode, as the first text shows."""
     ask = ["generate", "--model", PACKAGED, "--prompt", "Tell me a long story.", "--max-new-tokens", "3000"]

@@ -83,7 +83,7 @@ def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
         ),
         (("--model", "t5", "--decode"), "model: expected a causal language model, given 't5', a t5"),
         (("--model", "mamba", "--decode"), "plan model: expected layers of attention, given mamba without any."),
-        (("--model", "nothing.json", "--decode"), "model: expected a model"),
+        (("--model", "nothing.json", "--decode"), "model: expected a model, given 'nothing.json', where there is none"),
         (("--model", "./nowhere", "--decode"), "model: expected a model, given './nowhere', where there is none"),
         (("--decode",), "attnmesh plan: expected --heads or --model, given neither"),
         (

@@ -45,7 +45,8 @@ def test_hosts_that_cannot_be_are_one_line(
     assert "1 to 250 hosts, given 0" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("world", ["--ranks 2", pytest.param("--hosts 2x1@1gbit", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("world", ["--ranks 2", "--hosts 2x1@1gbit"])
 def test_plans_beside_what_is_measured(world: str) -> None:
     if "hosts" in world:
         needs_hosts()

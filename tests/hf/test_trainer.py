@@ -505,7 +505,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name == "half compiled")) for name in BAD]
+)
 def test_what_is_not_supported_raises_alike(name: str, pool: Pool) -> None:
     answers = pool.run(BAD[name][0].get("ranks", 2), bad_call, name)
     for answer in answers:
