@@ -240,3 +240,25 @@ def test_a_rank_may_leave_the_known_way_alone(pool: Pool) -> None:
     assert bool(outs[0][0, 3:].isfinite().all())
     for out in outs[1:]:
         assert torch.equal(out.nan_to_num(7.0), outs[0].nan_to_num(7.0))
+
+
+def _defaults() -> bool:
+    """On a rank: known steps have the same bits with other defaults of PyTorch."""
+    cache, q = cache_on(dist.get_world_size()), query()
+    cache.append(*tokens(9, 0))
+    own = am.attend(q, *tokens(9, dist.get_rank()))
+    first = [(am.decode(q, cache), am.merge_across(own, dist.group.WORLD).out) for _ in range(2)]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        with torch.device("meta"):
+            again = am.decode(q, cache), am.merge_across(own, dist.group.WORLD).out
+    finally:
+        torch.set_default_dtype(before)
+    return all(torch.equal(x, y) for pair in first for x, y in zip(pair, again, strict=True))
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_defaults_of_pytorch_do_not_matter(ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, _defaults) == [True] * ranks

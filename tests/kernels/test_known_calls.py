@@ -149,3 +149,16 @@ def test_a_result_is_new_memory() -> None:
     one.fill_(7.0)
     assert torch.equal(other, before)
     assert not one._is_view()
+
+
+def test_defaults_of_pytorch_do_not_matter() -> None:
+    q, k, v = problem()
+    first = attend(q, k, v)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(attend(q, k, v), first)
+        with torch.device("meta"):
+            assert torch.equal(attend(q, k, v), first)
+    finally:
+        torch.set_default_dtype(before)

@@ -263,7 +263,7 @@ def fastest_merge(axis: Axis) -> str:
     try:
         for _ in range(TRIALS):
             for how, times in seconds.items():
-                message, start = torch.zeros(form.size, dtype=torch.uint8), perf_counter()
+                message, start = torch.zeros(form.size, dtype=torch.uint8, device="cpu"), perf_counter()
                 _merge_messages(message, form, axis, how, False)
                 times.append(perf_counter() - start)
     finally:

@@ -99,7 +99,7 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
     if state.device.type == "cpu":
         number = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors))) % MODULUS
         if into is None:
-            return torch.tensor((number, -number), dtype=like.dtype)
+            return torch.tensor((number, -number), dtype=like.dtype, device="cpu")
         into[0], into[1] = number, -number
         return into
     checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)

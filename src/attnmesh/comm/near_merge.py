@@ -38,7 +38,7 @@ class NearMerge:
 
     def blank(self) -> Tensor:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out."""
-        return torch.empty(2 + self.rows * (1 + self.width))
+        return torch.empty(2 + self.rows * (1 + self.width), dtype=torch.float32, device="cpu")
 
     def places(self, message: Tensor) -> Partial:
         """Return views of the partial in a message."""

@@ -149,4 +149,4 @@ def _visible(mask: Mask, length: int, rows: int) -> tuple[int, int, Band | None]
     positions = range(length - rows, length)
     low = [max(0, position - mask.left) - first for position in positions]
     high = [min(stop, position + mask.right + 1) - first for position in positions]
-    return first, stop, Band(torch.tensor(low), torch.tensor(high))
+    return first, stop, Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))

@@ -75,7 +75,7 @@ class KnownCalls:
             return
         if choose(kernel, q, k, v, logits.capped) is not NATIVE or q.shape[1] // k.shape[1] * q.shape[2] > MOST_ROWS:
             return
-        band = None if mask == FULL else Band.of(mask or CAUSAL, torch.arange(q.shape[2]), k.shape[2])
+        band = None if mask == FULL else Band.of(mask or CAUSAL, torch.arange(q.shape[2], device="cpu"), k.shape[2])
         if band is not None and (int(band.low[0]), int(band.high[-1])) != (0, k.shape[2]):
             return
         if len(self.kinds) >= MOST_KINDS:

@@ -97,8 +97,8 @@ class NativeKind(NamedTuple):
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
-        out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32)
-        return Partial(out, torch.empty(self.lse, dtype=torch.float32))
+        out = torch.empty_strided(self.out, self.out_strides, dtype=torch.float32, device="cpu")
+        return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None) -> bool:
         """Write the partial. Return False if a number is not finite, or the last dim of a tensor is not in one piece.
