@@ -158,7 +158,11 @@ def _repeated(each: Plan) -> tuple[Callable[[], Any], int]:
 
 
 def crossing(each: Plan, call: Callable[[], Any]) -> Crossed:
-    """Return the bytes that one call sends between hosts, from enough calls to outweigh the counting itself."""
+    """Return the bytes that one call sends between hosts, from enough calls to outweigh the counting itself.
+
+    The first call is not counted: in it ranks find each other, and measure what "auto" takes.
+    """
+    call()
     per_host = max(1.0, (each.bytes.between + GLOO * each.messages) / each.cluster.hosts)
     repeat = max(1, min(200, int(1e6 / per_host)))
     quiet, busy = _quiet(), counted(lambda: [call() for _ in range(repeat)])

@@ -119,6 +119,7 @@ def test_a_forked_child_does_not_hang() -> None:
 def test_without_a_library_others_serve(change: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("c++") is None and "XDG_CACHE_HOME" in change:
         pytest.skip("there is no C++ compiler")
+    monkeypatch.delenv("ATTNMESH_NATIVE", raising=False)
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     library.cache_clear()
