@@ -137,7 +137,7 @@ def _steps() -> Iterator[Row]:
     cases = (
         Case("step, 128 keys a rank, 32/32 heads", (32, 32), 128),
         Case("step, 8,192 keys a rank, 32/8 heads", (32, 8), 8192, repeat=3, rounds=5),
-        Case("step, 8,192 latents of 512 and 64 a rank, 128 heads", (128, 1), 8192, torch.float32, 1, 5, 576, 512),
+        Case("step, 8,192 latents of 512 and 64 a rank, 128 heads", (128, 1), 8192, torch.float32, 1, 3, 576, 512),
     )
     for case in cases:
         yield from _step(replace(case, tokens=case.tokens * dist.get_world_size()))
@@ -145,10 +145,10 @@ def _steps() -> Iterator[Row]:
 
 def _papers() -> Iterator[Row]:
     llama = [
-        Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16, 1, 5)
+        Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16, 1, 3)
         for k in (32, 128)
     ]
-    for case in (*llama, Case("16 heads, 80k tokens, bfloat16", (16, 16), 80_000, torch.bfloat16, 1, 5)):
+    for case in (*llama, Case("16 heads, 80k tokens, bfloat16", (16, 16), 80_000, torch.bfloat16, 1, 3)):
         yield from _step(case)
 
 

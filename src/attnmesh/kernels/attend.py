@@ -63,7 +63,7 @@ def attend(
         scale: Factor of the logits, 1/sqrt(dim) by default.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
-        kernel: Name of a kernel: "cpu", "cuda", "triton" or "reference". "auto" takes the first that supports q, k, v.
+        kernel: A name of `attnmesh.kernels.driver.NAMES`. "auto" takes the best that supports q, k and v.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
     Returns:
