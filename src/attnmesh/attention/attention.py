@@ -12,7 +12,7 @@ from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.attend import AttendCall, length_major, run_attend
+from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.known_calls import KnownCalls
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
@@ -99,7 +99,7 @@ def attention(
         mesh = given_mesh("attention", mesh, ALONE)
         alone = mesh is None and sinks is key_lengths is None and not unsupported
         if alone and (known := KNOWN.run(q, k, v, mask, (*options, checked))) is not None:
-            return length_major(known.out, q.dtype)
+            return known.out
         out = attend_shards(call, Mesh.of(mesh), checked)
         if alone:
             KNOWN.learn(q, k, v, mask, (*options, checked), call.logits, kernel)

@@ -125,6 +125,11 @@ class CallChecker:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.kinds = set[Any]()  # kinds of calls that ranks have compared
 
+    def compares(self, name: str, *, must: bool = False) -> bool:
+        """Return whether ranks compare the next call of this name."""
+        wanted = must or (name not in self.kinds if self.checked is None else self.checked)
+        return wanted and self.mesh.shape.ranks > 1 and may_compare(self.device)
+
     def check(
         self,
         name: str,
@@ -137,8 +142,7 @@ class CallChecker:
 
         An error of `check` is raised on all ranks if calls are compared, else on its own rank only.
         """
-        compares = must or (name not in self.kinds if self.checked is None else self.checked)
-        if not compares or self.mesh.shape.ranks == 1 or not may_compare(self.device):
+        if not self.compares(name, must=must):
             return [list(check() or ())]
         _, table = run_agreed_with(self.mesh, lambda: check() or (), lambda _: describe_call(name, **fields()), tuple)
         self.kinds.add(name)

@@ -35,7 +35,7 @@ from attnmesh.comm.merge_checks import (
     mesh_of,
 )
 from attnmesh.comm.message import PartialMessage, checksum_of
-from attnmesh.comm.near_merge import kind_of, known_merges, merge_known, merge_near, near_merge
+from attnmesh.comm.near_merge import NearMerge, merge_as_one_call, merge_near, near_merge
 from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
@@ -43,6 +43,7 @@ from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError, MeshError
+from attnmesh.kernels.known_calls import are_plain
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
@@ -91,9 +92,11 @@ def merge_across(
     True
     """
     axis = axis_of(group, "merge_across")
-    kind = kind_of(partial, axis, how, output, wire, base, checked)
-    if kind is not None and (known := known_merges(kind)):
-        return merge_known(Partial(*partial), *known[0], compares=checked is not False)
+    if (
+        is_plain(partial, how, output, wire, base, checked)
+        and (near := near_call(axis, partial[0].shape, how)) is not None
+    ):
+        return merge_as_one_call(partial, *near, compares=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
@@ -107,10 +110,37 @@ def merge_across(
         out, lse = merge_op(out, natural, axis.group_name, [axis.size, axis.index], how, output, dtype)
     else:
         out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
-        if kind is not None:
-            near = near_merge(axis, tuple(partial.out.shape), chosen_merge(axis, how, output, lse.device))
-            known_merges(kind).extend([] if near is None else [(near, call_text(partial, how, output, wire, base))])
     return Partial(out, lse if base == "e" else lse / BASES[base])
+
+
+def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
+    """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
+    options = (
+        isinstance(how, str),
+        output == "replicated",
+        wire is None,
+        base == "e",
+        type(checked) in (bool, type(None)),
+    )
+    if not all(options):
+        return False
+    if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
+        return False
+    out, lse = partial
+    fits: bool = out.dtype == lse.dtype == torch.float32 and out.ndim == 4 and lse.shape == out.shape[:-1]
+    return fits
+
+
+@cached_per_world(1024)
+def near_call(axis: Axis, shape: tuple[int, ...], how: str) -> tuple[NearMerge, str] | None:
+    """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
+
+    The first call along an axis is collective.
+    """
+    if axis.size == 1 or how not in MERGE_CHOICES:
+        return None
+    near = near_merge(axis, tuple(shape), chosen_merge(axis, how, "replicated", torch.device("cpu")))
+    return None if near is None else (near, call_text(shape, torch.float32, how, "replicated", None, "e"))
 
 
 def raise_alike(
@@ -147,7 +177,7 @@ def _merge(
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
-    text = call_text(partial, how, output, wire, base)
+    text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base)
     compares = axis.size > 1 and may_compare(partial.lse.device) and _compares(partial, axis, how, checked)
     checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
     checker.before()

@@ -85,7 +85,8 @@ def mesh_of(axis: Axis) -> Mesh:
     return Mesh(Axis(), Axis(), axis)
 
 
-def call_text(partial: Partial, how: str, output: str, wire: torch.dtype | None, base: str) -> str:
+def call_text(
+    shape: tuple[int, ...], dtype: torch.dtype, how: str, output: str, wire: torch.dtype | None, base: str
+) -> str:
     """Return the text of a call that ranks compare."""
-    shape, dtype = list(partial.out.shape), partial.out.dtype
-    return describe_call("merge_across", out=shape, dtype=dtype, how=how, output=output, wire=wire, base=base)
+    return describe_call("merge_across", out=list(shape), dtype=dtype, how=how, output=output, wire=wire, base=base)

@@ -45,7 +45,7 @@ class PartialMessage:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native library merges such messages through mailboxes: short ones, all in float32."""
+        """True for messages that the native library merges through mailboxes: short ones, all in float32."""
         return self.lse == self.out == torch.float32 and self.size <= SLOT and not interpreted()
 
     def blank(self, device: torch.device) -> Tensor:
@@ -97,12 +97,10 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
     if use_triton(like) and sum(x.numel() for x in tensors) <= MAX_KERNEL_ELEMENTS:
         return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
     if state.device.type == "cpu":
-        number = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors))) % MODULUS
-        if into is None:
-            return torch.tensor((number, -number), dtype=like.dtype, device="cpu")
-        into[0], into[1] = number, -number
-        return into
-    checksum = checksum_of(sum(map(digest, tensors), start=call + state[0]), like)
+        number: int | Tensor = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors)))
+    else:
+        number = sum(map(digest, tensors), start=call + state[0])
+    checksum = checksum_of(number, like)
     return checksum if into is None else into.copy_(checksum)
 
 

@@ -4,7 +4,7 @@ import math
 import struct
 from collections.abc import Sequence
 from ctypes import memmove, string_at
-from typing import Any, cast
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -17,7 +17,6 @@ from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.known_calls import are_plain
 from attnmesh.kernels.native.digest import wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
@@ -40,10 +39,13 @@ class NearMerge:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out."""
         return torch.empty(2 + self.rows * (1 + self.width), dtype=torch.float32, device="cpu")
 
+    def out(self, message: Tensor) -> Tensor:
+        """Return a view of the partial's out in a message."""
+        return message[2 + self.rows :].view(self.shape)
+
     def places(self, message: Tensor) -> Partial:
         """Return views of the partial in a message."""
-        lse, out = message[2 : 2 + self.rows], message[2 + self.rows :]
-        return Partial(out.view(self.shape), lse.view(self.shape[:-1]))
+        return Partial(self.out(message), message[2 : 2 + self.rows].view(self.shape[:-1]))
 
     def run(self, message: Tensor, number: int) -> bool:
         """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
@@ -85,25 +87,8 @@ def merge_near(
     count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
 
 
-def kind_of(partial: object, axis: Axis, *options: Any) -> tuple[Any, ...] | None:
-    """Return all that the checks of a call depend on, if one native call may serve it: partials in float32 alone."""
-    how, output, wire, base, checked = options
-    plain = output == "replicated" and wire is None and base == "e" and (checked is None or type(checked) is bool)
-    if not plain or axis.size == 1 or not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
-        return None
-    out, lse = partial
-    kind = axis, how, checked, out.shape, lse.shape
-    return kind if out.dtype == lse.dtype == torch.float32 and isinstance(how, str) else None
-
-
-@cached_per_world(1024)
-def known_merges(kind: tuple[Any, ...]) -> list[tuple[NearMerge, str]]:
-    """Return the merge of a kind of calls with the text that ranks compare, once a call has been served."""
-    return []
-
-
-def merge_known(partial: Partial, near: NearMerge, text: str, *, compares: bool) -> Partial:
-    """Return the merge in new tensors, of a call whose kind is known."""
+def merge_as_one_call(partial: Partial, near: NearMerge, text: str, *, compares: bool) -> Partial:
+    """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
     message = near.blank()
     place = near.places(message)
     place.out.copy_(partial.out)

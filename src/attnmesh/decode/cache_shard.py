@@ -305,18 +305,18 @@ class CacheShard:
         return self.padding is None and token_mask is None  # every rank records padding
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
-        """Add new tokens that one rank owns, in one copy for each tensor. Return False if several ranks own them.
+        """Add new tokens that fit and that one rank owns, in one copy for each tensor; else return False.
 
         `length` and `used` are the tokens so far, on all ranks and on this one.
         """
         ranks, stop = self.block_cyclic.ranks, used + more
         first, last = length // self.sizes.block, (length + more - 1) // self.sizes.block
-        if ranks > 1 and first != last:
+        if length + more > self.sizes.capacity or (ranks > 1 and first != last):
             return False
-        if first % ranks != self.index and ranks > 1:
+        if first % ranks != self.index:
             self.state[0] += more
             return True
-        if length + more > self.sizes.capacity or stop > self.slots:
+        if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
         if append(self.stored, own, self.token_index, self.state):

@@ -46,6 +46,7 @@ from attnmesh.decode.step import (
 from attnmesh.decode.window import is_within
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
 from attnmesh.kernels.driver import NAMES, check_kernel
+from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.planner.decode_cost import COLLECTIVE
 
 
@@ -108,15 +109,15 @@ def decode(
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
     if k is not None or v is not None:
         cache.append(cast(Tensor, k), v)
+    checked = cache.checker.checked if checked is None else checked
     given = mask, scale, softcap, merge, output, reproducible, kernel, checked
     plain = cache.mesh.heads.size == 1 and sinks is key_lengths is None and not unsupported
-    known = cache.known_steps.find(q, cache.shard, given) if plain else None
-    if known is not None and (out := _run_known(q, cache, known, checked)) is not None:
+    found = cache.known_steps.find(q, cache.shard, given) if plain else None
+    if found is not None and (out := _run_known(q, cache, *found, compares=checked is not False)) is not None:
         return out
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
     logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
     step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
-    checked = cache.checker.checked if checked is None else checked
     try:
         check_checked("decode", checked)
         step = check_step(q, cache, sinks, key_lengths, step, unsupported)
@@ -136,22 +137,21 @@ def decode(
     return out
 
 
-def _run_known(q: Tensor, cache: KVCache, known: Known, checked: bool | None) -> Tensor | None:
+def _run_known(q: Tensor, cache: KVCache, known: Known, length: int, used: int, *, compares: bool) -> Tensor | None:
     """Return the output of a step whose kind is known, as `_run_compared` does; None if a number is not finite."""
     if known.near is None:
-        return attend_alone(q, cache.shard, known)
+        return attend_alone(q, cache.shard, known, length)
     number = _call_number((*_kind(q, known.step, None, None), ()), cache.history_checksum)
-    found = attend_and_merge(q, cache.shard, known.near, known, number)
+    number += length + digest_on_host(q)
+    found = attend_and_merge(q, cache.shard, known, known.near, used, number)
     if found is None:
         return None
-    out, checksum, equal = found
-    if equal:
-        return out
-    if checked is False or (checked is None and cache.checker.checked is False):
-        return out.fill_(torch.nan)
-    text = partial(_describe, q, cache, None, None, known.step)
-    MergeChecker(cache.mesh, known.step.merge, True, text).after(checksum, "decode")
-    return None
+    message, equal = found
+    if not equal and compares:
+        text = partial(_describe, q, cache, None, None, known.step)
+        MergeChecker(cache.mesh, known.step.merge, True, text).after(message[:2], "decode")
+    out = known.near.out(message).to(q.dtype)
+    return out if equal else out.fill_(torch.nan)
 
 
 def _kind(

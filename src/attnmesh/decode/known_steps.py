@@ -17,7 +17,6 @@ from attnmesh.decode.replicas import Shards
 from attnmesh.decode.step import DecodeStep
 from attnmesh.kernels.driver import NATIVE, choose_for_cache
 from attnmesh.kernels.known_calls import MOST_KINDS, are_plain
-from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 
 
@@ -35,7 +34,7 @@ class KnownAppends:
         if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
             return False
         (length, used), more = shard.state.tolist(), k.shape[2]
-        if length + more > shard.sizes.capacity or not shard.append_run(stored(k, v), more, length, used):
+        if not shard.append_run(stored(k, v), more, length, used):
             return False
         shards.known_length = length + more
         return True
@@ -70,8 +69,8 @@ class KnownSteps:
     def __init__(self) -> None:
         self.kinds: dict[Any, Known] = {}
 
-    def find(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...]) -> Known | None:
-        """Return the kind of a step if it is known, and one launch serves it on this shard."""
+    def find(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...]) -> tuple[Known, int, int] | None:
+        """Return the kind of a step that one launch serves, if known, with the tokens of all ranks and of this one."""
         if not self.kinds or shard.padding is not None or shard.shared or not are_plain(q):
             return None
         try:
@@ -84,7 +83,7 @@ class KnownSteps:
         if not q.shape[2] <= length <= shard.sizes.capacity:
             return None
         alone, sees_all = known.near is None, known.step.mask.left >= length - 1
-        return known if (length == used if alone else sees_all) else None
+        return (known, length, used) if (length == used if alone else sees_all) else None
 
     def learn(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...], step: DecodeStep) -> None:
         """Keep the kind of a step that was served, if one launch serves it on a cache that keeps every token."""
@@ -106,9 +105,9 @@ class KnownSteps:
         self.kinds[_kind(q, options)] = Known(kind, step, sizes, near)
 
 
-def attend_alone(q: Tensor, shard: CacheShard, known: Known) -> Tensor | None:
+def attend_alone(q: Tensor, shard: CacheShard, known: Known, length: int) -> Tensor | None:
     """Return the output of a step on one rank, or None if a number is not finite."""
-    first, stop, bounds = _visible(known.step.mask, shard.length, q.shape[2])
+    first, stop, bounds = _visible(known.step.mask, length, q.shape[2])
     out, lse = known.kind.blank()
     into = out.data_ptr(), lse.data_ptr()
     if not known.kind.launch_at(q, shard.stored[0], shard.stored[-1], into, bounds, first, stop - first):
@@ -117,23 +116,22 @@ def attend_alone(q: Tensor, shard: CacheShard, known: Known) -> Tensor | None:
 
 
 def attend_and_merge(
-    q: Tensor, shard: CacheShard, near: NearMerge, known: Known, number: int
-) -> tuple[Tensor, Tensor, bool] | None:
-    """Return the output of a step of one query on several ranks, its checksum, and whether the ranks' calls are equal.
+    q: Tensor, shard: CacheShard, known: Known, near: NearMerge, used: int, number: int
+) -> tuple[Tensor, bool] | None:
+    """Return the merged message of a step of one query on several ranks, and whether the ranks' calls are equal.
 
-    `number` is that of the call. Return None, before the merge, if a number is not finite.
+    `used` are this rank's tokens, and `number` is that of the call. Return None, before the merge, if a number is not
+    finite.
     """
-    message, (length, used) = near.blank(), shard.state.tolist()
-    start = message.data_ptr() + CHECKSUM.size
-    into = start + 4 * near.rows, start
+    message = near.blank()
+    lse = message.data_ptr() + CHECKSUM.size
+    into = lse + 4 * near.rows, lse
     if not used:  # the identity
-        out, lse = near.places(message)
-        out.zero_()
-        lse.fill_(-torch.inf)
+        message[2 : 2 + near.rows] = -torch.inf
+        message[2 + near.rows :] = 0.0
     elif not known.kind.launch_at(q, shard.stored[0], shard.stored[-1], into, None, 0, used):
         return None
-    equal = near.run(message, number + length + digest_on_host(q))
-    return near.places(message).out.to(q.dtype), message[:2], equal
+    return message, near.run(message, number)
 
 
 def _kind(q: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -81,7 +81,7 @@ def attend(
     plain = q_positions is k_positions is key_lengths is None and not more
     options = scale, softcap, kernel
     if plain and (known := KNOWN.run(q, k, v, mask, options)) is not None:
-        return Partial(length_major(known.out, q.dtype), known.lse)
+        return known
     check_unknown_options("attend", more)
     q, k, v = autocast(q, k, v)
     try:
@@ -134,7 +134,7 @@ def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions = call
     kernel = choose(name, q, k, v, logits.capped)
     plain = q_positions is k_positions is key_lengths is None and mask == Full()
-    if plain and kernel.name == NATIVE.name and q.shape[2] and k.shape[2]:
+    if plain and kernel is NATIVE and q.shape[2] and k.shape[2]:
         out, lse = with_sinks(forward(kernel, q, k, v, None, logits), sinks)
         return length_major(out, q.dtype), lse
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)

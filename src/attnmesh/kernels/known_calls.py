@@ -16,8 +16,6 @@ from attnmesh.core.partial import Partial
 from attnmesh.kernels.driver import NATIVE, choose
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 
-FULL, CAUSAL = Full(), Causal()
-
 MOST_KINDS = 1024
 """Kinds that are kept. Beyond it they are learned anew."""
 
@@ -55,7 +53,7 @@ class KnownCalls:
         self.kinds: dict[Any, Known] = {}
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: tuple[Any, ...]) -> Partial | None:
-        """Return the partial in float32, or None unless this kind of call is known."""
+        """Return the partial, with out in q's dtype, or None unless this kind of call is known."""
         if not self.kinds or not are_plain(q, k, v):
             return None
         try:
@@ -65,7 +63,8 @@ class KnownCalls:
         if known is None:
             return None
         partial = known.kind.blank()
-        return partial if known.kind.launch(q, k, v, partial, known.band) else None
+        served = known.kind.launch(q, k, v, partial, known.band)
+        return Partial(partial.out.to(q.dtype), partial.lse) if served else None
 
     def learn(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: tuple[Any, ...], logits: Logits, kernel: str
@@ -75,7 +74,7 @@ class KnownCalls:
             return
         if choose(kernel, q, k, v, logits.capped) is not NATIVE or q.shape[1] // k.shape[1] * q.shape[2] > MOST_ROWS:
             return
-        band = None if mask == FULL else Band.of(mask or CAUSAL, torch.arange(q.shape[2], device="cpu"), k.shape[2])
+        band = None if mask == Full() else Band.of(mask or Causal(), torch.arange(q.shape[2], device="cpu"), k.shape[2])
         if band is not None and (int(band.low[0]), int(band.high[-1])) != (0, k.shape[2]):
             return
         if len(self.kinds) >= MOST_KINDS:
@@ -89,4 +88,4 @@ def _kind(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, options: tuple[Any
     shapes = q.shape, batch, heads, dim, value_batch, value_heads, width, keys == values != 0
     dtypes = q.dtype, k.dtype, v.dtype
     # Options of equal values may differ in type, as 1 and True do.
-    return *shapes, *dtypes, None if mask == FULL else keys, mask, *options, *map(type, options)
+    return *shapes, *dtypes, None if mask == Full() else keys, mask, *options, *map(type, options)
