@@ -35,7 +35,7 @@ from attnmesh.comm.merge_checks import (
     mesh_of,
 )
 from attnmesh.comm.message import PartialMessage, checksum_of
-from attnmesh.comm.near_merge import NearMerge, merge_as_one_call, merge_near, near_merge
+from attnmesh.comm.near_merge import NearMerge, is_plain, merge_as_one_call, merge_near, near_merge
 from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
@@ -43,7 +43,6 @@ from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError, MeshError
-from attnmesh.kernels.known_calls import are_plain
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
@@ -111,24 +110,6 @@ def merge_across(
     else:
         out, lse = _merge(Partial(out, natural), axis, how, output, wire, checked, base)
     return Partial(out, lse if base == "e" else lse / BASES[base])
-
-
-def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
-    """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    options = (
-        isinstance(how, str),
-        output == "replicated",
-        wire is None,
-        base == "e",
-        type(checked) in (bool, type(None)),
-    )
-    if not all(options):
-        return False
-    if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
-        return False
-    out, lse = partial
-    fits: bool = out.dtype == lse.dtype == torch.float32 and out.ndim == 4 and lse.shape == out.shape[:-1]
-    return fits
 
 
 @cached_per_world(1024)

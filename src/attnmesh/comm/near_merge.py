@@ -17,6 +17,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
+from attnmesh.kernels.known_calls import are_plain
 from attnmesh.kernels.native.digest import wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
@@ -85,6 +86,24 @@ def merge_near(
         with Watched(axis, "merging", error.peer):
             raise
     count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
+
+
+def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
+    """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
+    options = (
+        isinstance(how, str),
+        output == "replicated",
+        wire is None,
+        base == "e",
+        type(checked) in (bool, type(None)),
+    )
+    if not all(options):
+        return False
+    if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
+        return False
+    out, lse = partial
+    fits: bool = out.dtype == lse.dtype == torch.float32 and out.ndim == 4 and lse.shape == out.shape[:-1]
+    return fits
 
 
 def merge_as_one_call(partial: Partial, near: NearMerge, text: str, *, compares: bool) -> Partial:
