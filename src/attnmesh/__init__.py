@@ -15,6 +15,7 @@ from attnmesh.comm.merge import merge_across as merge_across
 from attnmesh.comm.scan import AffineMap as AffineMap
 from attnmesh.comm.scan import scan_across as scan_across
 from attnmesh.core.layout import Contiguous as Contiguous
+from attnmesh.core.layout import Split as Split
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag
 from attnmesh.core.mask import Causal as Causal

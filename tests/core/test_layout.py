@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -5,7 +7,7 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core.layout import Layout
+from attnmesh.core.layout import Layout, decode_layout, encode_layout
 
 pytestmark = pytest.mark.quick
 
@@ -48,6 +50,26 @@ def test_shards_that_do_not_exist_raise(arguments: tuple[int, int, int]) -> None
         errors.LayoutError, match=r"expected length >= 0, .* given length .*\. Fix: pass this rank's index"
     ):
         am.Zigzag().positions(*arguments)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9))
+def test_split_is_torch_split(sizes: list[int]) -> None:
+    layout = am.Split(sizes)
+    parts = [layout.positions(sum(sizes), len(sizes), index) for index in range(len(sizes))]
+    assert [part.tolist() for part in parts] == [part.tolist() for part in torch.arange(sum(sizes)).split(sizes)]
+    assert decode_layout([*encode_layout(layout), 7, 8]) == (layout, [7, 8])
+
+
+@pytest.mark.parametrize("sizes", [(), (3, -1), (2.0, 1), (True, 2), 5, None])
+def test_sizes_that_count_nothing_raise(sizes: Any) -> None:
+    with pytest.raises(errors.LayoutError, match="Split sizes: expected whole numbers of 0 or more, one a rank, given"):
+        am.Split(sizes)
+
+
+@pytest.mark.parametrize(("length", "shards"), [(7, 3), (8, 2), (8, 4)])
+def test_sizes_of_other_shards_raise(length: int, shards: int) -> None:
+    with pytest.raises(errors.LayoutError, match=r"expected 3 shards of 8 tokens in all, given .* correct the sizes"):
+        am.Split((3, 3, 2)).positions(length, shards, 0)
 
 
 @pytest.mark.parametrize("block", [0, -2, 1.5, True])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh.core.layout import LAYOUTS, Layout
+from attnmesh.core.layout import Layout
 from attnmesh.mesh.schedule import Problem, Schedule, schedule
 from attnmesh.mesh.shapes import Shape
 
@@ -27,8 +27,19 @@ def problems(draw: st.DrawFn) -> Problem:
         key_length = length
         cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
         mask = mask & am.Documents([b - a for a, b in zip((0, *cuts), (*cuts, length), strict=True)])
-    q_layout, k_layout = (draw(st.sampled_from((*(kind() for kind in LAYOUTS), am.Striped(3)))) for _ in "qk")
-    return Problem(mask, draw(shapes), q_layout, k_layout, length, key_length)
+    shape = draw(shapes)
+    layouts = [draw(layouts_of(tokens, shape.ranks)) for tokens in (length, key_length)]
+    problem = Problem(mask, shape, layouts[0], layouts[1], length, key_length)
+    assert Problem.decode(shape, problem.encode()) == problem
+    return problem
+
+
+@st.composite
+def layouts_of(draw: st.DrawFn, length: int, ranks: int) -> Layout:
+    if draw(st.booleans()):
+        return draw(st.sampled_from((am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(3))))
+    cuts = sorted(draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1)))
+    return am.Split([stop - start for start, stop in zip((0, *cuts), (*cuts, length), strict=True)])
 
 
 def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedule]:

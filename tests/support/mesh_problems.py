@@ -102,8 +102,16 @@ def draw(seed: int, ranks: int) -> MeshProblem:
         latent=shape.heads == 1 and heads[0] == heads[1] and width > 1 and random.random() < 0.3,
         softcap=random.choice(CAPS),
     )
+    if random.random() < 0.15:
+        layouts = [_split(random, tokens, ranks) for tokens in problem.lengths]
+        problem = replace(problem, layouts=(layouts[0], layouts[1] if cross else layouts[0]))
     few = draw_key_lengths(random, problem.batch, problem.lengths[1])
     return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
+
+
+def _split(random: Random, length: int, ranks: int) -> am.Split:
+    cuts = sorted(random.randint(0, length) for _ in range(ranks - 1))
+    return am.Split(tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, length), strict=True)))
 
 
 def run(problem: MeshProblem) -> list[Tensor]:

@@ -13,6 +13,7 @@ from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
 from attnmesh.attention.latent import Latents
 from attnmesh.comm.topology import surroundings
+from attnmesh.core.layout import Contiguous, Split
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
 from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
@@ -139,4 +140,7 @@ def _fastest_exchange(
         phase="training" if latent is None else "prefill",
         latent=latent,
     )
-    return best_exchange(cluster, tile, problem.shape, problem.layout, workload)
+    layout = (
+        Contiguous() if isinstance(problem.layout, Split) else problem.layout
+    )  # sizes may be those of one part alone
+    return best_exchange(cluster, tile, problem.shape, layout, workload)

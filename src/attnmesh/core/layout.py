@@ -2,17 +2,18 @@
 
 The layout decides how the work is balanced. Under a causal mask, 16 tokens over 4 shards:
 
-        Contiguous()       0000111122223333    the last shard sees every key, the first almost none
-        Zigzag()           0011223333221100    each shard holds an early and a late chunk: equal work
-        Striped()          0123012301230123    each shard holds every 4th token: equal work, finer
+        Contiguous()         0000111122223333  the last shard sees every key, the first almost none
+        Zigzag()             0011223333221100  each shard holds an early and a late chunk: equal work
+        Striped()            0123012301230123  each shard holds every 4th token: equal work, finer
+        Split((7, 3, 3, 3))  0000000111222333  runs of any length, for shards that something else has cut
 
-Any length is valid. With fewer tokens than shards, some shards are empty.
+Any length is valid, but `Split` has the length of its sizes. With fewer tokens than shards, some shards are empty.
 """
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -104,25 +105,61 @@ class Striped:
         return tokens[tokens < length]
 
 
-LAYOUTS = (Contiguous, Zigzag, Striped)
+@dataclass(frozen=True)
+class Split:
+    """Consecutive runs of given sizes, as in `torch.split`: shard i holds `sizes[i]` tokens.
+
+    Args:
+        sizes: Tokens of each shard, 0 or more.
+
+    Raises:
+        LayoutError: If `sizes` is not a tuple or a list of whole numbers.
+
+    >>> import attnmesh as am
+    >>> [am.Split((5, 0, 3)).positions(8, 3, index).tolist() for index in range(3)]
+    [[0, 1, 2, 3, 4], [], [5, 6, 7]]
+    """
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        counts, fix = isinstance(self.sizes, (tuple, list)) and self.sizes, "pass a number of tokens for each rank"
+        if not counts or not all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 0 for n in self.sizes):
+            raise LayoutError("Split sizes", "whole numbers of 0 or more, one a rank", repr(self.sizes), fix)
+        object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
+
+    def positions(self, length: int, shards: int, index: int) -> Tensor:
+        """Return the run of shard `index`; see `Layout.positions`. The sizes give `length` and `shards`."""
+        length, shards, index = _check_range(length, shards, index)
+        if shards != len(self.sizes) or length != sum(self.sizes):
+            expected, fix = f"{len(self.sizes)} shards of {sum(self.sizes)} tokens in all", "correct the sizes of Split"
+            raise LayoutError(f"layout {self}", expected, f"{shards} shards of {length} tokens", fix)
+        start = sum(self.sizes[:index])
+        return torch.arange(start, start + self.sizes[index])
+
+
+LAYOUTS = (Contiguous, Zigzag, Striped, Split)
 
 
 def encode_layout(layout: Layout) -> list[int]:
-    """Return a layout as two integers, for the schema of an operator."""
-    return [LAYOUTS.index(type(layout)), getattr(layout, "block", 0)]
+    """Return a layout as integers, for the schema of an operator: its type, how many numbers it has, and these."""
+    numbers = layout.sizes if isinstance(layout, Split) else [layout.block] if isinstance(layout, Striped) else []
+    return [LAYOUTS.index(type(layout)), len(numbers), *numbers]
 
 
-def decode_layout(code: Sequence[int]) -> Layout:
-    """Return the layout of a code from `encode_layout`."""
-    kind, block = code
-    return Striped(block) if LAYOUTS[kind] is Striped else LAYOUTS[kind]()
+def decode_layout(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
+    """Return the layout of a code that begins as `encode_layout` writes it, and the rest of the code."""
+    kind, count, *rest = code
+    numbers, make = tuple(rest[:count]), LAYOUTS[kind]
+    layout: Layout = make(numbers) if make is Split else cast(Callable[..., Layout], make)(*numbers)
+    return layout, rest[count:]
 
 
 def check_layout(subject: str, layout: Layout) -> None:
     """Raise unless layout is an instance of one of `LAYOUTS`."""
     if not isinstance(layout, LAYOUTS):
         fix = "make one by calling it, as in Zigzag()"
-        raise LayoutError(subject, "Contiguous(), Zigzag() or Striped()", repr(layout), fix)
+        raise LayoutError(subject, "Contiguous(), Zigzag(), Striped() or Split(sizes)", repr(layout), fix)
 
 
 def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:

@@ -96,8 +96,9 @@ class Problem:
     @staticmethod
     def decode(shape: Shape, code: Sequence[int]) -> "Problem":
         """Return the problem of a code from `encode`."""
-        layouts = decode_layout(code[:2]), decode_layout(code[2:4])
-        return Problem(Mask.decode(code[6:]), shape, *layouts, code[4], code[5])
+        layout, code = decode_layout(code)
+        key_layout, (length, key_length, *mask) = decode_layout(code)
+        return Problem(Mask.decode(mask), shape, layout, key_layout, length, key_length)
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
