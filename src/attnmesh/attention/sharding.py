@@ -1,5 +1,8 @@
 """Cut a whole tensor into this rank's shard, and put the shards of all ranks together again."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +13,7 @@ from attnmesh.core.checks import check_tensor
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import Shape
 
 
 def shard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, dim: int = 2) -> Tensor:
@@ -76,6 +80,43 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
     positions = _positions(layout, sum(counts) if length is None else length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
+
+
+def unshard_runs(x: Tensor, place: Mesh, sizes: Sequence[int], dim: int) -> Tensor:
+    """Return the whole tensor on every rank from runs of these sizes, with gradients.
+
+    All ranks go on with the same whole tensor. The gradient of a rank's run is the part of the rank's own gradient, so
+    gradients of parameters have to be summed over the ranks.
+    """
+    numbers = [*place.shape, *(axis.index for axis in place.axes)]
+    whole: Tensor = unshard_op(x, dim % x.ndim, ",".join(place.group_names), numbers, sizes)
+    return whole
+
+
+@torch.library.custom_op("attnmesh::unshard", mutates_args=())
+def unshard_op(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Gather runs of these sizes along `dim`."""
+    place = Mesh.named(places[:3], places[3:], groups.split(","))
+    whole = _gather_shards(x.movedim(dim, 0).contiguous(), place, list(sizes)).movedim(0, dim).contiguous()
+    return whole.clone() if place.shape.ranks == 1 else whole
+
+
+@unshard_op.register_fake
+def _(x: Tensor, dim: int, groups: str, places: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return x.new_empty([sum(sizes) if other == dim else n for other, n in enumerate(x.shape)])
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.dim, _, places, sizes = inputs
+    shard = Shape(*places[:3]).shard(*places[3:])
+    ctx.start, ctx.size = sum(sizes[:shard]), sizes[shard]
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return dout.narrow(ctx.dim, ctx.start, ctx.size), None, None, None, None
+
+
+unshard_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:

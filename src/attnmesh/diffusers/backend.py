@@ -1,0 +1,135 @@
+"""The attention backend of one model, in diffusers' registry under a name of its own while the model is on the mesh."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    dispatch_attention_fn,
+)
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from attnmesh.attention.attention import attention
+from attnmesh.comm.consensus import describe_call, run_agreed
+from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.core.layout import Split
+from attnmesh.core.mask import Causal, Full, Mask
+from attnmesh.diffusers.tokens import Tokens
+from attnmesh.errors import KernelError, MaskError
+
+SUBJECT = "attnmesh.diffusers attention"
+
+Backend = Callable[..., Tensor]
+
+
+def register(name: str, backend: Backend) -> AttentionBackendName:
+    """Add a backend to diffusers' registry. Return its name, in the type that diffusers asks for.
+
+    The names that diffusers knows are fixed, so this one is made beside them.
+    """
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name.upper(), name
+    _AttentionBackendRegistry.register(member, supports_context_parallel=True)(backend)
+    return member
+
+
+def unregister(member: AttentionBackendName) -> None:
+    """Remove a backend from diffusers' registry."""
+    registry = _AttentionBackendRegistry
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+        table.pop(member, None)
+    registry._supports_context_parallel.discard(member.value)
+
+
+def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: str, checked: bool | None) -> Backend:
+    """Return the backend of a model whose tokens are split over the ranks of a mesh."""
+    options: dict[str, Any] = {"mesh": mesh, "exchange": exchange, "kernel": kernel, "checked": checked is True}
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """Return attention of this rank's queries over all ranks' keys; tensors are (batch, tokens, heads, dim)."""
+        if _parallel_config is None:  # the layer has whole keys
+            whole = attn_mask, dropout_p, is_causal, scale, enable_gqa
+            out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
+            return out
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        _check(dropout_p, attn_mask, is_causal=is_causal)
+        q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
+        mask: Mask = Causal() if is_causal else Full()
+        given: dict[str, Any] = {
+            "mask": mask,
+            "layout": Split(q_sizes),
+            "length": sum(q_sizes),
+            "scale": scale,
+            **options,
+        }
+        if attn_mask is None:
+            out = attention(q, k, v, key_layout=Split(k_sizes), key_length=sum(k_sizes), **given)
+        else:
+            out = _attend_visible(q, k, v, attn_mask, tokens, given)
+        return out.transpose(1, 2)
+
+    return attend
+
+
+def _check(dropout: float, mask: Tensor | None, *, is_causal: bool) -> None:
+    if dropout:
+        raise KernelError(SUBJECT, "dropout_p=0: attention is exact", f"{dropout}", "set the model's dropout to 0")
+    if mask is not None and is_causal:
+        raise MaskError(SUBJECT, "a mask of keys or is_causal=True", "both", "pass one of them")
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_visible(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor, tokens: Tokens, options: dict[str, Any]
+) -> Tensor:
+    """Return attention over the keys that a mask shows. Keys that it hides do not travel.
+
+    Sequences with different masks are attended one after the other.
+    """
+    text = describe_call(SUBJECT, mask=[attn_mask.ndim, attn_mask.dtype], batch=len(q))
+    visible = run_agreed(tokens.place, lambda: visible_keys(attn_mask, len(q), q.shape[2], k.shape[2]), text)
+    alike = bool((visible == visible[:1]).all())
+    table = all_gather_ints([alike, *visible.sum(1).tolist()], tokens.place.axes)
+    rows = [slice(None)] if all(row[0] for row in table) else [slice(b, b + 1) for b in range(len(q))]
+    parts = []
+    for number, row in enumerate(rows):
+        sizes = tuple(counts[1 + number] for counts in table)
+        shown = visible[row][0].nonzero().flatten()
+        keys, values = (x[row].index_select(2, shown) if len(shown) < x.shape[2] else x[row] for x in (k, v))
+        parts.append(attention(q[row], keys, values, key_layout=Split(sizes), key_length=sum(sizes), **options))
+    return torch.cat(parts)
+
+
+def visible_keys(attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
+    """Return which of this rank's keys each sequence sees, (batch, keys). Raise unless a mask is one of keys.
+
+    A mask of keys is boolean, (batch, keys) or (batch, 1, 1, keys). A square one, (batch, 1, queries, keys), may
+    hide the same tokens as queries: what these get changes no token that is seen.
+    """
+    mask = attn_mask[:, None, None] if attn_mask.ndim == 2 else attn_mask[:, None] if attn_mask.ndim == 3 else attn_mask
+    given, fix = f"{attn_mask.dtype} {list(attn_mask.shape)}", "pass the model a boolean mask of keys, (batch, keys)"
+    expected = f"a boolean mask of {keys} keys of {batch} sequences"
+    fits = mask.ndim == 4 and mask.dtype == torch.bool and mask.shape[1] == 1 and mask.shape[3] == keys
+    if not fits or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, queries):
+        raise MaskError(SUBJECT, expected, given, fix)
+    mask = mask[:, 0].expand(batch, -1, -1)
+    if mask.shape[1] == 1 or not queries:
+        return mask[:, 0] if mask.shape[1] else mask.new_ones(batch, keys)
+    shown = mask.any(1)
+    hidden = ~mask.any(2, keepdim=True)  # rows of padding see nothing, which changes no row that is seen
+    if not bool((hidden | (mask == shown[:, None])).all()):
+        raise MaskError(SUBJECT, expected, f"{given}, in which queries see different keys", fix)
+    return shown

@@ -1,0 +1,128 @@
+"""Transformers of diffusers on a mesh are those on one device: outputs, gradients, and steps of a pipeline."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnmesh.comm.counters import counted
+from attnmesh.core.layout import Split
+from attnmesh.core.mask import Full
+from attnmesh.diffusers import disable, enable
+from attnmesh.diffusers.tokens import run_sizes
+from attnmesh.mesh.schedule import EXCHANGES, Problem
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.planner.traffic import traffic
+from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+OUTPUT = 1e-13
+"""Outputs are computed in float64, and differ by the order of sums."""
+
+GRADIENT = 2e-6
+"""Some models normalise in float32, also in their backward pass: 2^-24 of the terms of sums."""
+
+HEADS = 4
+"""Heads of the tiny models."""
+
+Case = tuple[str, Shape, str, int, int]
+"""Model, mesh, exchange, rows of pixels and batch."""
+
+
+def cases(name: str, ranks: int) -> Iterator[Case]:
+    """Every mesh of so many ranks, each with the next exchange, number of rows and batch."""
+    names = ("auto", *EXCHANGES)
+    sizes = [(4, 1), (5, 2), (1, 1), (3, 2)]  # 1 row: some ranks have few tokens, or none
+    shapes = [Shape(h, r, c) for h in (1, 2, 4) for r in range(1, 9) for c in range(1, 9) if h * r * c == ranks]
+    for turn, shape in enumerate(shapes):
+        yield name, shape, names[(turn + len(name)) % 4], *sizes[(turn + ranks) % 4]
+
+
+def run(model: nn.Module, given: Inputs) -> tuple[Tensor, list[Tensor | None]]:
+    """Output and gradients of a forward pass, the same on every rank."""
+    out = model(**given, return_dict=False)
+    whole = torch.cat([x.flatten() for x in out])
+    torch.manual_seed(7)
+    parameters = list(model.parameters())
+    return whole.detach(), list(torch.autograd.grad(whole, parameters, torch.randn_like(whole), allow_unused=True))
+
+
+def errors(cases: list[Case]) -> list[tuple[Case, float, float]]:
+    """Relative errors of outputs and of summed gradients, on one rank."""
+    found = []
+    for case in cases:
+        name, shape, exchange, rows, batch = case
+        model, given = MODELS[name].model(torch.float64), MODELS[name].given(rows, batch, torch.float64)
+        expected, gradients = run(model, given)
+        enable(model, named_mesh(shape, AXES), exchange)
+        out, parts = run(model, given)
+        disable(model)
+        smallest = 1e-3 * max(float(x.abs().max()) for x in gradients if x is not None)
+        worst = 0.0
+        for whole, part in zip(gradients, parts, strict=True):
+            if whole is not None:
+                part = torch.zeros_like(whole) if part is None else part
+                dist.all_reduce(part)
+                worst = max(worst, float((whole - part).abs().max() / whole.abs().max().clamp(min=smallest)))
+        found.append((case, float((out - expected).abs().max() / expected.abs().max()), worst))
+        assert torch.equal(run(model, given)[0], expected), "the model is not as it was"
+    return found
+
+
+SAMPLED = [(2 + number % 3, name) for number, name in enumerate(MODELS)]
+"""Worlds of `make test`: each model in one of them."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        pytest.param(ranks, name, marks=() if (ranks, name) in SAMPLED else pytest.mark.long)
+        for ranks in (2, 3, 4)
+        for name in MODELS
+    ],
+)
+def test_outputs_and_gradients_are_those_of_one_device(pool: Pool, ranks: int, name: str) -> None:
+    some = list(cases(name, ranks))
+    for rank in pool.run(ranks, errors, some[:: 2 if name == "hunyuan-video-1.5" else 1]):
+        for case, output, gradient in rank:
+            assert output < OUTPUT, case
+            assert gradient < GRADIENT, case
+
+
+def steps(name: str, shape: Shape) -> tuple[Tensor, Tensor]:
+    model = MODELS[name].model()
+    expected = pipeline_steps(name, model)
+    enable(model, named_mesh(shape, AXES))
+    return pipeline_steps(name, model), expected
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2), Shape(1, 3, 1), Shape(2, 1, 2)], ids=str)
+def test_two_steps_of_the_pipeline_are_those_of_one_device(pool: Pool, name: str, shape: Shape) -> None:
+    for out, expected in pool.run(shape.ranks, steps, name, shape):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def bytes_received(shape: Shape, exchange: str, rows: int) -> int:
+    """Bytes that a forward pass receives on this rank."""
+    model, given = MODELS["wan"].model(), MODELS["wan"].given(rows)
+    enable(model, named_mesh(shape, AXES), exchange)
+    with torch.no_grad(), counted() as received:
+        model(**given)
+    return received.bytes
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2), Shape(1, 3, 1), Shape(1, 1, 4)], ids=str)
+def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: str, rows: int) -> None:
+    tokens, layers, width = 3 * rows * 3, 2, HEADS * 12
+    layout = Split(run_sizes(tokens, shape.ranks))
+    moves = traffic(Problem(Full(), shape, layout, layout, tokens, tokens), shape)
+    rows_sent, columns_sent = moves.rows.inside.total, moves.columns.inside.total
+    attention = rows_sent * (2 * width + HEADS) + columns_sent * 2 * width  # queries come back as out and lse
+    gathered = tokens * (shape.ranks - 1) * 16  # the output, 4 channels of 2 x 2 pixels a token
+    assert sum(pool.run(shape.ranks, bytes_received, shape, exchange, rows)) == 4 * (layers * attention + gathered)
