@@ -65,7 +65,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
             out: Tensor = dispatch_attention_fn(query, key, value, *whole, backend=None)
             return out
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        _check(dropout_p, attn_mask, is_causal=is_causal)
+        _check(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
         q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
         mask: Mask = Causal() if is_causal else Full()
         given: dict[str, Any] = {
@@ -84,11 +84,14 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
     return attend
 
 
-def _check(dropout: float, mask: Tensor | None, *, is_causal: bool) -> None:
+def _check(dropout: float, mask: Tensor | None, *, is_causal: bool, streams: int) -> None:
     if dropout:
         raise KernelError(SUBJECT, "dropout_p=0: attention is exact", f"{dropout}", "set the model's dropout to 0")
     if mask is not None and is_causal:
         raise MaskError(SUBJECT, "a mask of keys or is_causal=True", "both", "pass one of them")
+    if is_causal and streams > 1:
+        given, fix = f"{streams} streams, of which each rank holds parts", "take the model off the mesh"
+        raise MaskError(SUBJECT, "tokens of one stream under is_causal=True", given, fix)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -39,15 +39,16 @@ class OnMesh:
         self.checker = CallChecker(place, device, True if compares_always(checked, device) else checked)
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.dropouts = [name for name, module in model.named_modules() if getattr(module, "p", 0) and _drops(module)]
-        self.gathered = 0
+        self.modules: dict[str, list[nn.Module]] = {}
         self.undo: list[Callable[[], None]] = []
 
     def add_hooks(self, model: nn.Module) -> None:
         """Add the hooks of the plan to the model's modules."""
         self._add(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self.modules = {name: modules_named(model, name) for name in (*self.plan.cuts, *self.plan.gathers)}
         for name, cuts in self.plan.cuts.items():
             inputs, outputs = ([c for c in cuts if isinstance(c.name, kind)] for kind in (str, int))
-            for module in modules_named(model, name):
+            for module in self.modules[name]:
                 if inputs:
                     names = list(inspect.signature(module.forward).parameters)
                     before = partial(self._cut_inputs, inputs, names)
@@ -55,16 +56,14 @@ class OnMesh:
                 if outputs:
                     self._add(module.register_forward_hook(partial(self._cut_outputs, outputs)))
         for name, dims in self.plan.gathers.items():
-            for module in modules_named(model, name):
+            for module in self.modules[name]:
                 self._add(module.register_forward_hook(partial(self._gather, dims)))
-        self._add(model.register_forward_hook(self._end))
 
     def _add(self, handle: Any) -> None:
         self.undo.append(handle.remove)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check a forward pass before it splits tokens."""
-        self.gathered = 0
         self.tokens.begin()
         if torch.compiler.is_compiling():
             return
@@ -84,6 +83,10 @@ class OnMesh:
             if module.processor is not processor or processor._parallel_config is not self:
                 given = f"{type(module.processor).__name__} in {type(module).__name__}"
                 raise ModelError(SUBJECT, "the attention processors that the model was enabled with", given, fix)
+        for name, modules in self.modules.items():
+            found = modules_named(model, name)
+            if [id(module) for module in found] != [id(module) for module in modules]:
+                raise ModelError(SUBJECT, "the modules that the model was enabled with", f"another {name}", fix)
         if getattr(model, "is_cache_enabled", False):
             given, fix = "enable_cache: ranks may differ in what they skip", "call disable_cache()"
             raise ModelError(SUBJECT, "a model that computes all layers", given, fix)
@@ -122,17 +125,9 @@ class OnMesh:
 
     def _gather(self, dims: tuple[int | None, ...], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the whole outputs of a module."""
-        self.gathered += 1
         parts = [output] if isinstance(output, Tensor) else list(output)
         parts = [x if dim is None else self.tokens.gather(x, dim) for x, dim in zip(parts, dims, strict=True)]
         return parts[0] if isinstance(output, Tensor) else tuple(parts)
-
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Raise where the output was not gathered: its module was replaced after the hooks were added."""
-        if self.gathered != len(self.plan.gathers) and not torch.compiler.is_compiling():
-            given = f"another module in the place of {', '.join(self.plan.gathers)}"
-            fix = "call attnmesh.diffusers.enable after adapters are added"
-            raise ModelError(SUBJECT, "the modules that the model was enabled with", given, fix)
 
 
 def split_attention(model: nn.Module, plan: TokenPlan) -> dict[str, Any]:

@@ -63,7 +63,9 @@ _OUTPUT: dict[str, tuple[int | None, ...]] = {"proj_out": (1,)}
 _JOINT_MASK = (Cut("attention_mask", 3, 4, (STREAM, f"encoder_{STREAM}")),)
 
 OWN = {
-    "LTXVideoTransformer3DModel": TokenPlan({"": (_IMAGE, Cut("timestep", 1, 2)), "rope": _rope(1, 3)}, _OUTPUT, ("*.attn2",)),
+    "LTXVideoTransformer3DModel": TokenPlan(
+        {"": (_IMAGE, Cut("timestep", 1, 2)), "rope": _rope(1, 3)}, _OUTPUT, ("*.attn2",)
+    ),
     "HunyuanVideoTransformer3DModel": TokenPlan(
         {
             "rope": _rope(0, 2),

@@ -1,5 +1,6 @@
 """Tokens of one model on the mesh: how many each rank has of a stream, and of the streams that attend together."""
 
+import operator
 from itertools import accumulate
 
 import torch
@@ -40,7 +41,7 @@ class Tokens:
 
     def cut(self, x: Tensor, cut: Cut) -> Tensor:
         """Return this rank's run of a tensor, or its runs of the streams that lie in it."""
-        length = x.shape[cut.dim]
+        length = operator.index(x.shape[cut.dim])  # a constant of a compiled graph
         if isinstance(cut.name, str) and cut.name.endswith(STREAM) and self.lengths.get(cut.name) != length:
             self.lengths[cut.name] = length
             self._find_sizes()
@@ -71,6 +72,7 @@ class Tokens:
         elif self.by_own is None or torch._C._current_graph_task_id() != -1:
             table = all_gather_ints(own, self.place.axes)
             return [tuple(column) for column in zip(*table, strict=True)]
+        own = tuple(map(operator.index, own))
         for tokens in own:
             if tokens not in self.by_own:
                 given = f"{tokens} tokens where a rank has {sorted(self.by_own)}"
@@ -81,7 +83,7 @@ class Tokens:
         return [self.by_own[tokens] for tokens in own]
 
     def _run(self, x: Tensor, dim: int) -> Tensor:
-        sizes, shard = run_sizes(x.shape[dim], self.place.shape.ranks), self.place.shard
+        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.shape.ranks), self.place.shard
         return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
 
     def _find_sizes(self) -> None:

@@ -1,0 +1,81 @@
+"""Training of a transformer on a mesh is training on one device."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from attnmesh.diffusers import disable, enable
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.diffusion import MODELS
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+STEPS = 6
+
+
+def losses(model: nn.Module, on_mesh: bool) -> list[float]:
+    """Losses of some steps of training a low-rank adapter on videos of two lengths in turn."""
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=0.02)
+    found = []
+    for step in range(STEPS):
+        given = MODELS["wan"].given(4 + step % 2, batch=2)
+        out = model(**given).sample
+        loss = (out - given["hidden_states"]).square().mean()
+        loss.backward()
+        for parameter in learned:
+            assert parameter.grad is not None
+            if on_mesh:
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def adapted() -> nn.Module:
+    model = MODELS["wan"].model()
+    model.requires_grad_(False)
+    torch.manual_seed(3)
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    return model.train()
+
+
+def trained(shape: Shape) -> tuple[list[float], list[float]]:
+    expected = losses(adapted(), on_mesh=False)
+    model = adapted()
+    enable(model, named_mesh(shape, AXES))
+    found = losses(model, on_mesh=True)
+    disable(model)
+    return found, expected
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2, 2), Shape(2, 2, 1)], ids=str)
+def test_training_of_an_adapter_is_that_on_one_device(pool: Pool, shape: Shape) -> None:
+    for found, expected in pool.run(4, trained, shape):
+        assert found == pytest.approx(expected, abs=1e-5)
+        assert expected[-1] < expected[0]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Gradients of two forward passes of other sizes, whose backward passes come later."""
+    outs = [model(**MODELS["flux"].given(rows), return_dict=False)[0] for rows in (4, 5)]
+    return list(torch.autograd.grad(sum(out.square().sum() for out in outs), list(model.parameters())))
+
+
+def checkpointed() -> float:
+    expected = gradients(MODELS["flux"].model(torch.float32))
+    model = MODELS["flux"].model().train()
+    model.enable_gradient_checkpointing()
+    enable(model, named_mesh(Shape(1, 3, 1), AXES))
+    found = gradients(model)
+    for gradient in found:
+        dist.all_reduce(gradient)
+    disable(model)
+    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-3)) for x, y in zip(found, expected, strict=True))
+
+
+def test_layers_computed_anew_in_the_backward_pass_have_their_own_tokens(pool: Pool) -> None:
+    assert max(pool.run(3, checkpointed)) < 1e-4
