@@ -1,4 +1,4 @@
-"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent` and `gpu-kernels`."""
+"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent`, `diffusion` and `gpu-kernels`."""
 
 import os
 from dataclasses import asdict
@@ -17,6 +17,7 @@ from attnmesh.cli.output import HostsOption, machine, pairs, titled
 from attnmesh.core.checks import require
 from attnmesh.errors import ArgumentError, MeshError
 from attnmesh_command import SETTINGS
+from benchmarks import diffusion as diffusion_bench
 from benchmarks import faults as faults_bench
 from benchmarks import gpu_kernels
 from benchmarks import latent as latent_bench
@@ -229,6 +230,49 @@ def _recurrent_table(rows: "list[recurrent_bench.Row]", request: "recurrent_benc
         cells = ("" if x is None else f"{x:,}" for x in figures)
         times = (str(row.timing), f"{row.cpu_ms:,}")
         table.add_row(row.case, row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
+    return table
+
+
+DIFFUSION_EXPLAINED = """\
+Times are those of one attention layer, forward, in milliseconds: medians with quartiles of rounds in which all
+contenders take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring, and "of bytes"
+that speedup over the one that bytes allow. With --hosts, "bytes alone" is the time of the exchanges over the busiest
+direction of the busiest link, a lower bound. Errors are those of some outputs beside float64."""
+
+
+@bench_command(
+    app, "python -m benchmarks diffusion", "Attention of video and image transformers over ranks.", DIFFUSION_EXPLAINED
+)
+def bench_diffusion(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
+    hosts: HostsOption = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="A workload of attnmesh plan; three by default; may be repeated.")
+    ] = None,
+    scale: Annotated[int, typer.Option(min=1, help="Divide the tokens of a workload by this.")] = 16,
+    length: Annotated[int | None, typer.Option(min=16, help="Tokens, instead of those of the workload.")] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
+) -> list[Table]:
+    """Two dimensions, Ulysses, ring and USP beside diffusers' own Ulysses, at the sizes of real models (minutes)."""
+    world = world_of(ranks, hosts)
+    names = tuple(workload or ("wan-14b-720p", "hunyuanvideo-720p", "flux-1024"))
+    run.step(f"{', '.join(names)} on {world}{' ranks' * (hosts is None)}")
+    diffusion_bench.rows(diffusion_bench.Request(names, scale, length, rounds), world, run.table("rows"))
+    run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
+    rows = run.tables["rows"]
+    return [_diffusion_table(case, [row for row in rows if row.case == case]) for case in {row.case: 0 for row in rows}]
+
+
+def _diffusion_table(case: str, rows: "list[diffusion_bench.Row]") -> Table:
+    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, heads x queries x keys")
+    for name in ("ms", "beside ring", "of bytes", "MB received", "bytes alone, ms", "error"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        received = None if row.received is None else round(row.received / 1e6, 1)
+        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.of_bytes, received, row.limit_ms)]
+        error = "" if row.error is None else f"{row.error:.0e}"
+        table.add_row(row.contender, row.note or str(row.timing), *figures, error)
     return table
 
 

@@ -28,6 +28,7 @@ from attnmesh.cli.plan_figure import check_picture, write_plot
 from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_recurrent import RecurrentOption, recurrent_of, recurrent_record, recurrent_text
+from attnmesh.cli.plan_workload import LengthOption, WorkloadOption, enabling_code, length_of, preset_of, source_of
 from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
@@ -35,9 +36,6 @@ from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
-"""Units of a length: 128k is 128,000 tokens, 128Ki is 131,072."""
 
 PlotFile = Annotated[Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)]
 ReportFile = Annotated[
@@ -61,8 +59,9 @@ def plan(
             f"Hosts x ranks of a name alone: {', '.join(f'{n} {p.hosts}x{p.ranks}' for n, p in PRESETS.items())}."
         ),
     ],
-    length: Annotated[str, typer.Option(help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi.")],
+    length: LengthOption = None,
     model: ModelOption = None,
+    workload: WorkloadOption = None,
     heads: HeadsOption = None,
     head_dim: Annotated[
         int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")
@@ -91,28 +90,35 @@ def plan(
 ) -> None:
     """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
-    common = {"batch": batch, "q_len": q_len, "length": length_of(length), "dtype": dtype}
-    common["phase"] = _phase(training, prefill, decode)
+    common: dict[str, Any] = {"batch": batch, "q_len": q_len, "dtype": dtype}
+    common["phase"] = _phase(training, prefill, decode, default="training" if workload is None else "prefill")
     sizes: dict[str, Any] = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
     sizes |= {"--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full}
-    if model is not None and decode:
+    if workload is None:
+        common["length"] = length_of(length)
+    if model is not None and decode and workload is None:
         check_alone(sizes)
         check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
         print_serving(cluster, model, machines, common, as_json=as_json)
         return
-    work = _workload(model, sizes, common)
+    work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
     _check_files(plot, report)
+    shown = distinct(_priced(work, machines, plot, report))[:top]
+    if as_json:
+        print_json(_record(cluster, work, machines, shown) | source_of(workload))
+    else:
+        _print(workload, shown, [file for file in (plot, report) if file], verbose)
+
+
+def _priced(work: Workload, machines: Cluster, plot: Path | None, report: Path | None) -> list[Plan]:
+    """Return all plans, and write the files that were asked for."""
     with progress.status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if plot is not None:
             write_plot(plot, work, machines, plans, status.update)
         if report is not None:
             write_report(report, work, machines, status.update)
-    shown = distinct(plans)[:top]
-    if as_json:
-        print_json(_record(cluster, work, machines, shown))
-    else:
-        _print(shown, [file for file in (plot, report) if file], verbose)
+    return plans
 
 
 # --- options ---
@@ -202,26 +208,12 @@ def _numbers(option: str, expected: str, example: str, text: str) -> tuple[int, 
     return int(match[1]), int(match[2])
 
 
-def length_of(text: str) -> int:
-    """Return the tokens of `--length`.
-
-    >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
-    [4096, 128000, 131072, 1500000]
-    """
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(|k|m|ki|mi)", text.lower())
-    tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
-    if tokens != int(tokens):
-        fix = "k and M count in thousands, Ki and Mi in 1,024s"
-        raise ShapeError("--length", "tokens, as 4096, 128k, 5M, 128Ki or 1Mi", repr(text), fix)
-    return int(tokens)
-
-
-def _phase(*wanted: bool) -> str:
+def _phase(*wanted: bool, default: str) -> str:
     phases = [phase for phase, given in zip(PHASES, wanted, strict=True) if given]
     if len(phases) > 1:
         given = " and ".join(f"--{phase}" for phase in phases)
         raise ArgumentError("attnmesh plan", "one phase", given, "plan for each in a command of its own")
-    return phases[0] if phases else PHASES[0]
+    return phases[0] if phases else default
 
 
 def _mask(window: int | None, full: bool) -> Mask:
@@ -267,11 +259,14 @@ def code_of(plan: Plan) -> str:
     return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
 
 
-def _print(shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
+def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
     best, machines = shown[0], shown[0].cluster
+    for name, value in source_of(workload).items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
     console.print(_table(shown))
     console.print(best.explain(), highlight=False, markup=False)
-    console.print(f"In Python:\n{code_of(best)}", highlight=False, markup=False)
+    code = code_of(best) if workload is None else enabling_code(best)
+    console.print(f"In Python:\n{code}", highlight=False, markup=False)
     if verbose:
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
         console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))

@@ -24,11 +24,11 @@ ModelOption = Annotated[
 ]
 
 
-def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone") -> None:
-    """Raise if options are given that do not go with a model."""
+def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone", beside: str = "--model") -> None:
+    """Raise if options are given that do not go with a model, or with the option `beside`."""
     for option, value in given.items():
         if value:
-            raise ArgumentError(option, expected, repr(value), f"leave {option} or --model out")
+            raise ArgumentError(option, expected, repr(value), f"leave {option} or {beside} out")
 
 
 def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, dict[str, int]]:

@@ -1,0 +1,243 @@
+"""`python -m benchmarks diffusion`: one attention layer of video and image transformers over ranks, forward.
+
+Shapes of the mesh take turns with diffusers' own Ulysses attention in the same ranks, of one thread each. A limit
+stands beside each: the time of its bytes over the links between hosts.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.models._modeling_parallel import ParallelConfig
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.cli.bench_prefill import Contender, mesh_of
+from attnmesh.cli.launch import Send
+from attnmesh.cli.netns import Hosts, World, run_on, send_rows
+from attnmesh.cli.timing import Timing, race
+from attnmesh.comm.counters import counted
+from attnmesh.diffusers.tokens import run_sizes
+from attnmesh.errors import ArgumentError
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.candidate import Candidate
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cost import cost
+from attnmesh.planner.hardware import BOUNDLESS, Device, Link
+from attnmesh.planner.plan import plan
+from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
+
+RING, PEER = "ring", "Ulysses of diffusers"
+
+
+class Request(NamedTuple):
+    """Names of workloads, the factor by which their tokens are divided, tokens instead, rounds, and the hosts."""
+
+    workloads: tuple[str, ...]
+    scale: int
+    length: int | None
+    rounds: int
+    hosts: Hosts | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one workload; `note` is why it does not run."""
+
+    case: str
+    contender: str
+    timing: Timing | None = None
+    beside_ring: float | None = None
+    """Speedup over our ring."""
+    of_bytes: float | None = None
+    """The speedup over the one that bytes allow."""
+    received: int | None = None
+    """Bytes that the busiest rank receives, of ours alone."""
+    limit_ms: float | None = None
+    """Time of the bytes over the busiest link between hosts."""
+    error: float | None = None
+    """Largest error of some outputs beside float64."""
+    note: str | None = None
+
+
+def rows(request: Request, world: World, add: Send) -> None:
+    """Measure each workload."""
+    for name in request.workloads:
+        if name not in WORKLOADS:
+            raise ArgumentError("--workload", f"one of {', '.join(WORKLOADS)}", repr(name), "leave it out for three")
+    request = request._replace(hosts=None if isinstance(world, int) else world)
+    run_on(world, send_rows, _cases, request, on_message=add)
+
+
+def workload_of(name: str, request: Request) -> Workload:
+    """Return a layer of a preset, in float32, with the tokens of the request."""
+    whole = workload_preset(name)
+    length = request.length or whole.length // request.scale
+    return Workload(
+        whole.q_heads, whole.kv_heads, whole.head_dim, length, dtype="float32", mask=am.Full(), phase="prefill"
+    )
+
+
+def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Contender]:
+    """Return the known schemes, and the fastest plan if it is none of them, by name."""
+    a_host = ranks if hosts is None else hosts.ranks
+    per_host = max(n for n in range(1, a_host + 1) if ranks % n == 0)
+    heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and work.kv_heads % n == 0)
+    part = heads if heads < ranks else max(n for n in range(1, ranks) if ranks % n == 0)
+    columns = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+    shapes = {
+        RING: (Shape(1, ranks, 1), "ring"),
+        "Ulysses": (Shape(ranks, 1, 1), "bulk"),
+        "USP": (Shape(part, ranks // part, 1), "ring"),
+        "2D": (Shape(1, ranks // columns, columns), "bulk"),
+    }
+    if heads < ranks:
+        del shapes["Ulysses"]
+    found = {name: Contender(shape, _tile(shape, per_host), exchange) for name, (shape, exchange) in shapes.items()}
+    if hosts is None:  # the planner has no link to price
+        return found
+    best = plan(work, _links(hosts))[0]
+    planned = Contender(best.shape, best.tile, best.exchange)
+    return found if planned in found.values() else {**found, "planned": planned}
+
+
+def _tile(shape: Shape, a_host: int) -> Shape:
+    """Return the part of a mesh on one host: the axes that come first fill it."""
+    sizes, left = [], a_host
+    for size in shape:
+        sizes.append(max(n for n in range(1, left + 1) if left % n == 0 and size % n == 0))
+        left //= sizes[-1]
+    return Shape(*sizes)
+
+
+def _links(hosts: Hosts) -> Cluster:
+    """Return the hosts as a cluster in which all but the links between them is free."""
+    free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
+    return Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
+
+
+def _cases(request: Request) -> Iterator[Row]:
+    for name in request.workloads:
+        yield from _contest(name, request)
+
+
+def _contest(name: str, request: Request) -> list[Row]:
+    """Time all contenders in turns, each as long as its slowest rank."""
+    work, ranks = workload_of(name, request), dist.get_world_size()
+    case = f"{name}: {work.length:,} tokens, {work.q_heads} heads of {work.head_dim}"
+    torch.manual_seed(0)
+    whole = list(torch.randn(3, 1, work.length, work.q_heads, work.head_dim).unbind())
+    done: dict[str, Row] = {}
+    runs: dict[str, Run] = {}
+    for scheme, one in contenders(work, ranks, request.hosts).items():
+        label = f"{scheme}, {one.name}"
+        runs[label] = our_run(work, whole, one)
+        row = Row(case, label, received=_received(runs[label].call))
+        done[label] = row if request.hosts is None else replace(row, limit_ms=_limit(work, one, request.hosts))
+    peer = diffusers_run(whole)
+    done[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
+    if not isinstance(peer, str):
+        runs[PEER] = peer
+    for label, run in runs.items():
+        done[label] = replace(done[label], error=_error(run, whole))
+    calls = {label: _until_all(run.call) for label, run in runs.items()}
+    timings = race(calls, torch.device("cpu"), seconds=0, rounds=request.rounds, before=dist.barrier)
+    ring = next(row for label, row in done.items() if label.startswith(RING))
+    return [_timed(row, timings.get(label), ring, timings[ring.contender]) for label, row in done.items()]
+
+
+def _timed(row: Row, timing: Timing | None, ring: Row, beside: Timing) -> Row:
+    """Return a row with its time, beside the ring's."""
+    if timing is None:
+        return row
+    speedup = beside.median / timing.median
+    row = replace(row, timing=timing, beside_ring=round(speedup, 3))
+    if row.limit_ms and ring.limit_ms:
+        row = replace(row, of_bytes=round(speedup / (ring.limit_ms / row.limit_ms), 3))
+    return row
+
+
+class Run(NamedTuple):
+    """A call that returns this rank's outputs, (1, tokens, heads, dim), and the positions of these tokens."""
+
+    call: Callable[[], Tensor]
+    positions: Tensor
+
+
+def our_run(work: Workload, whole: list[Tensor], one: Contender) -> Run:
+    """Return our attention of this rank's tokens, with the dims in diffusers' order."""
+    mesh, ranks = mesh_of(one.shape, one.tile), one.shape.ranks
+    layout = am.Split(run_sizes(work.length, ranks))
+    q, k, v = (am.shard(x, mesh, layout=layout, dim=1).transpose(1, 2) for x in whole)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            own: Any = {"mesh": mesh, "layout": layout, "length": work.length, "exchange": one.exchange}
+            return am.attention(q, k, v, mask=am.Full(), checked=False, **own).transpose(1, 2)
+
+    return Run(call, layout.positions(work.length, ranks, Mesh.of(mesh).shard))
+
+
+def diffusers_run(whole: list[Tensor]) -> Run | str:
+    """Return diffusers' Ulysses attention of this rank's tokens, or why it does not run."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, heads = whole[0].shape[1:3]
+    uneven = heads % ranks != 0 or tokens % ranks != 0
+    config = ContextParallelConfig(ulysses_degree=ranks, ulysses_anything=uneven)
+    parallel = ParallelConfig(context_parallel_config=config)
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("ring", "ulysses"))
+    parallel.setup(rank, ranks, torch.device("cpu"), mesh=mesh)
+    q, k, v = (x.tensor_split(ranks, 1)[rank] for x in whole)
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            out: Tensor = dispatch_attention_fn(q, k, v, backend=AttentionBackendName.NATIVE, parallel_config=parallel)
+        return out
+
+    try:
+        call()
+    except (AssertionError, RuntimeError) as error:  # alike on all ranks: heads that it cannot split
+        return f"does not run: {' '.join(str(error).split())}"
+    return Run(call, torch.arange(tokens).tensor_split(ranks)[rank])
+
+
+def _error(run: Run, whole: list[Tensor]) -> float:
+    """Return the largest error of some outputs of one head, beside float64, on all ranks."""
+    out, (q, k, v) = run.call(), (x[0, :, -1].double() for x in whole)
+    some = torch.arange(0, len(run.positions), max(1, len(run.positions) // 8))
+    weights = (q[run.positions[some]] @ k.T / q.shape[1] ** 0.5).softmax(-1)
+    figure = (out[0, some, -1] - weights @ v).abs().max()
+    dist.all_reduce(figure, dist.ReduceOp.MAX)
+    return float(figure)
+
+
+def _received(call: Callable[[], Tensor]) -> int:
+    """Return the bytes that the busiest rank receives."""
+    with counted() as traffic:
+        call()
+    figure = torch.tensor([traffic.bytes])
+    dist.all_reduce(figure, dist.ReduceOp.MAX)
+    return int(figure)
+
+
+def _limit(work: Workload, one: Contender, hosts: Hosts) -> float:
+    """Return milliseconds of the exchanges alone, over the links between hosts."""
+    candidate = Candidate(one.shape, one.tile, am.Contiguous(), one.exchange)
+    return round(1e3 * cost(candidate, work, _links(hosts)).seconds, 1)
+
+
+def _until_all(call: Callable[[], Tensor]) -> Callable[[], None]:
+    """Return the call and a barrier after it."""
+
+    def run() -> None:
+        call()
+        dist.barrier()
+
+    return run

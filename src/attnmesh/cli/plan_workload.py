@@ -1,0 +1,71 @@
+"""The options `--workload` and `--length` of `attnmesh plan`: presets of diffusion transformers, counts of tokens."""
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from attnmesh.cli.plan_model import check_alone
+from attnmesh.errors import ArgumentError, ShapeError
+from attnmesh.planner.plan import Plan
+from attnmesh.planner.workload import Workload
+from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
+"""Units of a length: 128k is 128,000 tokens, 128Ki is 131,072."""
+
+WorkloadOption = Annotated[
+    str | None,
+    typer.Option(help=f"Attention of a diffusion transformer in one denoising step: {', '.join(WORKLOADS)}."),
+]
+LengthOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi. Required without --workload."
+    ),
+]
+
+
+def preset_of(
+    name: str, length: str | None, model: str | None, sizes: dict[str, Any], common: dict[str, Any]
+) -> Workload:
+    """Return the preset of `--workload`, with the tokens of `--length` if it is given."""
+    if name not in WORKLOADS:
+        raise ArgumentError("--workload", f"one of {', '.join(WORKLOADS)}", repr(name), "name one of these")
+    check_alone({"--model": model, **sizes}, "sizes of the workload alone", beside="--workload")
+    if common["phase"] == "decode":
+        given, fix = "--decode", "leave it out, or pass --training"
+        raise ArgumentError("attnmesh plan --workload", "a forward pass, or training", given, fix)
+    changes = {} if length is None else {"length": length_of(length)}
+    return workload_preset(name, **{**common, **changes})
+
+
+def source_of(name: str | None) -> dict[str, str]:
+    """Return the name of a preset, its tokens, and where its sizes are from; nothing without a preset."""
+    if name is None:
+        return {}
+    found = WORKLOADS[name]
+    text = f"and {found.text} of text" if found.text else "without text"
+    return {"preset": name, "tokens": f"{' x '.join(map(str, found.grid))} {text}", "source": found.source}
+
+
+def enabling_code(plan: Plan) -> str:
+    """Return the lines of Python that put a model of diffusers on the mesh of a plan."""
+    mesh = f"am.init_mesh({tuple(plan.shape)})"
+    return f'  attnmesh.diffusers.enable(pipeline.transformer, {mesh}, exchange="{plan.exchange}")'
+
+
+def length_of(text: str | None) -> int:
+    """Return the tokens of `--length`.
+
+    >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
+    [4096, 128000, 131072, 1500000]
+    """
+    if text is None:
+        raise ArgumentError("attnmesh plan", "--length or --workload", "neither", "write --length 128k")
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(|k|m|ki|mi)", text.lower())
+    tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
+    if tokens != int(tokens):
+        fix = "k and M count in thousands, Ki and Mi in 1,024s"
+        raise ShapeError("--length", "tokens, as 4096, 128k, 5M, 128Ki or 1Mi", repr(text), fix)
+    return int(tokens)
