@@ -96,7 +96,7 @@ def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Con
         RING: (Shape(1, ranks, 1), "ring"),
         "Ulysses": (Shape(ranks, 1, 1), "bulk"),
         "USP": (Shape(part, ranks // part, 1), "ring"),
-        "2D": (Shape(1, ranks // columns, columns), "bulk"),
+        "2D": (Shape(1, ranks // columns, columns), "pipelined"),
     }
     if heads < ranks:
         del shapes["Ulysses"]

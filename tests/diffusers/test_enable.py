@@ -152,6 +152,10 @@ def _dims(model: nn.Module, given: Inputs, rank: int) -> None:
     given["timestep"] = torch.full((1, 45, 1), 500)
 
 
+def _short(model: nn.Module, given: Inputs, rank: int) -> None:
+    given["hidden_states"] = given["hidden_states"][..., :2, :2][:, :, :1]
+
+
 FORWARDS: dict[str, tuple[Spoil, str]] = {
     "batches differ": (_batch, r"the same call on every rank(.|\n)*hidden_states"),
     "prompts differ": (_content, r"the same call on every rank(.|\n)*encoder_hidden_states(.|\n)*same inputs"),
@@ -163,6 +167,7 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
         _adapter,
         "modules that the model was enabled with, given another proj_out",
     ),
+    "too few tokens": (_short, "hidden_states: expected 2 tokens or more, one a rank, given 1 tokens"),
     "dims": (_dims, "timestep: expected 2 dims, given 3 dims"),
 }
 
@@ -185,6 +190,11 @@ def test_a_bad_forward_pass_raises_alike(pool: Pool, case: str) -> None:
     assert found[0] == found[1]
     with pytest.raises(ValueError, match=FORWARDS[case][1]):
         raise ValueError(found[0])
+
+
+def _no_plan() -> nn.Module:
+    sizes = {"num_layers": 1, "attention_head_dim": 4, "num_attention_heads": 2, "caption_projection_dim": 8}
+    return diffusers.SD3Transformer2DModel(**sizes, sample_size=4, joint_attention_dim=4, pooled_projection_dim=4)
 
 
 def _replaces_frames() -> nn.Module:
@@ -219,7 +229,7 @@ def _on_mesh() -> nn.Module:
 
 ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no model": (lambda: nn.Linear(2, 2), {}, "expected a model of diffusers, given Linear.*ddp.module"),
-    "no plan": (lambda: diffusers.UNet2DModel(), {}, "a transformer with a plan .* given UNet2DModel.*_cp_plan"),
+    "no plan": (_no_plan, {}, "a transformer with a plan .* given SD3Transformer2DModel.*_cp_plan"),
     "a refused plan": (
         lambda: diffusers.HeliosTransformer3DModel(num_layers=1, num_attention_heads=1, ffn_dim=8),
         {},

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import typer.main
 from benchmarks import commands as benchmarks_commands
+from benchmarks import diffusion as diffusion_bench
 from benchmarks import faults
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
@@ -80,6 +81,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),
     "cluster": ("local", "dgx-h100", "dgx-h100:2x4", "a100x4:1", "mi300x", "here.json", "here.json:1x2", "drawn.json"),
     "heads": ("32/8", "8", "16/4", "9/3"),
+    "workload": ("wan-14b-720p", "flux-1024", "hunyuanvideo-1.5-720p", "sora"),
     "length": ("4096", "128k", "64Ki", "1.5M", "100", "5M"),
     "hosts": ("2x2@250mbit", "8x2@1gbit", "1x2@100kbit", "3x1@1.5gbit"),
     "shape": ("1x4x1", "1x2x2"),
@@ -444,6 +446,8 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(latent_bench, rows=lambda request, ranks, threads, add: add(on(ranks, step)))
     layer = recurrent_bench.Row("forward", "1 rank", TIME, 1.0)
     replace(recurrent_bench, rows=lambda request, world, add: add(on(world, layer)))
+    shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
+    replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
     replace(plan_bench, report=measured_plans)
     replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
     replace(plan, plans_for=priced)

@@ -105,7 +105,7 @@ def plan(
     _check_files(plot, report)
     shown = distinct(_priced(work, machines, plot, report))[:top]
     if as_json:
-        print_json(_record(cluster, work, machines, shown) | source_of(workload))
+        print_json(_record(cluster, work, machines, shown) | source_of(workload, work.length))
     else:
         _print(workload, shown, [file for file in (plot, report) if file], verbose)
 
@@ -261,7 +261,7 @@ def code_of(plan: Plan) -> str:
 
 def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
     best, machines = shown[0], shown[0].cluster
-    for name, value in source_of(workload).items():
+    for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
     console.print(_table(shown))
     console.print(best.explain(), highlight=False, markup=False)

@@ -27,7 +27,7 @@ ModelOption = Annotated[
 def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone", beside: str = "--model") -> None:
     """Raise if options are given that do not go with a model, or with the option `beside`."""
     for option, value in given.items():
-        if value:
+        if value not in (None, []) and value is not False:  # `--window 0` is given
             raise ArgumentError(option, expected, repr(value), f"leave {option} or {beside} out")
 
 

@@ -40,13 +40,14 @@ def preset_of(
     return workload_preset(name, **{**common, **changes})
 
 
-def source_of(name: str | None) -> dict[str, str]:
-    """Return the name of a preset, its tokens, and where its sizes are from; nothing without a preset."""
+def source_of(name: str | None, length: int) -> dict[str, str]:
+    """Return the name of a preset, how `length` tokens come about, and its source; nothing without a preset."""
     if name is None:
         return {}
     found = WORKLOADS[name]
     text = f"and {found.text} of text" if found.text else "without text"
-    return {"preset": name, "tokens": f"{' x '.join(map(str, found.grid))} {text}", "source": found.source}
+    tokens = f"{' x '.join(map(str, found.grid))} {text}" if length == found.length else "given by --length"
+    return {"preset": name, "tokens": tokens, "source": found.source}
 
 
 def enabling_code(plan: Plan) -> str:

@@ -1,7 +1,7 @@
 """A transformer on a mesh: hooks that split its tokens and gather its output, and checks of each forward pass."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,11 +99,13 @@ class OnMesh:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a module with this rank's tokens."""
         given, changed = list(args), dict(kwargs)
+        places: dict[str, Any] = {name: (given, index) for index, name in enumerate(names[: len(given)])}
+        places |= {name: (changed, name) for name in changed}
         for cut in cuts:
-            index = names.index(str(cut.name))
-            place: Any = (changed, cut.name) if cut.name in changed else (given, index) if index < len(given) else None
-            if place is not None and place[0][place[1]] is not None:
-                place[0][place[1]] = self._cut(place[0][place[1]], cut)
+            where, place = places.get(str(cut.name), ((None,), 0))
+            if where[place] is not None:
+                own = [where[place].shape[1] for where, place in (places[name] for name in cut.joins)]
+                where[place] = self._cut(where[place], cut, own)
         return tuple(given), changed
 
     def _cut_outputs(self, cuts: list[Cut], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -113,15 +115,18 @@ class OnMesh:
             parts[int(cut.name)] = self._cut(parts[int(cut.name)], cut)
         return parts[0] if isinstance(output, Tensor) else tuple(parts)
 
-    def _cut(self, x: Tensor, cut: Cut) -> Tensor:
-        if cut.ndim is not None and x.ndim < cut.ndim:
+    def _cut(self, x: Tensor, cut: Cut, own: Sequence[int] = ()) -> Tensor:
+        """Return this rank's tokens of a tensor. `own` counts this rank's tokens of the streams that lie in it."""
+        streams = self.tokens.lengths.values()
+        alike = not cut.is_stream and x.ndim > cut.dim and x.shape[cut.dim] == 1 and streams and 1 not in streams
+        if alike or (cut.ndim is not None and x.ndim < cut.ndim):
             return x  # one value for all tokens
-        if cut.name not in self.tokens.lengths and x.shape[cut.dim] == 1 < max(self.tokens.lengths.values(), default=1):
-            return x
         if cut.ndim is not None and x.ndim > cut.ndim:
             fix = f"leave out the first {x.ndim - cut.ndim}"
             raise ShapeError(f"{SUBJECT} {cut.name}", f"{cut.ndim} dims", f"{x.ndim} dims", fix)
-        return self.tokens.cut(x, cut)
+        if cut.is_stream:
+            self.tokens.add_stream(str(cut.name), x.shape[cut.dim])
+        return self.tokens.cut_joined(x, cut.dim, own) if own else self.tokens.cut(x, cut.dim)
 
     def _gather(self, dims: tuple[int | None, ...], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Return the whole outputs of a module."""

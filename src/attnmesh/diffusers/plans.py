@@ -33,6 +33,11 @@ class Cut:
     ndim: int | None
     joins: tuple[str, ...] = ()
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether the tokens of the tensor attend."""
+        return isinstance(self.name, str) and self.name.endswith(STREAM)
+
 
 @dataclass(frozen=True)
 class TokenPlan:

@@ -1,6 +1,7 @@
 """Tokens of one model on the mesh: how many each rank has of a stream, and of the streams that attend together."""
 
 import operator
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from attnmesh.attention.sharding import unshard_runs
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.diffusers.plans import STREAM, Cut
 from attnmesh.errors import MeshError, ShapeError
 from attnmesh.mesh.axes import Mesh
 
@@ -39,19 +39,28 @@ class Tokens:
         self.lengths.clear()
         self.by_own = {}
 
-    def cut(self, x: Tensor, cut: Cut) -> Tensor:
-        """Return this rank's run of a tensor, or its runs of the streams that lie in it."""
-        length = operator.index(x.shape[cut.dim])  # a constant of a compiled graph
-        if isinstance(cut.name, str) and cut.name.endswith(STREAM) and self.lengths.get(cut.name) != length:
-            self.lengths[cut.name] = length
+    def add_stream(self, name: str, length: int) -> None:
+        """Note the tokens of a stream, before it is cut. Models fail on ranks without tokens, so these are refused."""
+        length, ranks = operator.index(length), self.place.shape.ranks  # constants of a compiled graph
+        if length < ranks:
+            expected, fix = f"{ranks} tokens or more, one a rank", "pad the text, or take a mesh of fewer ranks"
+            raise ShapeError(f"attnmesh.diffusers {name}", expected, f"{length} tokens", fix)
+        if self.lengths.get(name) != length:
+            self.lengths[name] = length
             self._find_sizes()
-        if not cut.joins:
-            return self._run(x, cut.dim)
-        lengths = [self.lengths[name] for name in cut.joins]
-        if sum(lengths) != length:
-            given, fix = f"{length} of {cut.name} beside {lengths}", "pass a mask of all keys"
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's run of a tensor."""
+        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.shape.ranks), self.place.shard
+        return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
+
+    def cut_joined(self, x: Tensor, dim: int, own: Sequence[int]) -> Tensor:
+        """Return this rank's runs of the streams that lie in a tensor, of so many tokens on this rank."""
+        lengths = [sum(sizes) for sizes in self.sizes(*own)]
+        if sum(lengths) != x.shape[dim]:
+            given, fix = f"{x.shape[dim]} where the streams have {lengths}", "pass a mask of all keys"
             raise ShapeError("attnmesh.diffusers", "a mask of the tokens of all streams", given, fix)
-        return torch.cat([self._run(part, cut.dim) for part in x.split(lengths, cut.dim)], cut.dim)
+        return torch.cat([self.cut(part, dim) for part in x.split(lengths, dim)], dim)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the whole tensor on every rank, with gradients."""
@@ -81,10 +90,6 @@ class Tokens:
                     "attnmesh.diffusers attention", "tokens of the streams that the plan splits", given, fix
                 )
         return [self.by_own[tokens] for tokens in own]
-
-    def _run(self, x: Tensor, dim: int) -> Tensor:
-        sizes, shard = run_sizes(operator.index(x.shape[dim]), self.place.shape.ranks), self.place.shard
-        return x.narrow(dim, [0, *accumulate(sizes)][shard], sizes[shard])
 
     def _find_sizes(self) -> None:
         """Find which streams attend together from this rank's number of their tokens, if that tells on every rank."""

@@ -41,13 +41,23 @@ def _grid(frames: int, height: int, width: int, time: int, space: int) -> tuple[
 
 
 _CLASS = "defaults of diffusers 0.42"
+_WAN = "VAE 4x8x8, patch 1x2x2; text is in cross-attention"
 
 WORKLOADS = {
     "wan-14b-720p": DiffusionWorkload(
-        40, 128, 40, _grid(81, 720, 1280, 4, 16), 0, f"WanTransformer3DModel, {_CLASS}; 81 frames of 1280x720"
+        40, 128, 40, _grid(81, 720, 1280, 4, 16), 0, f"WanTransformer3DModel, {_CLASS}; 81 frames of 1280x720, {_WAN}"
     ),
     "wan-14b-480p": DiffusionWorkload(
-        40, 128, 40, _grid(81, 480, 832, 4, 16), 0, f"WanTransformer3DModel, {_CLASS}; 81 frames of 832x480"
+        40, 128, 40, _grid(81, 480, 832, 4, 16), 0, f"WanTransformer3DModel, {_CLASS}; 81 frames of 832x480, {_WAN}"
+    ),
+    "wan-5b-720p": DiffusionWorkload(
+        24,
+        128,
+        30,
+        _grid(121, 704, 1280, 4, 32),
+        0,
+        "WanTransformer3DModel, config.json of Wan2.2-TI2V-5B, not a default of diffusers; 121 frames of 1280x704, "
+        "VAE 4x16x16, patch 1x2x2; text is in cross-attention",
     ),
     "hunyuanvideo-720p": DiffusionWorkload(
         24,
@@ -55,7 +65,8 @@ WORKLOADS = {
         60,
         _grid(129, 720, 1280, 4, 16),
         256,
-        f"HunyuanVideoTransformer3DModel, {_CLASS}; 129 frames of 1280x720",
+        f"HunyuanVideoTransformer3DModel, {_CLASS}: 20 double and 40 single layers; 129 frames of 1280x720, "
+        "VAE 4x8x8, patch 1x2x2; the most text of the pipeline",
     ),
     "hunyuanvideo-1.5-720p": DiffusionWorkload(
         16,
@@ -63,22 +74,46 @@ WORKLOADS = {
         54,
         _grid(121, 720, 1280, 4, 16),
         0,
-        f"HunyuanVideo15Transformer3DModel, {_CLASS}; 121 frames of 1280x720, without the text",
+        f"HunyuanVideo15Transformer3DModel, {_CLASS}; 121 frames of 1280x720, the size of target_size=960, "
+        "VAE 4x16x16, patch 1; without the text, at most 1,256 tokens",
     ),
     "flux-1024": DiffusionWorkload(
-        24, 128, 57, _grid(1, 1024, 1024, 1, 16), 512, f"FluxTransformer2DModel, {_CLASS}; 1024x1024"
+        24,
+        128,
+        57,
+        _grid(1, 1024, 1024, 1, 16),
+        512,
+        f"FluxTransformer2DModel, {_CLASS}: 19 double and 38 single layers; 1024x1024, VAE 8x8, patch 2x2",
     ),
     "flux-2048": DiffusionWorkload(
-        24, 128, 57, _grid(1, 2048, 2048, 1, 16), 512, f"FluxTransformer2DModel, {_CLASS}; 2048x2048"
+        24,
+        128,
+        57,
+        _grid(1, 2048, 2048, 1, 16),
+        512,
+        f"FluxTransformer2DModel, {_CLASS}: 19 double and 38 single layers; 2048x2048, twice the default of the "
+        "pipeline on a side, VAE 8x8, patch 2x2",
     ),
     "qwen-image-1328": DiffusionWorkload(
-        24, 128, 60, _grid(1, 1328, 1328, 1, 16), 512, f"QwenImageTransformer2DModel, {_CLASS}; 1328x1328"
+        24,
+        128,
+        60,
+        _grid(1, 1328, 1328, 1, 16),
+        512,
+        f"QwenImageTransformer2DModel, {_CLASS}; 1328x1328, a size of the examples of Qwen-Image, not of diffusers, "
+        "VAE 8x8, patch 2x2; the most text of the pipeline by default",
     ),
     "ltx-video": DiffusionWorkload(
-        32, 64, 28, _grid(161, 512, 704, 8, 32), 0, f"LTXVideoTransformer3DModel, {_CLASS}; 161 frames of 704x512"
+        32,
+        64,
+        28,
+        _grid(161, 512, 704, 8, 32),
+        0,
+        f"LTXVideoTransformer3DModel, {_CLASS}; 161 frames of 704x512, VAE 8x32x32, patch 1; text is in "
+        "cross-attention",
     ),
 }
-"""Presets by name. Sizes of images and videos are those that the pipelines or the models' authors name."""
+"""Presets by name. `source` says which sizes are not of diffusers."""
 
 
 def workload_preset(name: str, **changes: Any) -> Workload:
