@@ -89,8 +89,15 @@ def test_bench_cases_compute_what_their_rival_computes() -> None:
 def test_rivals_take_turns_after_a_round_to_warm_up() -> None:
     calls: list[str] = []
     timings = race({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), rounds=6)
-    assert calls == ["a", "b"] * 7
+    assert calls == ["a", "b", "b", "a"] * 3 + ["a", "b"]
     assert all(t.low <= t.median <= t.high for t in timings.values())
+
+
+def test_a_turn_is_several_calls_in_a_row() -> None:
+    calls: list[str] = []
+    both = {name: lambda name=name: calls.append(name) for name in "ab"}
+    race(both, torch.device("cpu"), seconds=0, rounds=1, repeat=2)
+    assert "".join(calls) == "aabb" + "bbaa"
 
 
 MEASURED = """

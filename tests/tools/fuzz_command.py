@@ -449,7 +449,7 @@ def stand_in(sandbox: Sandbox) -> None:
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
     replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
     replace(plan_bench, report=measured_plans)
-    replace(probe, run_on=lambda world, function: on(world, [LOCAL]))
+    replace(probe, run_on=lambda world, function: on(world, [LOCAL]), keep_machine=lambda cluster, kind: None)
     replace(plan, plans_for=priced)
     replace(schemes, plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
     replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))

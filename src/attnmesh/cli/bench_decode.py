@@ -325,13 +325,8 @@ def _mesh() -> DeviceMesh:
 
 def _raced(case: Case, contenders: dict[str, Call], yardstick: str | None) -> list[Row]:
     """Time contenders in turns, each several calls in a row; return this rank's time of one call."""
-
-    def repeated(call: Call) -> Call:
-        return lambda: [call() for _ in range(case.repeat)]
-
-    calls = {name: repeated(call) for name, call in contenders.items()}
+    host, turns = torch.device("cpu"), {"rounds": case.rounds, "repeat": case.repeat}
     with torch.no_grad():
-        timings = race(calls, torch.device("cpu"), seconds=0, rounds=case.rounds, before=dist.barrier)
-    each = {name: timing.divided(case.repeat) for name, timing in timings.items()}
+        each = race(contenders, host, seconds=0, before=dist.barrier, **turns)
     unit = None if yardstick is None else each[yardstick].median
     return [Row(case.name, name, x, None if unit is None else round(x.median / unit, 3)) for name, x in each.items()]

@@ -124,12 +124,7 @@ def _small(device: torch.device) -> Iterator[Comparison]:
     }
     for name, (goal, call) in calls.items():
         case = f"{name}, float32: 32/8 heads of 128, 16 keys"
-        row = _row(case, "SDPA", goal, device, *map(_repeated, (lambda: sdpa(q, k, v, enable_gqa=True), call)))
-        yield replace(row, theirs=row.theirs.divided(MANY), ours=row.ours.divided(MANY))
-
-
-def _repeated(call: Call) -> Call:
-    return lambda: [call() for _ in range(MANY)]
+        yield _row(case, "SDPA", goal, device, lambda: sdpa(q, k, v, enable_gqa=True), call, repeat=MANY)
 
 
 def _product_rate(device: torch.device) -> float:
@@ -184,8 +179,10 @@ def _beside_causal(case: str, rival: str, goal: float, heads: Heads, mask: Mask)
     yield _row(f"{case}, forward + backward", rival, goal, q.device, *both)
 
 
-def _row(case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call) -> Comparison:
-    timings = race({"theirs": theirs, "ours": ours}, device)
+def _row(
+    case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call, *, repeat: int = 1
+) -> Comparison:
+    timings = race({"theirs": theirs, "ours": ours}, device, repeat=repeat)
     return Comparison(case, rival, timings["theirs"], timings["ours"], goal if device.type == "cpu" else None)
 
 

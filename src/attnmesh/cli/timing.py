@@ -31,10 +31,6 @@ class Timing:
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return Timing(*(round(1e3 * x, 4) for x in (median, low, high)))
 
-    def divided(self, count: int) -> "Timing":
-        """Return the timing of one call of `count` that were timed together."""
-        return Timing(*(round(x / count, 4) for x in (self.median, self.low, self.high)))
-
     def __str__(self) -> str:
         digits = max(0, 2 - len(str(int(self.median))) + 1)
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
@@ -74,22 +70,30 @@ def race(
     seconds: float = 4.0,
     rounds: int = 31,
     before: Call | None = None,
+    repeat: int = 1,
 ) -> dict[str, Timing]:
     """Return the timing of each call, taken in turns after a warm-up round.
 
-    There are at least 5 rounds; then `seconds` or `rounds` end it. `before` is called before each call, for a barrier.
+    Each round begins with another call, since the first of a round may find colder caches. A turn is `repeat` calls in
+    a row. There are at least 5 rounds; then `seconds` or `rounds` end it. `before` is called before each turn, for a
+    barrier.
     """
     measured: dict[str, list[float]] = {name: [] for name in calls}
-    end = None
+    names, end = list(calls), None
     for count in range(rounds + 1):
-        for name, call in calls.items():
+        start = count % len(names)
+        for name in names[start:] + names[:start]:
             if before is not None:
                 before()
-            measured[name].append(_timed(call, device))
+            measured[name].append(_timed(_repeated(calls[name], repeat), device) / repeat)
         end = end or time.perf_counter() + seconds
         if count >= 5 and time.perf_counter() > end:
             break
     return {name: Timing.of(times[1:]) for name, times in measured.items()}
+
+
+def _repeated(call: Call, repeat: int) -> Call:
+    return call if repeat == 1 else lambda: [call() for _ in range(repeat)]
 
 
 def _timed(call: Call, device: torch.device) -> float:
