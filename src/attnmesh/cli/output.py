@@ -21,6 +21,7 @@ from rich.table import Table
 
 import attnmesh
 from attnmesh.cli.launch import RankError, is_first_rank
+from attnmesh.core.machine import cpu_name
 from attnmesh.errors import ArgumentError, InputError, RankFailure
 
 INTERVAL = 8.0
@@ -160,7 +161,7 @@ def machine() -> dict[str, Any]:
         "attnmesh": attnmesh.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cpu": f"{_processor()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
         **gpu,
     }
 
@@ -173,12 +174,6 @@ def _driver() -> str | None:
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     return lines[0] if lines else None
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:

@@ -15,6 +15,7 @@ import torch
 
 from attnmesh.core.checks import warn_once
 from attnmesh.core.layout import Layout
+from attnmesh.core.machine import cache_folder, cpu_name
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
@@ -65,21 +66,9 @@ def machine_file(device_type: str) -> Path | None:
     given = os.environ.get("ATTNMESH_MACHINE")
     if given is not None:
         return Path(given) if given else None
-    name = torch.cuda.get_device_name() if device_type == "cuda" else f"{_processor()} {os.cpu_count()}"
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    except RuntimeError:
-        return None
-    return folder / "attnmesh" / f"machine-{sha256(name.encode()).hexdigest()[:12]}.json"
-
-
-def _processor() -> str:
-    """Return the model of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    name = torch.cuda.get_device_name() if device_type == "cuda" else f"{cpu_name()} {os.cpu_count()}"
+    folder = cache_folder()
+    return None if folder is None else folder / f"machine-{sha256(name.encode()).hexdigest()[:12]}.json"
 
 
 def keep_machine(cluster: Cluster, device_type: str) -> Path | None:

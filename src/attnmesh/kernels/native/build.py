@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from attnmesh.core.machine import cache_folder, cpu_facts
+
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 
 FLAGS = ("-std=c++20", "-O3", "-fno-math-errno", "-fPIC", "-shared", "-pthread", "-ldl")
@@ -76,8 +78,13 @@ def _built() -> Path:
         raise _MissingError("there is no C++ compiler: install g++ or clang++")
     version = _output([compiler, "--version"])
     sources = [source.read_bytes() for source in SOURCES]
-    key = sha256(b"\0".join([*sources, version.encode(), _cpu().encode(), " ".join(FLAGS).encode()])).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnmesh" / "native"
+    processor = cpu_facts("model name", "flags", "Features", "CPU part") or [platform.processor()]
+    facts = [version, "\n".join(processor), " ".join(FLAGS)]  # these decide what is compiled
+    key = sha256(b"\0".join([*sources, *(fact.encode() for fact in facts)])).hexdigest()[:16]
+    kept = cache_folder()
+    if kept is None:
+        raise _MissingError("there is no home folder to keep the library in: set XDG_CACHE_HOME")
+    folder = kept / "native"
     file = folder / f"native-{key}.so"
     if file.exists():
         return file
@@ -110,17 +117,6 @@ def _output(command: list[str]) -> str:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
         raise _MissingError(f"{command[0]} fails: {_line(errors[0])}")
     return done.stdout
-
-
-def _cpu() -> str:
-    """Return the CPU's name and flags, which decide what is compiled."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(
-        sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    )
 
 
 def _line(text: str) -> str:
