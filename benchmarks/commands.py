@@ -52,6 +52,9 @@ def bench_model(
     prompt_file: Annotated[Path | None, typer.Option(help="A file of text to begin with.", dir_okay=False)] = None,
     mesh: Annotated[str, typer.Option(help="Ranks along heads, queries and keys, as queries=2,keys=2.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens to time.")] = 24,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Also attnmesh on one process, and stock transformers on one thread.")
+    ] = False,
 ) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
     run.step("reading the prompt")
@@ -63,7 +66,7 @@ def bench_model(
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
     run.report.set(prompt_tokens=len(prepared.ids))
     request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.mesh.shape, prepared.heads)
-    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"))
+    model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), alone=alone)
     rows: list[model_bench.Row] = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
     run.report.set(same_tokens=same)

@@ -58,9 +58,18 @@ class Request:
     heads: tuple[int, int]
 
 
-def rows(request: Request, threads: int, world: World, add: Send) -> None:
-    """Measure one process with all threads, then ranks that share them; ranks on hosts have one thread each."""
-    run_on_ranks(1, send_rows, _one_process, request, threads=threads, on_message=add)
+ROUNDS = 4
+"""Turns of stock transformers and attnmesh on one process."""
+
+
+def rows(request: Request, threads: int, world: World, add: Send, *, alone: bool = False) -> None:
+    """Measure one process with all threads, then ranks that share them; ranks on hosts have one thread each.
+
+    With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
+    """
+    run_on_ranks(1, send_rows, _one_process, request, alone, threads=threads, on_message=add)
+    if alone:
+        run_on_ranks(1, send_rows, _one_process, request, False, threads=1, on_message=add)
     share = max(1, threads // request.shape.ranks)
     run_on(world, send_rows, _ranks, request, threads=share, on_message=add)
 
@@ -83,18 +92,37 @@ class _Times(BaseStreamer):  # type: ignore[misc]
         return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def _one_process(request: Request) -> list[Row]:
+def _one_process(request: Request, both: bool) -> list[Row]:
+    """Return the row of stock transformers, and with `both` that of attnmesh, which takes turns with it."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(request.model).eval()
-    ids, cache, times = torch.tensor([request.ids]), DynamicCache(config=model.config), _Times()
-    start = perf_counter()
-    with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    prefill = perf_counter() - start
-    made = model.generate(ids, past_key_values=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
-    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
-    name, tokens = "1 process, stock transformers", made[0, ids.shape[1] :].tolist()
-    return [Row(name, tokens, Timing.of(times.seconds), round(prefill, 2), held / 1e6, resident("VmRSS") / 1e6)]
+    ids, threads = torch.tensor([request.ids]), torch.get_num_threads()
+    models = {"stock transformers": AutoModelForCausalLM.from_pretrained(request.model).eval()}
+    caches: dict[str, Any] = {name: DynamicCache(config=model.config) for name, model in models.items()}
+    if both:
+        models["attnmesh"] = open_model(request.model, "auto", torch.device("cpu"))
+        caches["attnmesh"] = hf.ShardedCache(models["attnmesh"].config, None, capacity=ids.shape[1] + request.new)
+    prefills = {}
+    for name, model in models.items():
+        start = perf_counter()
+        with torch.no_grad():
+            model(ids[:, :-1], past_key_values=caches[name], use_cache=True, logits_to_keep=1)
+        prefills[name] = round(perf_counter() - start, 2)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    tokens: dict[str, list[int]] = {}
+    for _ in range(ROUNDS if both else 1):
+        for name, model in models.items():
+            cache, times = caches[name], _Times()
+            options = {"max_new_tokens": request.new, "do_sample": False, "streamer": times}
+            made = model.generate(ids, past_key_values=cache, **options)
+            tokens[name] = made[0, ids.shape[1] :].tolist()
+            seconds[name] += times.seconds
+            cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
+    held = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers]) / 1e6
+    title = f"1 process of {threads} thread{'s' * (threads > 1)}"
+    return [
+        Row(f"{title}, {name}", tokens[name], Timing.of(found), prefills[name], held, resident("VmRSS") / 1e6)
+        for name, found in seconds.items()
+    ]
 
 
 class _RingCache(hf.ShardedCache):

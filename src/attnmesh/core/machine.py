@@ -1,0 +1,28 @@
+"""This machine: its processor, and the user's folder of files that can be made again."""
+
+import os
+import platform
+from pathlib import Path
+
+
+def cache_folder() -> Path | None:
+    """Return the folder in which attnmesh keeps files between runs; None for a user without a home."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "attnmesh"
+    except RuntimeError:
+        return None
+
+
+def cpu_facts(*names: str) -> list[str]:
+    """Return the lines of these names that the system has on its processors, each once; none where it has no list."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({line for line in lines if line.startswith(names)})
+
+
+def cpu_name() -> str:
+    """Return the model of the processor, or its architecture."""
+    named = cpu_facts("model name")
+    return named[0].split(":", 1)[1].strip() if named else platform.machine()
