@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.cli.bench_prefill import Contender, mesh_of
+from attnmesh.cli.bench_prefill import Contender, links_alone, mesh_of, milliseconds_of_bytes
 from attnmesh.cli.launch import Send
 from attnmesh.cli.netns import Hosts, World, run_on, send_rows
 from attnmesh.cli.timing import Timing, race
@@ -27,9 +27,6 @@ from attnmesh.errors import ArgumentError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate
-from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.cost import cost
-from attnmesh.planner.hardware import BOUNDLESS, Device, Link
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
@@ -103,7 +100,7 @@ def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Con
     found = {name: Contender(shape, _tile(shape, per_host), exchange) for name, (shape, exchange) in shapes.items()}
     if hosts is None:  # the planner has no link to price
         return found
-    best = plan(work, _links(hosts))[0]
+    best = plan(work, links_alone(hosts))[0]
     planned = Contender(best.shape, best.tile, best.exchange)
     return found if planned in found.values() else {**found, "planned": planned}
 
@@ -115,12 +112,6 @@ def _tile(shape: Shape, a_host: int) -> Shape:
         sizes.append(max(n for n in range(1, left + 1) if left % n == 0 and size % n == 0))
         left //= sizes[-1]
     return Shape(*sizes)
-
-
-def _links(hosts: Hosts) -> Cluster:
-    """Return the hosts as a cluster in which all but the links between them is free."""
-    free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
-    return Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
 
 
 def _cases(request: Request) -> Iterator[Row]:
@@ -139,8 +130,10 @@ def _contest(name: str, request: Request) -> list[Row]:
     for scheme, one in contenders(work, ranks, request.hosts).items():
         label = f"{scheme}, {one.name}"
         runs[label] = our_run(work, whole, one)
-        row = Row(case, label, received=_received(runs[label].call))
-        done[label] = row if request.hosts is None else replace(row, limit_ms=_limit(work, one, request.hosts))
+        done[label] = Row(case, label, received=_received(runs[label].call))
+        if request.hosts is not None:
+            candidate = Candidate(one.shape, one.tile, am.Contiguous(), one.exchange)
+            done[label] = replace(done[label], limit_ms=milliseconds_of_bytes(work, candidate, request.hosts))
     peer = diffusers_run(whole)
     done[PEER] = Row(case, PEER, note=peer if isinstance(peer, str) else None)
     if not isinstance(peer, str):
@@ -225,12 +218,6 @@ def _received(call: Callable[[], Tensor]) -> int:
     figure = torch.tensor([traffic.bytes])
     dist.all_reduce(figure, dist.ReduceOp.MAX)
     return int(figure)
-
-
-def _limit(work: Workload, one: Contender, hosts: Hosts) -> float:
-    """Return milliseconds of the exchanges alone, over the links between hosts."""
-    candidate = Candidate(one.shape, one.tile, am.Contiguous(), one.exchange)
-    return round(1e3 * cost(candidate, work, _links(hosts)).seconds, 1)
 
 
 def _until_all(call: Callable[[], Tensor]) -> Callable[[], None]:

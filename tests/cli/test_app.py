@@ -96,8 +96,8 @@ def test_rivals_take_turns_after_a_round_to_warm_up() -> None:
 def test_a_turn_is_several_calls_in_a_row() -> None:
     calls: list[str] = []
     both = {name: lambda name=name: calls.append(name) for name in "ab"}
-    race(both, torch.device("cpu"), seconds=0, rounds=1, repeat=2)
-    assert "".join(calls) == "aabb" + "bbaa"
+    race(both, torch.device("cpu"), seconds=0, rounds=2, repeat=2)
+    assert "".join(calls) == "aabb" + "bbaa" + "aabb"
 
 
 MEASURED = """

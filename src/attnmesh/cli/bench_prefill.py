@@ -273,10 +273,19 @@ def _limit(case: Case, one: Contender, hosts: Hosts | None) -> float | None:
     """Return milliseconds of the exchanges alone, over the links between hosts."""
     if hosts is None:
         return None
-    free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
-    cluster = Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
     work = Workload(*case.heads, case.width, case.length, dtype="float32", mask=case.mask)
-    return round(1e3 * cost(Candidate(one.shape, one.tile, case.layout, one.exchange), work, cluster).seconds, 1)
+    return milliseconds_of_bytes(work, Candidate(one.shape, one.tile, case.layout, one.exchange), hosts)
+
+
+def links_alone(hosts: Hosts) -> Cluster:
+    """Return the hosts as a cluster in which all but the links between them is free."""
+    free, link = Link(0.0, BOUNDLESS, BOUNDLESS), Link(0.0, hosts.rate / 8, hosts.rate / 8)
+    return Cluster(str(hosts), hosts.hosts, hosts.ranks, Device(*[BOUNDLESS] * 4), free, link)
+
+
+def milliseconds_of_bytes(work: Workload, candidate: Candidate, hosts: Hosts) -> float:
+    """Return the time of the exchanges alone, over the links between hosts."""
+    return round(1e3 * cost(candidate, work, links_alone(hosts)).seconds, 1)
 
 
 def predicted(case: Case, shape: Shape, exchange: str) -> int:
