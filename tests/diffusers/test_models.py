@@ -135,3 +135,14 @@ def test_ranks_receive_what_the_plan_says(pool: Pool, shape: Shape, exchange: st
     attention = rows_sent * (2 * width + HEADS) + columns_sent * 2 * width  # queries come back as out and lse
     gathered = tokens * (shape.ranks - 1) * 16  # the output, 4 channels of 2 x 2 pixels a token
     assert sum(pool.run(shape.ranks, bytes_received, shape, exchange, rows)) == 4 * (layers * attention + gathered)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["wan", "flux", "qwen-image"])
+def test_a_model_on_one_gpu_is_that_of_diffusers(name: str) -> None:
+    model, given = MODELS[name].model().cuda(), MODELS[name].given(5)
+    given = {key: x.cuda() if isinstance(x, Tensor) else x for key, x in given.items()}
+    expected = model(**given, return_dict=False)[0]
+    enable(model, None)
+    torch.testing.assert_close(model(**given, return_dict=False)[0], expected, rtol=1e-3, atol=1e-3)  # TF32 products
+    disable(model)

@@ -85,14 +85,14 @@ def bench_command(app: typer.Typer, command: str, short_help: str, explained: st
 def typed(command: str, options: dict[str, Any]) -> str:
     """Return the command line that gives these options.
 
-    >>> typed("attnmesh bench decode", {"ranks": 8, "hosts": None})
-    'attnmesh bench decode --ranks 8'
+    >>> typed("attnmesh bench decode", {"ranks": 8, "hosts": None, "alone": True})
+    'attnmesh bench decode --ranks 8 --alone'
     """
     words = command.split()
     for name, value in options.items():
         if name == "ranks" and options.get("hosts"):
             continue
         for each in value if isinstance(value, list) else [value]:
-            if each not in (None, ""):
-                words += [f"--{name.replace('_', '-')}", str(each)]
+            if each not in (None, "", False):
+                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
     return shlex.join(words)
