@@ -93,6 +93,6 @@ def typed(command: str, options: dict[str, Any]) -> str:
         if name == "ranks" and options.get("hosts"):
             continue
         for each in value if isinstance(value, list) else [value]:
-            if each not in (None, "", False):
+            if each is not False and each not in (None, ""):
                 words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
     return shlex.join(words)
