@@ -67,9 +67,9 @@ def rows(request: Request, threads: int, world: World, add: Send, *, alone: bool
 
     With `alone`, attnmesh on that process takes turns with stock transformers, and one process has one thread.
     """
-    run_on_ranks(1, send_rows, _one_process, request, alone, threads=threads, on_message=add)
+    run_on_ranks(1, send_rows, _one_process, request, "1 process", alone, threads=threads, on_message=add)
     if alone:
-        run_on_ranks(1, send_rows, _one_process, request, False, threads=1, on_message=add)
+        run_on_ranks(1, send_rows, _one_process, request, "1 thread", False, threads=1, on_message=add)
     share = max(1, threads // request.shape.ranks)
     run_on(world, send_rows, _ranks, request, threads=share, on_message=add)
 
@@ -92,10 +92,10 @@ class _Times(BaseStreamer):  # type: ignore[misc]
         return [later - earlier for earlier, later in zip(self.times[1:], self.times[2:], strict=False)]
 
 
-def _one_process(request: Request, both: bool) -> list[Row]:
+def _one_process(request: Request, title: str, both: bool) -> list[Row]:
     """Return the row of stock transformers, and with `both` that of attnmesh, which takes turns with it."""
     logging.disable_progress_bar()
-    ids, threads = torch.tensor([request.ids]), torch.get_num_threads()
+    ids = torch.tensor([request.ids])
     models = {"stock transformers": AutoModelForCausalLM.from_pretrained(request.model).eval()}
     caches: dict[str, Any] = {name: DynamicCache(config=model.config) for name, model in models.items()}
     if both:
@@ -118,7 +118,6 @@ def _one_process(request: Request, both: bool) -> list[Row]:
             seconds[name] += times.seconds
             cache.crop(ids.shape[1] - 1 - cache.get_seq_length())
     held = 2 * sum(x.nbytes for x in [layer.keys for layer in caches["stock transformers"].layers]) / 1e6
-    title = f"1 process of {threads} thread{'s' * (threads > 1)}"
     return [
         Row(f"{title}, {name}", tokens[name], Timing.of(found), prefills[name], held, resident("VmRSS") / 1e6)
         for name, found in seconds.items()

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from attnmesh import errors
 from attnmesh.comm.p2p import all_gather_ints
@@ -18,7 +19,7 @@ from attnmesh.comm.topology import mesh_hosts
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.mesh.world import WORLD, cached_per_world
 
 T = TypeVar("T")
 
@@ -111,11 +112,21 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
+        _drop_messages(mesh)
         all_texts = texts(mesh, text)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
         _raise(all_texts, [bool(row[1]) for row in table])
     return [row[2 : 2 + len(numbers)] for row in table]
+
+
+def _drop_messages(mesh: Mesh) -> None:
+    """Drop messages of calls that differ: a merge along a tree sends others than one that is direct."""
+    lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
+    for mailboxes in tuple(WORLD.mailboxes):
+        is_whole = len(mailboxes.ranks) == mesh.shape.ranks and all(line <= mailboxes.ranks for line in lines)
+        if is_whole or mailboxes.ranks in lines:
+            mailboxes.realign()
 
 
 class CallChecker:

@@ -95,7 +95,7 @@ def merge_across(
         is_plain(partial, how, output, wire, base, checked)
         and (near := near_call(axis, partial[0].shape, how)) is not None
     ):
-        return merge_as_one_call(partial, *near, compares=checked is not False)
+        return merge_as_one_call(Partial(*partial), *near, compares=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)

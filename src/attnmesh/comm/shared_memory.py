@@ -97,6 +97,8 @@ class Mailboxes:
         self.processes = dict(zip(members, processes, strict=True))
         self.timeout, self.yield_seconds, self.native = timeout, yield_seconds, native
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
+        self.ranks = frozenset[int]()
+        """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
 
     def serves(self, peer: int, size: int) -> bool:
@@ -198,6 +200,16 @@ class Mailboxes:
         timeout = WORLD.deadline or self.timeout
         if monotonic() - since > timeout:
             raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
+
+    def realign(self) -> None:
+        """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
+
+        No rank sends meanwhile: all ranks are between two exchanges of their agreement.
+        """
+        for peer, place in self.members.items():
+            if place != self.mine:
+                box = self._box(place, self.mine) // 8
+                self.received[peer] = self.words[box + 8] = self.words[box]
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise: a flag in this rank's box to itself, which is unused."""

@@ -63,7 +63,9 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     alone = len(members) == axis.size
     yield_seconds = shared_memory.YIELD_SECONDS if alone else shared_memory.YIELD_SECONDS_BESIDE_SOCKETS
     native = all(rows[rank][3] for rank in members)
-    return Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds, native)
+    made = Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds, native)
+    made.ranks = frozenset(dist.get_process_group_ranks(axis.group))
+    return made
 
 
 def _timeout(axis: Axis, device: torch.device) -> float:
