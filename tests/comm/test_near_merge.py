@@ -13,7 +13,7 @@ from attnmesh.comm.message import call_checksum
 from attnmesh.comm.near_merge import near_merge
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.digest import ROW, digest
-from attnmesh.errors import InputError, MeshError
+from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import Library, library
 from attnmesh.kernels.native.digest import digest_on_host, wrapped
 from attnmesh.mesh.axes import Axis
@@ -162,38 +162,3 @@ def test_digests_on_the_host_are_those_of_the_formula(dtype: torch.dtype, count:
     like, number = torch.zeros(2), wrapped(7 + 5 + int(digest(x)))
     checksum = call_checksum([x], 7, state, like, None)
     assert checksum.tolist() == [number % ((1 << 24) - 3), -(number % ((1 << 24) - 3))]
-
-
-def after_calls_that_differ(more: dict[str, str]) -> tuple[str, bool]:
-    """The error where the last rank passes other options, and whether later merges are right."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    outs, lses = torch.randn(3, ranks, 1, 4, 1, 8), torch.randn(3, ranks, 1, 4, 1)
-    options = more if rank == ranks - 1 else {}
-    try:
-        am.merge_across((outs[0, rank], lses[0, rank]), dist.group.WORLD, **options)
-    except MeshError as error:
-        shown = str(error).splitlines()[0]
-    right = []
-    for out, lse in zip(outs[1:], lses[1:], strict=True):
-        merged = am.merge_across((out[rank], lse[rank]), dist.group.WORLD)
-        weights = (lse - lse.logsumexp(0)).exp()[..., None]
-        right.append(torch.allclose(merged.out, (weights * out).sum(0), atol=1e-6))
-    return shown, all(right)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (3, {"output": "heads"}),
-        (4, {"output": "heads"}),
-        (3, {"how": "direct"}),
-        (3, {"how": "tree"}),
-        (4, {"base": "2"}),
-    ],
-    ids=str,
-)
-def test_merges_are_right_after_calls_that_differ(pool: Pool, ranks: int, more: dict[str, str]) -> None:
-    for shown, right in pool.run(ranks, after_calls_that_differ, more):
-        assert shown == "merge_across: expected the same call on every rank, given:"
-        assert right

@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import shared_memory
+from attnmesh.comm.consensus import agree
+from attnmesh.comm.merge_checks import mesh_of
 from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.comm.topology import mailboxes_of
+from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import Axis
 from tests.support.pool import Pool
 
@@ -99,6 +102,24 @@ def _talk(rounds: int) -> int:
 def test_all_ranks_talk_to_all(ranks: int, pool: Pool) -> None:
     assert pool.run(ranks, _talk, 80 // ranks) == [0] * ranks
     assert not list(shared_memory.FOLDER.glob("attnmesh-*"))  # no names are left, only memory that is in use
+
+
+def _talk_after_calls_that_differ() -> int:
+    """On a rank: how many messages come wrong after a call of rank 0 whose message nobody has received."""
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    own = mailboxes_of(axis, torch.device("cpu"))
+    assert own is not None
+    if axis.index == 0:
+        own.send(1, _message(Random("lost"), 100))
+    with pytest.raises(MeshError, match="the same call on every rank"):
+        agree(mesh_of(axis), f"call {axis.index == 0}")
+    return _talk(10)
+
+
+@here
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_messages_of_calls_that_differ_are_dropped(ranks: int, pool: Pool) -> None:
+    assert pool.run(ranks, _talk_after_calls_that_differ) == [0] * ranks
 
 
 def _without(lacking: int) -> tuple[bool, torch.Tensor]:
