@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -56,6 +57,31 @@ def two_models() -> bool:
         same += [torch.allclose(out, expected, atol=1e-6), torch.equal(other(**given).sample, expected)]
     disable(model)
     return all(same)
+
+
+def with_one_time(name: str) -> float:
+    """The error of a model whose times have a dim for tokens, of one time for all of them."""
+    model, given = MODELS[name].model(), MODELS[name].given(5)
+    given["timestep"] = given["timestep"][:, None]
+    expected = model(**given).sample
+    enable(model, named_mesh(Shape(1, 2, 1), AXES))
+    out = model(**given).sample
+    disable(model)
+    return float((out - expected).detach().abs().max())
+
+
+@pytest.mark.parametrize("name", ["wan", "ltx"])
+def test_one_time_is_for_all_tokens(pool: Pool, name: str) -> None:
+    assert max(pool.run(2, with_one_time, name)) < 1e-5
+
+
+def test_a_model_on_a_mesh_is_saved(tmp_path: Path) -> None:
+    model = MODELS["wan"].model()
+    enable(model, None)
+    model.save_pretrained(tmp_path)
+    disable(model)
+    loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
+    assert all(torch.equal(x, y) for x, y in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
@@ -152,6 +178,14 @@ def _dims(model: nn.Module, given: Inputs, rank: int) -> None:
     given["timestep"] = torch.full((1, 45, 1), 500)
 
 
+def _times(model: nn.Module, given: Inputs, rank: int) -> None:
+    given["timestep"] = torch.full((1, 2), 500)
+
+
+def _backend(model: nn.Module, given: Inputs, rank: int) -> None:
+    model.set_attention_backend("native")
+
+
 def _short(model: nn.Module, given: Inputs, rank: int) -> None:
     given["hidden_states"] = given["hidden_states"][..., :2, :2][:, :, :1]
 
@@ -167,6 +201,8 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
         _adapter,
         "modules that the model was enabled with, given another proj_out",
     ),
+    "times of some tokens": (_times, "timestep: expected values of 45 tokens, given 2. Fix: pass one value for all"),
+    "another backend": (_backend, "processors that the model was enabled with, given WanAttnProcessor"),
     "too few tokens": (_short, "hidden_states: expected 2 tokens or more, one a rank, given 1 tokens"),
     "dims": (_dims, "timestep: expected 2 dims, given 3 dims"),
 }

@@ -75,6 +75,7 @@ def enable(
     on_mesh = OnMesh(model, plan_of(model), place, checked)
     backend = backend_of(mesh, on_mesh.tokens, exchange, kernel, checked)
     member = register(f"attnmesh-{next(NUMBERS)}", backend)
+    on_mesh.backend = member
     on_mesh.undo.append(lambda: unregister(member))
     for processor in {id(p): p for p in on_mesh.processors.values()}.values():
         on_mesh.undo.append(

@@ -33,12 +33,16 @@ class OnMesh:
         checked: When ranks compare inputs, as in `enable`.
     """
 
+    context_parallel_config = tensor_parallel_config = None  # diffusers asks for these, as when it saves a model
+
     def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
         device = torch.device(place.kind)
         self.plan, self.tokens = plan, Tokens(place)
         self.checker = CallChecker(place, device, True if compares_always(checked, device) else checked)
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.dropouts = [name for name, module in model.named_modules() if getattr(module, "p", 0) and _drops(module)]
+        self.backend: Any = None
+        """Name of the model's backend."""
         self.modules: dict[str, list[nn.Module]] = {}
         self.undo: list[Callable[[], None]] = []
 
@@ -80,7 +84,8 @@ class OnMesh:
         """Raise where the model has changed since it was put on the mesh, or has layers that a mesh cannot serve."""
         fix = "call attnmesh.diffusers.disable and enable again after a change of the model"
         for module, processor in self.processors.items():
-            if module.processor is not processor or processor._parallel_config is not self:
+            places = processor._attention_backend, processor._parallel_config
+            if module.processor is not processor or places[0] is not self.backend or places[1] is not self:
                 given = f"{type(module.processor).__name__} in {type(module).__name__}"
                 raise ModelError(SUBJECT, "the attention processors that the model was enabled with", given, fix)
         for name, modules in self.modules.items():
@@ -117,8 +122,7 @@ class OnMesh:
 
     def _cut(self, x: Tensor, cut: Cut, own: Sequence[int] = ()) -> Tensor:
         """Return this rank's tokens of a tensor. `own` counts this rank's tokens of the streams that lie in it."""
-        streams = self.tokens.lengths.values()
-        alike = not cut.is_stream and x.ndim > cut.dim and x.shape[cut.dim] == 1 and streams and 1 not in streams
+        alike = not cut.is_stream and x.ndim > cut.dim and x.shape[cut.dim] == 1
         if alike or (cut.ndim is not None and x.ndim < cut.ndim):
             return x  # one value for all tokens
         if cut.ndim is not None and x.ndim > cut.ndim:
@@ -126,6 +130,8 @@ class OnMesh:
             raise ShapeError(f"{SUBJECT} {cut.name}", f"{cut.ndim} dims", f"{x.ndim} dims", fix)
         if cut.is_stream:
             self.tokens.add_stream(str(cut.name), x.shape[cut.dim])
+        elif not own:
+            self.tokens.others[str(cut.name)] = x.shape[cut.dim]
         return self.tokens.cut_joined(x, cut.dim, own) if own else self.tokens.cut(x, cut.dim)
 
     def _gather(self, dims: tuple[int | None, ...], module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -32,11 +32,14 @@ class Tokens:
     def __init__(self, place: Mesh) -> None:
         self.place = place
         self.lengths: dict[str, int] = {}
+        self.others: dict[str, int] = {}
+        """Tokens of what goes with the tokens of a stream, as rotary embeddings."""
         self.by_own: dict[int, tuple[int, ...]] | None = {}  # None: equal numbers here may differ elsewhere
 
     def begin(self) -> None:
         """Forget the streams of the last forward pass."""
         self.lengths.clear()
+        self.others.clear()
         self.by_own = {}
 
     def add_stream(self, name: str, length: int) -> None:
@@ -64,6 +67,11 @@ class Tokens:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the whole tensor on every rank, with gradients."""
+        for name, length in self.others.items():
+            if length not in self.lengths.values():
+                given, fix = f"{length}", "pass one value for all tokens, or one for each"
+                expected = f"values of {' or '.join(map(str, self.lengths.values()))} tokens"
+                raise ShapeError(f"attnmesh.diffusers {name}", expected, given, fix)
         return unshard_runs(x, self.place, self.sizes(x.shape[dim])[0], dim)
 
     def sizes(self, *own: int) -> list[tuple[int, ...]]:
