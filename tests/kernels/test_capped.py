@@ -53,6 +53,19 @@ def test_a_sequence_has_the_same_bits_beside_others(softcap: float) -> None:
         assert torch.equal(one.lse[0], both.lse[row])
 
 
+@pytest.mark.parametrize("queries", [1, 7, 33])
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+def test_a_key_head_has_the_same_bits_beside_others(softcap: float, queries: int) -> None:
+    """Sizes are odd: operators that compute the end of a tensor another way would end in different heads."""
+    q, k, v = (x.detach() for x in heads(queries, 13))
+    both = am.attend(q, k, v, softcap=softcap, kernel="cpu")
+    for head in range(2):
+        rows = slice(3 * head, 3 * head + 3)
+        one = am.attend(q[:, rows], *(x[:, head : head + 1] for x in (k, v)), softcap=softcap, kernel="cpu")
+        assert torch.equal(one.out, both.out[:, rows])
+        assert torch.equal(one.lse, both.lse[:, rows])
+
+
 def test_infinite_and_invalid_inputs() -> None:
     q, k, v = (torch.full((1, 1, 3, 8), x) for x in (1.0, 1.0, 2.0))
     k[:, :, 1], k[:, :, 2] = math.inf, -math.inf

@@ -1,10 +1,10 @@
 """Attention with soft-capped logits on the CPU, in PyTorch operations: PyTorch's flash attention has no soft cap.
 
 A tile of logits stays in the cache from its product to its weights. Query heads that share a key head are rows of one
-matrix. Weights are powers of 2, which PyTorch computes faster than those of e.
+matrix. No element depends on the memory beside it, so a share of the heads gives the same bits as all heads. `torch.exp2`
+would break this: it computes the last elements of a tensor another way. `torch.exp` does not.
 """
 
-import math
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,8 +28,6 @@ AREA = ROWS * 512
 CONVERTED_KEYS = 1024
 """The most keys of a tile that are converted to float32."""
 
-LOG2E = math.log2(math.e)
-
 SMALL = 0.35
 """Size up to which `x + x * p(x * x)` is tanh(x) in float32; `TAYLOR` are the coefficients of p without a constant."""
 
@@ -51,27 +49,27 @@ def attend_capped(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits)
     """Return the block's partial. Logits are bounded, so that the least peak is finite and no row needs -inf."""
     out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     queries, outs, lses = (_by_key_head(x, k) for x in (q, out, lse.unsqueeze(-1)))
-    keys, values, factor = _flat(k), _flat(v), logits.softcap * LOG2E
-    tiles = Tiles(q, k, v, block, logits.softcap)
+    keys, values, cap = _flat(k), _flat(v), logits.softcap
+    tiles = Tiles(q, k, v, block, cap)
     for heads, rows, steps in tiles.loop():
-        x = _rows_of(queries, heads, rows).mul_(logits.scale / logits.softcap)
-        peak = x.new_full((*x.shape[:2], 1), -factor)
+        x = _rows_of(queries, heads, rows).mul_(logits.scale / cap)
+        peak = x.new_full((*x.shape[:2], 1), -cap)
         total, sums = torch.zeros_like(peak), x.new_zeros((*x.shape[:2], v.shape[-1]))
         for run, hidden in steps:
             products = tiles.product(x, tiles.converted(keys, heads, run, 0), 0)
             visible = products if hidden is None else products.masked_fill(hidden, -torch.inf)
-            top = visible.amax(-1, keepdim=True).tanh_().mul_(factor)
+            top = visible.amax(-1, keepdim=True).tanh_().mul_(cap)
             new_peak = torch.maximum(peak, top)
             weights = tiles.tanh(products)
-            torch.add(-new_peak, weights, alpha=factor, out=weights).exp2_()
+            torch.add(-new_peak, weights, alpha=cap, out=weights).exp_()
             if hidden is not None:
                 weights.masked_fill_(hidden, 0.0)
-            decay = torch.exp2(peak.sub_(new_peak))
+            decay = torch.exp(peak.sub_(new_peak))
             total.mul_(decay).add_(weights.sum(-1, keepdim=True))
             sums.mul_(decay).baddbmm_(weights, tiles.converted(values, heads, run, 1))
             peak = new_peak
         _write(outs, heads, rows, sums.div_(total.masked_fill(total == 0, 1.0)))
-        _write(lses, heads, rows, peak.div_(LOG2E).add_(total.log()))
+        _write(lses, heads, rows, peak.add_(total.log()))
     return Partial(out, lse)
 
 
@@ -79,25 +77,25 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, bloc
     """Return the block's share of the gradients, in float32 or wider. `dlogit` has the factor `1 - tanh^2` more."""
     dq, dk, dv = (torch.zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v))
     delta = (saved.out.to(dq.dtype) * saved.dout).sum(-1, keepdim=True)
-    lse = saved.lse.to(dq.dtype).unsqueeze(-1) * LOG2E
+    lse = saved.lse.to(dq.dtype).unsqueeze(-1)
     queries, dout, delta, lse, dqs = (_by_key_head(x, k) for x in (q, saved.dout, delta, lse, dq))
     keys, values, dks, dvs = (_flat(x) for x in (k, v, dk, dv))
-    tiles, factor = Tiles(q, k, v, block, logits.softcap), logits.softcap * LOG2E
+    tiles, cap = Tiles(q, k, v, block, logits.softcap), logits.softcap
     for heads, rows, steps in tiles.loop():
-        x = _rows_of(queries, heads, rows).mul_(logits.scale / logits.softcap)
+        x = _rows_of(queries, heads, rows).mul_(logits.scale / cap)
         arriving, shares, peak = (_rows_of(each, heads, rows) for each in (dout, delta, lse))
         total = torch.zeros_like(x)
         for run, hidden in steps:
             some_keys = tiles.converted(keys, heads, run, 0)
             tanh = tiles.tanh(tiles.product(x, some_keys, 0))
-            weights = torch.add(-peak, tanh, alpha=factor, out=tiles.buffer(3, tanh.shape)).exp2_()
+            weights = torch.add(-peak, tanh, alpha=cap, out=tiles.buffer(3, tanh.shape)).exp_()
             if hidden is not None:
                 weights.masked_fill_(hidden, 0.0)
             dvs[heads, run].baddbmm_(weights.mT, arriving)
             dlogits = tiles.product(arriving, tiles.converted(values, heads, run, 1), 1).sub_(shares).mul_(weights)
             torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)
             total.baddbmm_(dlogits, some_keys)
-            dks[heads, run].baddbmm_(dlogits.mT, x, alpha=logits.softcap)
+            dks[heads, run].baddbmm_(dlogits.mT, x, alpha=cap)
         _write(dqs, heads, rows, total.mul_(logits.scale))
     return Gradients(dq, dk, dv)
 
@@ -183,7 +181,7 @@ class Tiles:
 
 def _large_tanh(x: Tensor) -> Tensor:
     """Replace x by tanh(x), with an error of float32's rounding of 1."""
-    return x.mul_(2 * LOG2E).exp2_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
+    return x.mul_(2.0).exp_().add_(1.0).reciprocal_().mul_(-2.0).add_(1.0)
 
 
 def _flat(x: Tensor) -> Tensor:
