@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,24 @@ def test_bench_cases_compute_what_their_rival_computes() -> None:
     assert [r.case for r in rows] == ["tiny, forward", "tiny, forward + backward"]
 
 
-def test_rivals_take_turns_after_a_round_to_warm_up() -> None:
+def test_rivals_take_turns_in_an_order_drawn_anew() -> None:
     calls: list[str] = []
-    timings = race({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, torch.device("cpu"), rounds=6)
-    assert calls == ["a", "b", "b", "a"] * 3 + ["a", "b"]
+    timings = race({name: partial(calls.append, name) for name in "abc"}, torch.device("cpu"), seconds=0, rounds=6)
+    rounds = ["".join(calls[at : at + 3]) for at in range(0, len(calls), 3)]
+    assert len(rounds) == 6
+    assert {"".join(sorted(each)) for each in rounds} == {"abc"}
+    assert len({each[0] for each in rounds}) > 1
     assert all(t.low <= t.median <= t.high for t in timings.values())
 
 
-def test_a_turn_is_several_calls_in_a_row() -> None:
+@pytest.mark.parametrize(("repeat", "calls_of_a_turn"), [(1, 1), (3, 3), (10, 12)])
+def test_a_turn_is_several_calls_in_a_row(repeat: int, calls_of_a_turn: int) -> None:
     calls: list[str] = []
-    both = {name: lambda name=name: calls.append(name) for name in "ab"}
-    race(both, torch.device("cpu"), seconds=0, rounds=2, repeat=2)
-    assert "".join(calls) == "aabb" + "bbaa" + "aabb"
+    both = {name: partial(calls.append, name) for name in "ab"}
+    race(both, torch.device("cpu"), seconds=0, rounds=2, repeat=repeat)
+    turns = ["".join(calls[at : at + calls_of_a_turn]) for at in range(0, len(calls), calls_of_a_turn)]
+    assert len(turns) == 6
+    assert all(len(set(turn)) == 1 for turn in turns)
 
 
 MEASURED = """

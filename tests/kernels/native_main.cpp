@@ -108,5 +108,5 @@ int main() {
     for (int i = 0; i < 20; i++)
         if (!appends()) return printf("append %d\n", i), 1;
     for (int i = 0; i < 60; i++)
-        if (!run<float>(FLOAT32) || !run<BFloat16>(BFLOAT16) || !run<_Float16>(FLOAT16)) return printf("problem %d\n", i), 1;
+        if (!run<float>(FLOAT32) || !run<BFloat16>(BFLOAT16) || !run<Float16>(FLOAT16)) return printf("problem %d\n", i), 1;
 }

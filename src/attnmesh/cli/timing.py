@@ -1,6 +1,7 @@
 """Timing and memory of calls: rivals take turns in one process, and each time is a median with quartiles."""
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -74,17 +75,20 @@ def race(
 ) -> dict[str, Timing]:
     """Return the timing of each call, taken in turns after a warm-up round.
 
-    Each round begins with another call, since the first of a round may find colder caches. A turn is `repeat` calls in
-    a row. There are at least 5 rounds; then `seconds` or `rounds` end it. `before` is called before each turn, for a
-    barrier.
+    The order of a round is drawn anew, alike on all ranks, since a call can leave caches and ranks in a state that
+    slows the next one. A turn is `repeat` calls in a row, after a fifth as many that are not timed: ranks leave a
+    barrier one after the other. There are at least 5 rounds; then `seconds` or `rounds` end it. `before` is called
+    before each turn, for a barrier.
     """
     measured: dict[str, list[float]] = {name: [] for name in calls}
-    names, end = list(calls), None
+    names, end, order = list(calls), None, random.Random(0)
     for count in range(rounds + 1):
-        start = count % len(names)
-        for name in names[start:] + names[:start]:
+        order.shuffle(names)
+        for name in names:
             if before is not None:
                 before()
+            for _ in range(repeat // 5):
+                calls[name]()
             measured[name].append(_timed(_repeated(calls[name], repeat), device) / repeat)
         end = end or time.perf_counter() + seconds
         if count >= 5 and time.perf_counter() > end:

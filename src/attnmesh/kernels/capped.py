@@ -1,8 +1,8 @@
 """Attention with soft-capped logits on the CPU, in PyTorch operations: PyTorch's flash attention has no soft cap.
 
 A tile of logits stays in the cache from its product to its weights. Query heads that share a key head are rows of one
-matrix. No element depends on the memory beside it, so a share of the heads gives the same bits as all heads. `torch.exp2`
-would break this: it computes the last elements of a tensor another way. `torch.exp` does not.
+matrix. No element depends on the memory beside it, so a share of the heads gives the same bits as all heads.
+`torch.exp2` would break this, since it computes the last elements of a tensor another way. `torch.exp` does not.
 """
 
 from collections.abc import Iterator

@@ -3,7 +3,7 @@
 // A task is one key head of one sequence and one run of keys. Its rows are the queries of all heads that share the key
 // head. A tile of keys is read once: its products with all rows, an online softmax, and the weighted sum of its values.
 // Keys of four places of a tile are read at a time: a core reads four streams faster than one. Values are prefetched
-// during the products, and the next keys during the sums. All sums are in float32, and do not depend on the threads.
+// during the products. All sums are in float32, and do not depend on the threads.
 
 #include <algorithm>
 #include <atomic>
@@ -27,8 +27,16 @@
 #define WIDTH 4
 #endif
 
-#if defined(__x86_64__)
-#define KEEP(x) asm("" : "+x"(x))  // keeps a vector in its register, or it is read again for each use
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
+
+#if defined(__AVX512F__)
+#define KEEP(x) asm("" : "+v"(x))  // keeps a vector in its register, or it is read again for each use
+#elif defined(__x86_64__)
+#define KEEP(x) asm("" : "+x"(x))
 #else
 #define KEEP(x)
 #endif
@@ -40,13 +48,19 @@ constexpr int PAIR = 2 * W;              // columns that are read at a time
 constexpr int STREAMS = 4;               // keys that are read at a time
 constexpr int64_t RUN = 2048;            // keys of a task
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32
+constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;
 constexpr float NONE = -INFINITY;
 
+#if defined(__aarch64__)
+typedef __fp16 Float16;  // GCC 12 has no _Float16 there
+#else
+typedef _Float16 Float16;
+#endif
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
-typedef _Float16 Float16s __attribute__((vector_size(2 * W)));
+typedef Float16 Float16s __attribute__((vector_size(2 * W)));
 
 enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
 
@@ -73,7 +87,7 @@ inline Pair load_pair(const BFloat16* x) {
     return {(Floats)(two << 16), (Floats)(two & 0xffff0000u)};
 }
 
-inline Pair load_pair(const _Float16* x) {
+inline Pair load_pair(const Float16* x) {
     Float16s half[2];
     std::memcpy(half, x, sizeof(half));
     return {__builtin_convertvector(half[0], Floats), __builtin_convertvector(half[1], Floats)};
@@ -86,7 +100,7 @@ inline int64_t place_of(int64_t d) {
 }
 
 inline float value(float x) { return x; }
-inline float value(_Float16 x) { return (float)x; }
+inline float value(Float16 x) { return (float)x; }
 inline float value(BFloat16 x) {
     uint32_t bits = (uint32_t)x.bits << 16;
     float out;
@@ -123,29 +137,42 @@ inline Floats tanh_of(Floats x) {
     return pick(x < 0.0f, -out, out);
 }
 
-// The sums of four vectors.
-typedef float Four __attribute__((vector_size(16)));
-
-inline Four folded(Floats x) {
-#if WIDTH == 4
-    return x;
-#else
+// Each function halves two vectors, or four, and adds the halves: after log2(W) levels W vectors are one vector of sums.
+#define ADD(a, b, low, high) (__builtin_shufflevector(a, b, low) + __builtin_shufflevector(a, b, high))
+#define INDEX(...) __VA_ARGS__
 #if WIDTH == 16
-    auto half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+inline Floats halves(Floats a, Floats b) {
+    return ADD(a, b, INDEX(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), INDEX(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+}
+inline Floats to_lanes(const Floats* x) {
+    Floats a = halves(x[0], x[1]), b = halves(x[2], x[3]);
+    return ADD(a, b, INDEX(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27), INDEX(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+}
+inline Floats to_pairs(Floats a, Floats b) {
+    return ADD(a, b, INDEX(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29), INDEX(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+}
+inline Floats to_singles(Floats a, Floats b) {
+    return ADD(a, b, INDEX(0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30), INDEX(1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31));
+}
+#elif WIDTH == 8
+inline Floats to_lanes(const Floats* x) { return ADD(x[0], x[1], INDEX(0, 1, 2, 3, 8, 9, 10, 11), INDEX(4, 5, 6, 7, 12, 13, 14, 15)); }
+inline Floats to_pairs(Floats a, Floats b) { return ADD(a, b, INDEX(0, 1, 8, 9, 4, 5, 12, 13), INDEX(2, 3, 10, 11, 6, 7, 14, 15)); }
+inline Floats to_singles(Floats a, Floats b) { return ADD(a, b, INDEX(0, 2, 8, 10, 4, 6, 12, 14), INDEX(1, 3, 9, 11, 5, 7, 13, 15)); }
 #else
-    auto half = x;
+inline Floats to_lanes(const Floats* x) { return x[0]; }
+inline Floats to_pairs(Floats a, Floats b) { return ADD(a, b, INDEX(0, 1, 4, 5), INDEX(2, 3, 6, 7)); }
+inline Floats to_singles(Floats a, Floats b) { return ADD(a, b, INDEX(0, 2, 4, 6), INDEX(1, 3, 5, 7)); }
 #endif
-    return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
-#endif
+
+constexpr int LANES = W / 4;
+
+// The sums of W vectors. That of x[i] is out[place_of_sum(i)].
+inline void sums(const Floats* x, float* out) {
+    Floats first = to_pairs(to_lanes(x), to_lanes(x + LANES)), last = to_pairs(to_lanes(x + 2 * LANES), to_lanes(x + 3 * LANES));
+    store(out, to_singles(first, last));
 }
 
-inline void sums(const Floats* x, float* out) {
-    Four a = folded(x[0]), b = folded(x[1]), c = folded(x[2]), d = folded(x[3]);
-    Four ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
-    Four cd = __builtin_shufflevector(c, d, 0, 4, 1, 5) + __builtin_shufflevector(c, d, 2, 6, 3, 7);
-    Four both = __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
-    std::memcpy(out, &both, sizeof(both));
-}
+constexpr int place_of_sum(int i) { return i % LANES * 4 + i / LANES; }
 
 }  // namespace
 
@@ -202,59 +229,64 @@ struct Memory {
     }
 };
 
-// The products of some rows with some keys: 6 with 2, 4 with 2, or 1 with 4. These fill the registers.
+// The products of some rows with some keys.
 template <class T, int ROWS, int KEYS>
-inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[8]) {
-    Floats total[KEYS][ROWS] = {};
+inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[KEYS]) {
+    constexpr int ALL = ROWS * KEYS;
+    Floats total[ALL] = {};
+    auto add = [&](const float* query, const Floats* key) __attribute__((always_inline)) {
+        for (int i = 0; i < ROWS; i++) {
+            Floats x = load(query + i * dim);
+            KEEP(x);
+            for (int j = 0; j < KEYS; j++) total[j * ROWS + i] += x * key[j];
+        }
+    };
     for (int64_t d = 0; d < dim; d += PAIR) {
-        Pair key[KEYS];
-        for (int j = 0; j < KEYS; j++) key[j] = load_pair(keys[j] + d);
-        for (int j = 0; j < KEYS; j++) KEEP(key[j].a);
-        for (int i = 0; i < ROWS; i++) {
-            Floats query = load(q + i * dim + d);
-            for (int j = 0; j < KEYS; j++) total[j][i] += query * key[j].a;
+        Floats first[KEYS], second[KEYS];
+        for (int j = 0; j < KEYS; j++) {
+            Pair key = load_pair(keys[j] + d);
+            first[j] = key.a, second[j] = key.b;
         }
-        for (int j = 0; j < KEYS; j++) KEEP(key[j].b);
-        for (int i = 0; i < ROWS; i++) {
-            Floats query = load(q + i * dim + d + W);
-            for (int j = 0; j < KEYS; j++) total[j][i] += query * key[j].b;
-        }
+        for (int j = 0; j < KEYS; j++) KEEP(first[j]);
+        add(q + d, first);
+        for (int j = 0; j < KEYS; j++) KEEP(second[j]);
+        add(q + d + W, second);
     }
-    if (ROWS >= 4) {
-        for (int j = 0; j < KEYS; j++) sums(total[j], out[j]);
-        if (ROWS == 6) {
-            Floats rest[4] = {total[0][4], total[0][5], total[1][4], total[1][5]};
-            float last[4];
-            sums(rest, last);
-            out[0][4] = last[0], out[0][5] = last[1], out[1][4] = last[2], out[1][5] = last[3];
-        }
-    } else {
-        Floats found[4];
-        for (int i = 0; i < ROWS; i++) {
-            for (int j = 0; j < KEYS; j++) found[j] = total[j][i];
-            sums(found, out[i]);
-        }
+    float sum[(ALL + W - 1) / W * W];
+    for (int at = 0; at < ALL; at += W) {
+        Floats some[W] = {};
+        for (int i = 0; i < std::min(W, ALL - at); i++) some[i] = total[at + i];
+        sums(some, sum + at);
     }
+    for (int at = 0; at < ALL; at++) out[at % ROWS][at / ROWS] = sum[at / W * W + place_of_sum(at % W)];
 }
 
-template <class T, int ROWS>
-inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
-    for (int64_t d = 0; d < width; d += PAIR) {
-        Floats total[ROWS][2];
-        for (int i = 0; i < ROWS; i++)
-            for (int j = 0; j < 2; j++) total[i][j] = load(out + i * width + d + j * W);
-        for (int64_t t = 0; t < n; t++) {
-            Pair x = load_pair(v + t * stride + d);
+// Adds the weighted values of some keys to some rows, in `PAIRS` pairs of vectors.
+template <class T, int ROWS, int PAIRS>
+inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
+    Floats total[ROWS][2 * PAIRS];
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
+    for (int64_t t = 0; t < n; t++)
+        for (int j = 0; j < PAIRS; j++) {
+            Pair x = load_pair(v + t * stride + j * PAIR);
             KEEP(x.a);
             KEEP(x.b);
             for (int i = 0; i < ROWS; i++) {
                 float weight = weights[i * tile + t];
-                total[i][0] += weight * x.a, total[i][1] += weight * x.b;
+                total[i][2 * j] += weight * x.a, total[i][2 * j + 1] += weight * x.b;
             }
         }
-        for (int i = 0; i < ROWS; i++)
-            for (int j = 0; j < 2; j++) store(out + i * width + d + j * W, total[i][j]);
-    }
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < 2 * PAIRS; j++) store(out + i * width + j * W, total[i][j]);
+}
+
+template <class T, int ROWS>
+inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
+    constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, COLUMNS = PAIRS * PAIR;
+    int64_t d = 0;
+    for (; d + COLUMNS <= width; d += COLUMNS) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width);
+    for (; d < width; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width);
 }
 
 template <class T>
@@ -269,11 +301,10 @@ void pack(const T* x, int64_t stride, int64_t n, int64_t dim, int64_t width, flo
     }
 }
 
-// Calls `work` with a constant number of rows and the first of them: 6 at a time, then 4, then 1.
+// Calls `work` with a constant number of rows and the first of them: 4 at a time, then 1.
 template <class Work>
 inline void by_rows(int64_t rows, Work work) {
     int64_t r = 0;
-    for (; rows - r == 6 || rows - r >= 10; r += 6) work(std::integral_constant<int, 6>(), r);
     for (; rows - r >= 4; r += 4) work(std::integral_constant<int, 4>(), r);
     for (; r < rows; r++) work(std::integral_constant<int, 1>(), r);
 }
@@ -292,12 +323,12 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t stride, in
             for (int64_t at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + place[j] * next_stride + at, 0, 2);
         }
         by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
-            constexpr int ROWS = count, KEYS = ROWS == 1 ? STREAMS : 2;
-            float found[4][8];
+            constexpr int ROWS = count, KEYS = ROWS == 1 || REGISTERS == 32 ? STREAMS : 2;
+            float found[ROWS][KEYS];
             for (int j = 0; j < STREAMS; j += KEYS) {
                 products<T, ROWS, KEYS>(q + r * s.dim, keys + j, s.dim, found);
                 for (int i = 0; i < ROWS; i++)
-                    for (int x = 0; x < KEYS; x++) logits[(r + i) * s.tile + place[j + x]] = ROWS == 1 ? found[0][x] : found[x][i];
+                    for (int x = 0; x < KEYS; x++) logits[(r + i) * s.tile + place[j + x]] = found[i][x];
             }
         });
     }
@@ -305,9 +336,11 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t stride, in
 
 template <class T>
 void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, float* out) {
-    by_rows(s.rows, [&](auto count, int64_t r) {
-        add_values<T, count>(weights + r * s.tile, s.tile, v, stride, n, out + r * s.value_dim, s.value_dim);
-    });
+    int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
+    for (int64_t t = 0; t < n; t += some)
+        by_rows(s.rows, [&](auto count, int64_t r) {
+            add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t), out + r * s.value_dim, s.value_dim);
+        });
 }
 
 // The weights of one row from its logits, and the row's new maximum, sum and values. Returns whether logits are finite.
@@ -511,6 +544,6 @@ extern "C" int64_t attnmesh_attend(const Problem* problem) {
     switch (problem->dtype) {
         case FLOAT32: return attend<float>(*problem);
         case BFLOAT16: return attend<BFloat16>(*problem);
-        default: return attend<_Float16>(*problem);
+        default: return attend<Float16>(*problem);
     }
 }
