@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnmesh import errors
 from attnmesh.diffusers import disable, enable
 from attnmesh.diffusers.backend import visible_keys
+from attnmesh.diffusers.plans import plan_of
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.diffusion import MODELS, Inputs
 from tests.support.mesh_problems import named_mesh
@@ -84,6 +85,23 @@ def test_a_model_on_a_mesh_is_saved(tmp_path: Path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
+def test_a_copy_of_a_model_on_a_mesh_is_refused() -> None:
+    model = MODELS["wan"].model()
+    enable(model, None)
+    with pytest.raises(errors.ModelError, match=r"copy it before attnmesh\.diffusers\.enable"):
+        copy.deepcopy(model)
+    disable(model)
+    copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan-video"])
+def test_a_class_made_from_the_model_has_its_plan(name: str) -> None:
+    model = MODELS[name].model()
+    expected = plan_of(model)
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model),), {})  # as fully_shard does
+    assert plan_of(model) == expected
+
+
 def test_a_model_beside_one_on_the_mesh_stays_as_it_is(pool: Pool) -> None:
     assert pool.run(2, two_models) == [True, True]
 
@@ -97,7 +115,7 @@ def attended(sizes: tuple[int, ...], heads: tuple[int, int], causal: bool) -> tu
     enable(model, named_mesh(Shape(1, len(sizes), 1), AXES))
     processor = model.blocks[0].attn1.processor
     tokens, rank = processor._parallel_config.tokens, dist.get_rank()
-    tokens.lengths, tokens.by_own = {"hidden_states": sum(sizes)}, {sizes[rank]: sizes}
+    tokens.lengths, tokens.sizes_by_own = {"hidden_states": sum(sizes)}, {sizes[rank]: sizes}
     torch.manual_seed(0)
     q = torch.randn(2, sum(sizes), heads[0], 8, requires_grad=True)
     k, v = (torch.randn(2, sum(sizes), heads[1], 8, requires_grad=True) for _ in range(2))
@@ -163,7 +181,7 @@ def _one_processor(model: nn.Module, given: Inputs, rank: int) -> None:
 
 def _dropout(model: nn.Module, given: Inputs, rank: int) -> None:
     model.train()
-    model._parallel_config.dropouts.append("blocks.0.attn1.to_out.1")
+    model.blocks[0].attn1.to_out[1].p = 0.1
 
 
 def _cache(model: nn.Module, given: Inputs, rank: int) -> None:
@@ -180,6 +198,14 @@ def _dims(model: nn.Module, given: Inputs, rank: int) -> None:
 
 def _times(model: nn.Module, given: Inputs, rank: int) -> None:
     given["timestep"] = torch.full((1, 2), 500)
+
+
+def _time_of_one_token(model: nn.Module, given: Inputs, rank: int) -> None:
+    given["timestep"] = torch.full((1, 3), 500)  # rank 1 has one of them, which would do for all of its tokens
+
+
+def _control(model: nn.Module, given: Inputs, rank: int) -> None:
+    given["control_hidden_states"] = torch.zeros(1)
 
 
 def _backend(model: nn.Module, given: Inputs, rank: int) -> None:
@@ -202,6 +228,11 @@ FORWARDS: dict[str, tuple[Spoil, str]] = {
         "modules that the model was enabled with, given another proj_out",
     ),
     "times of some tokens": (_times, "timestep: expected values of 45 tokens, given 2. Fix: pass one value for all"),
+    "times of three tokens": (_time_of_one_token, "timestep: expected values of 45 tokens, given 3"),
+    "residuals of a ControlNet": (
+        _control,
+        "given control_hidden_states, which stays whole. Fix: leave the ControlNet",
+    ),
     "another backend": (_backend, "processors that the model was enabled with, given WanAttnProcessor"),
     "too few tokens": (_short, "hidden_states: expected 2 tokens or more, one a rank, given 1 tokens"),
     "dims": (_dims, "timestep: expected 2 dims, given 3 dims"),
@@ -239,6 +270,12 @@ def _replaces_frames() -> nn.Module:
     return model
 
 
+def _no_module() -> nn.Module:
+    model = MODELS["wan"].model()
+    model._cp_plan = {**model._cp_plan, "blocks.*.attention.*": model._cp_plan["blocks.0"]}
+    return model
+
+
 def _own_kernel() -> nn.Module:
     model = MODELS["wan"].model()
     model.blocks[1].attn1.processor = lambda attn, x, *_: x
@@ -270,6 +307,11 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: diffusers.HeliosTransformer3DModel(num_layers=1, num_attention_heads=1, ffn_dim=8),
         {},
         "given HeliosTransformer3DModel with a plan that gathers",
+    ),
+    "a plan of another model": (
+        _no_module,
+        {},
+        r"modules that the model has, given Wan.* without blocks.\*.attention.\*",
     ),
     "frames replaced": (_replaces_frames, {}, "treats all tokens alike, given .*token_replace"),
     "a processor of one's own": (_own_kernel, {}, "processors that call a backend of diffusers, given function"),

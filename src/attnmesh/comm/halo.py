@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed_with
+from attnmesh.comm.head_exchange import own_tokens
 from attnmesh.comm.merge import axis_of
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.checks import check_count, check_tensor, require
@@ -23,15 +24,11 @@ from attnmesh.errors import DtypeError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, group_named
 
 
-class Segment(NamedTuple):
-    """Consecutive tokens that one rank sends to the halo of another."""
+class Run(NamedTuple):
+    """Consecutive tokens of one rank."""
 
-    source: int
+    rank: int
     first: int
-    """Index of the first token on the source rank."""
-    target: int
-    place: int
-    """Index in the target's halos, which follow one another."""
     tokens: int
 
 
@@ -78,69 +75,63 @@ def halo_of_parts(
     The sequence is cut into parts of these lengths. `owners` are the ranks that hold them, by index of the axis. A rank
     holds its parts in order, one after the other in `x`.
     """
-    halos: Tensor = halo_op(x, size, dim % x.ndim, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    halos: Tensor = halo_op(
+        x, False, size, dim % x.ndim, axis.group_name, [axis.size, axis.index], [*owners], [*lengths]
+    )
     return halos
 
 
 @torch.library.custom_op("attnmesh::halo", mutates_args=())
 def halo_op(
-    x: Tensor, size: int, dim: int, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+    x: Tensor,
+    back: bool,
+    size: int,
+    dim: int,
+    group: str,
+    place: Sequence[int],
+    owners: Sequence[int],
+    lengths: Sequence[int],
 ) -> Tensor:
-    """Copy each segment from its source to its target's halo."""
+    """Add each segment of the tokens to its target's halo, or back from the halo to the tokens. Others are zeros."""
     axis = Axis(place[0], place[1], group_named(group))
-    halos = x.new_zeros(*x.shape[:dim], size * list(owners).count(axis.index), *x.shape[dim + 1 :])
-    segments = list(_segments(size, owners, lengths))
-    places = [(each.source, each.first, each.target, each.place, each.tokens) for each in segments]
-    _copy(x, halos, places, axis, dim)
-    return halos
+    out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
+    runs = [run[::-1] if back else run for run in _segments(size, owners, lengths)]
+    _copy(x, out, runs, axis, dim)
+    return out
 
 
 @halo_op.register_fake
-def _(x: Tensor, size: int, dim: int, _: str, place: Sequence[int], owners: Sequence[int], __: Sequence[int]) -> Tensor:
-    return x.new_empty(*x.shape[:dim], size * list(owners).count(place[1]), *x.shape[dim + 1 :])
+def _(x: Tensor, back: bool, size: int, dim: int, *numbers: Any) -> Tensor:
+    _, (_, index), owners, lengths = numbers
+    return _empty(x, back, size, dim, index, owners, lengths)
 
 
-@torch.library.custom_op("attnmesh::halo_backward", mutates_args=())
-def halo_backward_op(
-    halos: Tensor, size: int, dim: int, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+def _empty(
+    x: Tensor, back: bool, size: int, dim: int, index: int, owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Add each segment of the halos to the tokens that it was copied from."""
-    axis = Axis(place[0], place[1], group_named(group))
-    x = halos.new_zeros(*halos.shape[:dim], _own_tokens(axis.index, owners, lengths), *halos.shape[dim + 1 :])
-    segments = list(_segments(size, owners, lengths))
-    places = [(each.target, each.place, each.source, each.first, each.tokens) for each in segments]
-    _copy(halos, x, places, axis, dim)
-    return x
-
-
-@halo_backward_op.register_fake
-def _(
-    halos: Tensor, _: int, dim: int, __: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
-    return halos.new_empty(*halos.shape[:dim], _own_tokens(place[1], owners, lengths), *halos.shape[dim + 1 :])
+    """Return memory for a rank's tokens if `back`, else for its halos."""
+    tokens = own_tokens(index, owners, lengths) if back else size * list(owners).count(index)
+    return x.new_empty(*x.shape[:dim], tokens, *x.shape[dim + 1 :])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.numbers = inputs
+    _, ctx.back, *ctx.numbers = inputs
 
 
-halo_op.register_autograd(
-    lambda ctx, dhalos: (halo_backward_op(dhalos.contiguous(), *ctx.numbers), *[None] * 6),
-    setup_context=_save_for_backward,
-)
-halo_backward_op.register_autograd(
-    lambda ctx, dx: (halo_op(dx.contiguous(), *ctx.numbers), *[None] * 6),
-    setup_context=_save_for_backward,
-)
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return halo_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 7
 
 
-def _copy(x: Tensor, out: Tensor, places: Sequence[tuple[int, int, int, int, int]], axis: Axis, dim: int) -> None:
-    """Add runs of tokens of `x` to `out`: (source rank, first token, target rank, first token, count) each."""
+halo_op.register_autograd(_gradient, setup_context=_save_for_backward)
+
+
+def _copy(x: Tensor, out: Tensor, runs: Sequence[tuple[Run, Run]], axis: Axis, dim: int) -> None:
+    """Add the first run of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
     mine = axis.index
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[Tensor]] = {}
     targets: dict[int, list[Tensor]] = {}
-    for source, first, target, place, count in places:
+    for (source, first, count), (target, place, _) in runs:
         if source == mine == target:
             out.narrow(dim, place, count).add_(x.narrow(dim, first, count))
         elif source == mine:
@@ -160,8 +151,8 @@ def _tuples(lists: dict[int, list[Tensor]]) -> dict[int, tuple[Tensor, ...]]:
     return {peer: tuple(tensors) for peer, tensors in lists.items()}
 
 
-def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[Segment]:
-    """Return the segments of all halos, in the same order on all ranks."""
+def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Run, Run]]:
+    """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
     starts: list[int] = []
     first: list[int] = []
     held = dict.fromkeys(owners, 0)
@@ -178,11 +169,7 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
             start, stop = max(begin, starts[earlier]), starts[earlier] + lengths[earlier]
             if start < stop:
                 index = first[earlier] + start - starts[earlier]
-                yield Segment(owners[earlier], index, target, place + start, stop - start)
-
-
-def _own_tokens(index: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(length for owner, length in zip(owners, lengths, strict=True) if owner == index)
+                yield Run(owners[earlier], index, stop - start), Run(target, place + start, stop - start)
 
 
 def _check(x: Tensor, size: int, dim: int) -> None:

@@ -68,7 +68,7 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
         _check(dropout_p, attn_mask, is_causal=is_causal, streams=len(tokens.lengths))
         q_sizes, k_sizes = tokens.sizes(q.shape[2], k.shape[2])
         mask: Mask = Causal() if is_causal else Full()
-        given: dict[str, Any] = {
+        call: dict[str, Any] = {
             "mask": mask,
             "layout": Split(q_sizes),
             "length": sum(q_sizes),
@@ -76,9 +76,9 @@ def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: s
             **options,
         }
         if attn_mask is None:
-            out = attention(q, k, v, key_layout=Split(k_sizes), key_length=sum(k_sizes), **given)
+            out = attention(q, k, v, key_layout=Split(k_sizes), key_length=sum(k_sizes), **call)
         else:
-            out = _attend_visible(q, k, v, attn_mask, tokens, given)
+            out = _attend_visible(q, k, v, attn_mask, tokens, call)
         return out.transpose(1, 2)
 
     return attend
@@ -119,8 +119,8 @@ def _attend_visible(
 def visible_keys(attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tensor:
     """Return which of this rank's keys each sequence sees, (batch, keys). Raise unless a mask is one of keys.
 
-    A mask of keys is boolean, (batch, keys) or (batch, 1, 1, keys). A square one, (batch, 1, queries, keys), may
-    hide the same tokens as queries: what these get changes no token that is seen.
+    A mask of keys is boolean, (batch, keys) or (batch, 1, 1, keys). A square one, (batch, 1, queries, keys), may also
+    hide padded queries. Their outputs are not used.
     """
     mask = attn_mask[:, None, None] if attn_mask.ndim == 2 else attn_mask[:, None] if attn_mask.ndim == 3 else attn_mask
     given, fix = f"{attn_mask.dtype} {list(attn_mask.shape)}", "pass the model a boolean mask of keys, (batch, keys)"
@@ -129,8 +129,8 @@ def visible_keys(attn_mask: Tensor, batch: int, queries: int, keys: int) -> Tens
     if not fits or mask.shape[0] not in (1, batch) or mask.shape[2] not in (1, queries):
         raise MaskError(SUBJECT, expected, given, fix)
     mask = mask[:, 0].expand(batch, -1, -1)
-    if mask.shape[1] == 1 or not queries:
-        return mask[:, 0] if mask.shape[1] else mask.new_ones(batch, keys)
+    if mask.shape[1] == 1:
+        return mask[:, 0]
     shown = mask.any(1)
     hidden = ~mask.any(2, keepdim=True)  # rows of padding see nothing, which changes no row that is seen
     if not bool((hidden | (mask == shown[:, None])).all()):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import check_checked, require
 from attnmesh.diffusers.backend import backend_of, register, unregister
-from attnmesh.diffusers.on_mesh import OnMesh, split_attention
-from attnmesh.diffusers.plans import plan_of
+from attnmesh.diffusers.plans import TokenPlan, plan_of
+from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.errors import ModelError
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
@@ -20,10 +20,10 @@ from attnmesh.mesh.schedule import check_exchange
 
 SUBJECT = "diffusers.enable"
 
-NUMBERS = count()
-"""Numbers of the backends that were made."""
+BACKEND_NUMBERS = count()
+"""Numbers for the names of backends, so that each model has a backend of its own."""
 
-PLACES = ("_attention_backend", "_parallel_config")
+BACKEND_ATTRIBUTES = ("_attention_backend", "_parallel_config")
 """Attributes of a processor from which diffusers reads its backend."""
 
 
@@ -45,8 +45,8 @@ def enable(
         mesh: The mesh whose ranks share the tokens; None for one rank.
         exchange: How keys travel: "bulk", "pipelined", "ring" or "auto", as in `attnmesh.attention`.
         kernel: Kernel of one device, as in `attnmesh.attention`.
-        checked: When ranks compare the inputs of the model: True at every forward pass, False never, None at every
-            forward pass on CPUs, and on GPUs at the first of each shape.
+        checked: When ranks compare the inputs of the model. True: at every forward pass. False: never. None: at every
+            forward pass on CPUs, and on GPUs at the first one of each shape.
 
     Raises:
         ModelError: The model has no plan, is on a mesh already, or has layers that a mesh cannot serve.
@@ -65,25 +65,28 @@ def enable(
     model, place = unwrap_module(model), Mesh.of(mesh)
     call = describe_call(SUBJECT, model=type(model).__name__, exchange=exchange, kernel=kernel, checked=checked)
 
-    def check() -> None:
+    def check() -> TokenPlan:
         check_exchange(f"{SUBJECT} exchange", exchange)
         check_kernel(kernel)
         check_checked(SUBJECT, checked)
-        _check_model(model)
+        _check_parallelism(model)
+        plan = plan_of(model)
+        _check_processors(model, plan)
+        return plan
 
-    run_agreed(place, check, call)
-    on_mesh = OnMesh(model, plan_of(model), place, checked)
-    backend = backend_of(mesh, on_mesh.tokens, exchange, kernel, checked)
-    member = register(f"attnmesh-{next(NUMBERS)}", backend)
-    on_mesh.backend = member
-    on_mesh.undo.append(lambda: unregister(member))
-    for processor in {id(p): p for p in on_mesh.processors.values()}.values():
-        on_mesh.undo.append(
-            partial(_restore, processor, {name: x for name, x in vars(processor).items() if name in PLACES})
+    state = MeshState(model, run_agreed(place, check, call), place, checked)
+    state.backend = register(
+        f"attnmesh-{next(BACKEND_NUMBERS)}", backend_of(mesh, state.tokens, exchange, kernel, checked)
+    )
+    state.undo.append(partial(unregister, state.backend))
+    for changed in (model, *{id(processor): processor for processor in state.processors.values()}.values()):
+        state.undo.append(
+            partial(_restore, changed, {name: vars(changed).get(name, ...) for name in BACKEND_ATTRIBUTES})
         )
-        processor._attention_backend, processor._parallel_config = member, on_mesh
-    model._parallel_config = on_mesh
-    on_mesh.add_hooks(model)
+        changed._parallel_config = state
+        if changed is not model:
+            changed._attention_backend = state.backend
+    state.add_hooks(model)
 
 
 def disable(model: Any) -> None:
@@ -96,40 +99,49 @@ def disable(model: Any) -> None:
         ModelError: The model is not on a mesh.
     """
     model = unwrap_module(model)
-    on_mesh = getattr(model, "_parallel_config", None)
-    given, fix = type(model).__name__, "call it once for each enable"
-    require(isinstance(on_mesh, OnMesh), ModelError, "diffusers.disable model", "a model on a mesh", given, fix)
-    assert on_mesh is not None
-    while on_mesh.undo:
-        on_mesh.undo.pop()()
-    model._parallel_config = None
+    state = getattr(model, "_parallel_config", None)
+    if not isinstance(state, MeshState):
+        fix = "call it once for each enable"
+        raise ModelError("diffusers.disable model", "a model on a mesh", type(model).__name__, fix)
+    while state.undo:
+        state.undo.pop()()
 
 
-def _restore(processor: Any, before: dict[str, Any]) -> None:
-    for name in PLACES:
-        vars(processor).pop(name, None)
-    vars(processor).update(before)
+def _restore(changed: Any, before: dict[str, Any]) -> None:
+    """Give a module or a processor the attributes that it had; ... stands for none of its own."""
+    for name, value in before.items():
+        vars(changed).pop(name, None)
+        if value is not ...:
+            vars(changed)[name] = value
 
 
-def _check_model(model: Any) -> None:
-    """Raise unless a model can be put on a mesh."""
-    fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
-    fits = isinstance(model, ModelMixin)
-    require(fits, ModelError, f"{SUBJECT} model", "a model of diffusers", type(model).__name__, fix)
-    plan, name = plan_of(model), type(model).__name__
+def _check_parallelism(model: Any) -> None:
+    """Raise unless a model is one of diffusers, without parallelism."""
+    subject, name = f"{SUBJECT} model", type(model).__name__
+    if not isinstance(model, ModelMixin):
+        fix = "pass the transformer itself, as pipeline.transformer or ddp.module"
+        raise ModelError(subject, "a model of diffusers", name, fix)
+    if isinstance(model._parallel_config, MeshState):
+        fix = "call attnmesh.diffusers.disable first"
+        raise ModelError(subject, "a model without parallelism", f"{name} on a mesh already", fix)
     if model._parallel_config is not None:
-        is_ours = isinstance(model._parallel_config, OnMesh)
-        given = f"{name} on a mesh already" if is_ours else f"{name} after enable_parallelism"
-        fix = "call attnmesh.diffusers.disable first" if is_ours else "leave enable_parallelism out"
-        raise ModelError(f"{SUBJECT} model", "a model without parallelism", given, fix)
-    split = split_attention(model, plan)
-    require(bool(split), ModelError, f"{SUBJECT} model", "layers of attention", name, "pass a transformer")
-    others = {id(m.processor) for m in model.modules() if hasattr(m, "processor") and m not in split.values()}
+        given, fix = f"{name} after enable_parallelism", "leave enable_parallelism out"
+        raise ModelError(subject, "a model without parallelism", given, fix)
+
+
+def _check_processors(model: Any, plan: TokenPlan) -> None:
+    """Raise unless the attention of a model calls a backend, which split and whole tokens do not share."""
+    subject, split = f"{SUBJECT} model", split_attention(model, plan)
+    require(bool(split), ModelError, subject, "layers of attention", type(model).__name__, "pass a transformer")
+    unsplit = {id(m.processor) for m in model.modules() if hasattr(m, "processor") and m not in split.values()}
     for module in split.values():
         processor, kind = module.processor, type(module.processor).__name__
-        expected = "attention processors that call a backend of diffusers"
-        if not all(hasattr(processor, place) for place in PLACES) or "IPAdapter" in kind:
-            raise ModelError(f"{SUBJECT} model", expected, kind, "leave the adapter out, or set the default processors")
-        if id(processor) in others:
+        if not all(hasattr(processor, name) for name in BACKEND_ATTRIBUTES) or "IPAdapter" in kind:
+            expected, fix = (
+                "attention processors that call a backend of diffusers",
+                "leave the adapter out, or set the default processors",
+            )
+            raise ModelError(subject, expected, kind, fix)
+        if id(processor) in unsplit:
             given, fix = f"one {kind} for both", "give each module a processor of its own"
-            raise ModelError(f"{SUBJECT} model", "other processors where keys are whole", given, fix)
+            raise ModelError(subject, "other processors where keys are whole", given, fix)

@@ -1,12 +1,12 @@
 """Plans: which tensors of a transformer are split over the ranks, and which output is gathered.
 
-A plan is the model's own `_cp_plan`, or one of `OWN`: diffusers has none for these models, or splits
-more than it has to.
+A plan is the model's own `_cp_plan`, or one of `OWN`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
@@ -14,17 +14,19 @@ from torch import nn
 from attnmesh.errors import ModelError
 
 STREAM = "hidden_states"
-"""Ending of the names of arguments whose tokens attend: the image or video, and text that is joined with it."""
+"""Ending of the names of streams: tokens of the image or video, and of text that attends beside them."""
+
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A tensor that is split along `dim`, if it has `ndim` dims.
+class TokenSplit:
+    """A tensor that is split along `dim`.
 
     Args:
-        name: An argument of the module; the index of an output if it is a number.
+        name: The name of an argument of the module, or the index of an output.
         dim: Dim of the tokens.
-        ndim: Dims of the tensor; None for any.
+        ndim: Dims of the tensor, or None for any. A tensor with fewer dims stays whole, one with more is refused.
         joins: Streams whose tokens lie one after the other in the tensor; () for tokens of one stream.
     """
 
@@ -34,8 +36,13 @@ class Cut:
     joins: tuple[str, ...] = ()
 
     @property
+    def is_output(self) -> bool:
+        """True for an output of the module."""
+        return isinstance(self.name, int)
+
+    @property
     def is_stream(self) -> bool:
-        """Whether the tokens of the tensor attend."""
+        """True for a stream, False for a tensor that belongs to one."""
         return isinstance(self.name, str) and self.name.endswith(STREAM)
 
 
@@ -44,33 +51,40 @@ class TokenPlan:
     """Where tokens are split and gathered.
 
     Args:
-        cuts: For names of modules, with * for any index, the tensors that are split.
+        splits: For names of modules, with * for any index, the tensors that are split.
         gathers: For names of modules, the dim of the tokens of each output that is gathered; None for others.
-        whole: Patterns of the names of attention modules that run on whole keys, as they do without a mesh.
+        unsplit: Patterns of the names of attention modules that see whole keys, as they do without a mesh.
     """
 
-    cuts: dict[str, tuple[Cut, ...]]
+    splits: dict[str, tuple[TokenSplit, ...]]
     gathers: dict[str, tuple[int | None, ...]]
-    whole: tuple[str, ...] = ()
+    unsplit: tuple[str, ...] = ()
 
-    def is_whole(self, name: str) -> bool:
-        """Return whether the attention module of this name runs on whole keys."""
-        return any(fnmatchcase(name, pattern) for pattern in self.whole)
+    @property
+    def streams(self) -> set[str]:
+        """Names of all streams."""
+        return {str(split.name) for splits in self.splits.values() for split in splits if split.is_stream}
+
+    def is_split(self, name: str) -> bool:
+        """Return False if the attention module of this name sees whole keys."""
+        return not any(fnmatchcase(name, pattern) for pattern in self.unsplit)
 
 
-def _rope(dim: int, ndim: int) -> tuple[Cut, ...]:
-    """Return the cuts of cosines and sines."""
-    return tuple(Cut(index, dim, ndim) for index in (0, 1))
+def _rope(dim: int, ndim: int) -> tuple[TokenSplit, ...]:
+    """Return the splits of cosines and sines."""
+    return tuple(TokenSplit(index, dim, ndim) for index in (0, 1))
 
 
-_IMAGE, _TEXT = Cut(STREAM, 1, 3), Cut(f"encoder_{STREAM}", 1, 3)
+_IMAGE, _TEXT = TokenSplit(STREAM, 1, 3), TokenSplit(f"encoder_{STREAM}", 1, 3)
 _OUTPUT: dict[str, tuple[int | None, ...]] = {"proj_out": (1,)}
-_JOINT_MASK = (Cut("attention_mask", 3, 4, (STREAM, f"encoder_{STREAM}")),)
+_JOINT_MASK = (TokenSplit("attention_mask", 3, 4, (STREAM, f"encoder_{STREAM}")),)
 
 OWN = {
+    # diffusers splits the text, too, and its padding with it
     "LTXVideoTransformer3DModel": TokenPlan(
-        {"": (_IMAGE, Cut("timestep", 1, 2)), "rope": _rope(1, 3)}, _OUTPUT, ("*.attn2",)
+        {"": (_IMAGE, TokenSplit("timestep", 1, 2)), "rope": _rope(1, 3)}, _OUTPUT, ("*.attn2",)
     ),
+    # diffusers has no plan for these
     "HunyuanVideoTransformer3DModel": TokenPlan(
         {
             "rope": _rope(0, 2),
@@ -85,7 +99,7 @@ OWN = {
         {
             "rope": _rope(0, 2),
             "transformer_blocks.0": (_IMAGE, _TEXT),
-            "transformer_blocks.*": (Cut("attention_mask", 1, 2),),
+            "transformer_blocks.*": (TokenSplit("attention_mask", 1, 2),),
         },
         _OUTPUT,
         ("context_embedder.*",),
@@ -93,12 +107,12 @@ OWN = {
 }
 """Plans of attnmesh. Text that is attended by cross-attention alone stays whole."""
 
-WHOLE = {
+UNSPLIT = {
     "WanTransformer3DModel": ("*.attn2",),
     "ChronoEditTransformer3DModel": ("*.attn2",),
     "MiniMaxH3Transformer3DModel": ("token_refiner.*",),
 }
-"""Attention modules on whole keys, of models with a plan of diffusers."""
+"""Attention modules that see whole keys, of models with a plan of diffusers."""
 
 REFUSED = {
     "HeliosTransformer3DModel": "a plan that gathers the tokens again in each block",
@@ -109,41 +123,54 @@ REFUSED = {
 
 def plan_of(model: nn.Module) -> TokenPlan:
     """Return the plan of a model. Raise if it has none, or one that cannot be followed."""
-    name = type(model).__name__
-    fix = f"pass a transformer with a _cp_plan, as WanTransformer3DModel, or one of {', '.join(OWN)}"
-    if name in REFUSED:
-        raise ModelError(
-            "diffusers.enable model", "a plan to split its tokens once", f"{name} with {REFUSED[name]}", fix
-        )
+    name, subject = type(model).__name__, "diffusers.enable model"
+    if reason := _entry(REFUSED, model):
+        fix = f"pass a transformer with a _cp_plan, as WanTransformer3DModel, or one of {', '.join(OWN)}"
+        raise ModelError(subject, "a plan to split its tokens once", f"{name} with {reason}", fix)
     if getattr(getattr(model, "config", None), "image_condition_type", None) == "token_replace":
         given = f"{name} that replaces the first frame's tokens (image_condition_type='token_replace')"
-        raise ModelError("diffusers.enable model", "a model that treats all tokens alike", given, "use 'latent_concat'")
-    if name in OWN:
-        return OWN[name]
-    found = getattr(model, "_cp_plan", None)
-    if not isinstance(found, dict) or not found:
-        raise ModelError("diffusers.enable model", "a transformer with a plan to split its tokens", name, fix)
-    return _converted(found, WHOLE.get(name, ()))
+        raise ModelError(subject, "a model that treats all tokens alike", given, "use 'latent_concat'")
+    plan = _entry(OWN, model)
+    if plan is None:
+        found = getattr(model, "_cp_plan", None)
+        if not isinstance(found, dict) or not found:
+            fix = f"pass a transformer with a _cp_plan, as WanTransformer3DModel, or one of {', '.join(OWN)}"
+            raise ModelError(subject, "a transformer with a plan to split its tokens", name, fix)
+        plan = _converted(found, _entry(UNSPLIT, model) or ())
+    for pattern in (*plan.splits, *plan.gathers):
+        try:
+            modules_named(model, pattern)
+        except AttributeError:
+            fix = "mend the model's _cp_plan: each name is a module, with at most one *"
+            raise ModelError(
+                subject, "a plan of modules that the model has", f"{name} without {pattern}", fix
+            ) from None
+    return plan
 
 
-def _converted(plan: dict[str, Any], whole: tuple[str, ...]) -> TokenPlan:
+def _entry(table: Mapping[str, Entry], model: nn.Module) -> Entry | None:
+    """Return what a table has for the class of a model, or for the class that it was made from, as FSDP does."""
+    return next((table[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in table), None)
+
+
+def _converted(plan: dict[str, Any], unsplit: tuple[str, ...]) -> TokenPlan:
     """Return a plan of diffusers in the form of attnmesh."""
-    cuts: dict[str, tuple[Cut, ...]] = {}
+    splits: dict[str, tuple[TokenSplit, ...]] = {}
     gathers: dict[str, tuple[int | None, ...]] = {}
     for module, entry in plan.items():
         if isinstance(entry, dict):
-            cuts[module] = tuple(_cut(name, given) for name, given in entry.items())
+            splits[module] = tuple(_token_split(name, given) for name, given in entry.items())
         else:
             outputs = [entry] if isinstance(entry, ContextParallelOutput) else entry
             gathers[module] = tuple(None if output is None else output.gather_dim for output in outputs)
-    return TokenPlan(cuts, gathers, whole)
+    return TokenPlan(splits, gathers, unsplit)
 
 
-def _cut(name: str | int, given: Any) -> Cut:
+def _token_split(name: str | int, given: Any) -> TokenSplit:
     if not isinstance(given, ContextParallelInput) or given.split_output != isinstance(name, int):
         fix = "name one tensor for each argument, or output, that is split"
         raise ModelError("diffusers.enable model", "a _cp_plan of single tensors", f"{name}: {given}", fix)
-    return Cut(name, given.split_dim, given.expected_dims)
+    return TokenSplit(name, given.split_dim, given.expected_dims)
 
 
 def modules_named(model: nn.Module, pattern: str) -> list[nn.Module]:
