@@ -261,13 +261,30 @@ inline void products(const float* q, const T* const* keys, int64_t dim, float (*
     for (int at = 0; at < ALL; at++) out[at % ROWS][at / ROWS] = sum[at / W * W + place_of_sum(at % W)];
 }
 
+// Rows of memory that are read later.
+struct Rows {
+    const char* first;
+    int64_t stride, bytes;
+
+    Rows at(int64_t row, int64_t byte) const { return {first + row * stride + byte, stride, std::max<int64_t>(0, bytes - byte)}; }
+    void prefetch(int64_t row, int64_t most) const {
+        for (int64_t at = 0; at < std::min(bytes, most); at += 64) __builtin_prefetch(first + row * stride + at, 0, 2);
+    }
+};
+
+template <class T>
+Rows rows_of(const T* first, int64_t stride, int64_t dim) {
+    return {(const char*)first, stride * (int64_t)sizeof(T), dim * (int64_t)sizeof(T)};
+}
+
 // Adds the weighted values of some keys to some rows, in `PAIRS` pairs of vectors.
 template <class T, int ROWS, int PAIRS>
-inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
+inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, Rows next) {
     Floats total[ROWS][2 * PAIRS];
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
-    for (int64_t t = 0; t < n; t++)
+    for (int64_t t = 0; t < n; t++) {
+        next.prefetch(t, PAIRS * PAIR * sizeof(T));
         for (int j = 0; j < PAIRS; j++) {
             Pair x = load_pair(v + t * stride + j * PAIR);
             KEEP(x.a);
@@ -277,16 +294,17 @@ inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t 
                 total[i][2 * j] += weight * x.a, total[i][2 * j + 1] += weight * x.b;
             }
         }
+    }
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < 2 * PAIRS; j++) store(out + i * width + j * W, total[i][j]);
 }
 
 template <class T, int ROWS>
-inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width) {
+inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, Rows next) {
     constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, COLUMNS = PAIRS * PAIR;
     int64_t d = 0;
-    for (; d + COLUMNS <= width; d += COLUMNS) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width);
-    for (; d < width; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width);
+    for (; d + COLUMNS <= width; d += COLUMNS) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+    for (; d < width; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
 }
 
 template <class T>
@@ -311,8 +329,7 @@ inline void by_rows(int64_t rows, Work work) {
 
 // The products of all rows with the keys of a tile, while the lines of the values are fetched.
 template <class T>
-void all_products(const Shape& s, const float* q, const T* k, int64_t stride, int64_t n, const char* next, int64_t next_stride,
-                  int64_t next_bytes, float* logits) {
+void all_products(const Shape& s, const float* q, const T* k, int64_t stride, int64_t n, Rows values, float* logits) {
     int64_t step = (n + STREAMS - 1) / STREAMS;
     for (int64_t t = 0; t < step; t++) {
         const T* keys[STREAMS];
@@ -320,7 +337,7 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t stride, in
         for (int j = 0; j < STREAMS; j++) {
             place[j] = std::min(t + j * step, n - 1);
             keys[j] = k + place[j] * stride;
-            for (int64_t at = 0; at < next_bytes; at += 64) __builtin_prefetch(next + place[j] * next_stride + at, 0, 2);
+            values.prefetch(place[j], values.bytes);
         }
         by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
             constexpr int ROWS = count, KEYS = ROWS == 1 || REGISTERS == 32 ? STREAMS : 2;
@@ -335,11 +352,12 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t stride, in
 }
 
 template <class T>
-void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, float* out) {
+void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, Rows next, float* out) {
     int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
     for (int64_t t = 0; t < n; t += some)
         by_rows(s.rows, [&](auto count, int64_t r) {
-            add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t), out + r * s.value_dim, s.value_dim);
+            add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t),
+                                 out + r * s.value_dim, s.value_dim, r ? Rows() : next.at(t, 0));
         });
 }
 
@@ -416,10 +434,9 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
         if (s.packs) {
             pack(keys, p.k_strides[2], n, p.dim, s.dim, memory.keys);
             pack(values, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values);
-            all_products(s, memory.q, memory.keys, s.dim, n, nullptr, 0, 0, memory.logits);
+            all_products(s, memory.q, memory.keys, s.dim, n, Rows(), memory.logits);
         } else {
-            all_products(s, memory.q, keys, p.k_strides[2], n, (const char*)values, p.v_strides[2] * (int64_t)sizeof(T),
-                         p.value_dim * (int64_t)sizeof(T), memory.logits);
+            all_products(s, memory.q, keys, p.k_strides[2], n, rows_of(values, p.v_strides[2], p.value_dim), memory.logits);
         }
         for (int64_t r = 0; r < s.rows; r++) {
             int64_t i = r % p.length, low = p.low ? p.low[i] - at : 0, high = p.low ? p.high[i] - at : n;
@@ -427,9 +444,9 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
                 return false;
         }
         if (s.packs)
-            all_values(s, memory.logits, memory.values, s.value_dim, n, sums_of_task);
+            all_values(s, memory.logits, memory.values, s.value_dim, n, Rows(), sums_of_task);
         else
-            all_values(s, memory.logits, values, p.v_strides[2], n, sums_of_task);
+            all_values(s, memory.logits, values, p.v_strides[2], n, rows_of(keys + n * p.k_strides[2], p.k_strides[2], p.dim), sums_of_task);
     }
     return true;
 }
