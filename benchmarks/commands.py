@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import torch
 import typer
 from rich.table import Table
 
-from attnmesh.cli.bench import rows_table
+from attnmesh.cli.bench import by_case, rows_table
 from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.generate_prompt import Prompt, prepare
 from attnmesh.cli.netns import ranks_of, world_of
@@ -78,11 +79,11 @@ def bench_model(
 def _model_table(rows: "list[model_bench.Row]", prompt_tokens: int) -> Table:
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
     table = titled(title, "decoding", "ms per token")
-    for name in ("keys and values MB per rank", "all memory MB per rank", "prefill s"):
+    for name in ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s"):
         table.add_column(name, justify="right")
     for row in rows:
         figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
-        table.add_row(row.contender, str(row.timing), *figures)
+        table.add_row(row.contender, row.timing.in_two_lines, *figures)
     return table
 
 
@@ -150,18 +151,19 @@ def bench_plan(
         reports.append(plan_bench.report(world, length, most, rounds, show))
     summary = plan_bench.summary(reports)
     run.report.set(summary=summary)
-    return [*map(_plan_table, reports), pairs("in short", summary)]
+    tables = [table for one in reports for table in by_case(partial(_plan_table, one.world), one.rows, "workload")]
+    return [*tables, pairs("in short", summary)]
 
 
-def _plan_table(report: plan_bench.Report) -> Table:
-    table = titled(f"on {report.world}", "workload", "plan")
-    for name in ("predicted ms", "ms", "beside best", "bytes between hosts", "predicted, off"):
+def _plan_table(world: str, workload: str, rows: "list[plan_bench.Ran]") -> Table:
+    table = titled(f"{workload}, on {world}", "plan")
+    for name in ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff"):
         table.add_column(name, justify="right")
-    for row in report.rows:
+    for row in rows:
         crossed = row.between
         bytes_ = () if crossed is None else (f"{crossed.payload:,}", f"{crossed.off:+.1%}")
         name = f"{'* ' if row.picked else '  '}{row.plan}"
-        table.add_row(row.workload, name, f"{row.predicted_ms:.1f}", str(row.timing), f"{row.beside_best}", *bytes_)
+        table.add_row(name, f"{row.predicted_ms:.1f}", row.timing.in_two_lines, f"{row.beside_best}", *bytes_)
     return table
 
 
@@ -185,14 +187,18 @@ def bench_latent(
     run.step(f"{tokens:,} tokens, stock and on {ranks} ranks")
     request = latent_bench.Request(tokens, dtype, steps)
     latent_bench.rows(request, ranks, torch.get_num_threads(), run.table("rows"))
-    rows: list[latent_bench.Row] = run.tables["rows"]
-    table = titled(f"128 heads, {tokens:,} tokens, {dtype}, {torch.get_num_threads()} threads in all", "decoding")
-    for name in ("ms per step", "beside 1 rank", "cached MB", "rows expanded"):
+    return [_latent_table(request, run.tables["rows"])]
+
+
+def _latent_table(request: latent_bench.Request, rows: list[latent_bench.Row]) -> Table:
+    threads = torch.get_num_threads()
+    table = titled(f"128 heads, {request.tokens:,} tokens, {request.dtype}, {threads} threads in all", "decoding")
+    for name in ("ms per step", "beside\n1 rank", "cached\nMB", "rows\nexpanded"):
         table.add_column(name, justify="right")
     for row in rows:
         ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
         table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
-    return [table]
+    return table
 
 
 RECURRENT_EXPLAINED = """\
@@ -220,27 +226,28 @@ def bench_recurrent(
     request = recurrent_bench.Request(length, key_heads, head_dim, rounds)
     recurrent_bench.rows(request, world, run.table("rows"))
     run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
-    return [_recurrent_table(run.tables["rows"], request)]
+    return by_case(partial(_recurrent_table, request), run.tables["rows"])
 
 
-def _recurrent_table(rows: "list[recurrent_bench.Row]", request: "recurrent_bench.Request") -> Table:
+def _recurrent_table(request: "recurrent_bench.Request", case: str, rows: "list[recurrent_bench.Row]") -> Table:
     heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
-    table = titled(f"{heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "pass", "contender")
-    for name in ("ms", "cpu ms", "MB received", "messages ms", "limit ms", "beside shares"):
+    table = titled(f"{case}: {heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "contender")
+    for name in ("ms", "cpu ms", "MB\nreceived", "messages\nms", "limit\nms", "beside\nshares"):
         table.add_column(name, justify="right")
     for row in rows:
         figures = (row.messages_ms, row.limit_ms, row.beside_shares)
         cells = ("" if x is None else f"{x:,}" for x in figures)
-        times = (str(row.timing), f"{row.cpu_ms:,}")
-        table.add_row(row.case, row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
+        times = (row.timing.in_two_lines, f"{row.cpu_ms:,}")
+        table.add_row(row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
     return table
 
 
 DIFFUSION_EXPLAINED = """\
 Times are those of one attention layer, forward, in milliseconds: medians with quartiles of rounds in which all
-contenders take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring, and "of bytes"
-that speedup over the one that bytes allow. With --hosts, "bytes alone" is the time of the exchanges over the busiest
-direction of the busiest link, a lower bound. Errors are those of some outputs beside float64."""
+contenders take turns, each as long as its slowest rank. A shape is heads x queries x keys. "beside ring" is the speedup
+over our own ring, and "of bytes" that speedup over the one that bytes allow. With --hosts, "bytes alone" is the time of
+the exchanges over the busiest direction of the busiest link, a lower bound. Errors are those of some outputs beside
+float64."""
 
 
 @bench_command(
@@ -263,19 +270,19 @@ def bench_diffusion(
     run.step(f"{', '.join(names)} on {world}{' ranks' * (hosts is None)}")
     diffusion_bench.rows(diffusion_bench.Request(names, scale, length, rounds), world, run.table("rows"))
     run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
-    rows = run.tables["rows"]
-    return [_diffusion_table(case, [row for row in rows if row.case == case]) for case in {row.case: 0 for row in rows}]
+    return by_case(_diffusion_table, run.tables["rows"])
 
 
 def _diffusion_table(case: str, rows: "list[diffusion_bench.Row]") -> Table:
-    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, heads x queries x keys")
-    for name in ("ms", "beside ring", "of bytes", "MB received", "bytes alone, ms", "error"):
+    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, shape")
+    for name in ("ms", "beside\nring", "of\nbytes", "MB\nreceived", "bytes\nalone, ms", "error"):
         table.add_column(name, justify="right")
     for row in rows:
         received = None if row.received is None else round(row.received / 1e6, 1)
         figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.of_bytes, received, row.limit_ms)]
         error = "" if row.error is None else f"{row.error:.0e}"
-        table.add_row(row.contender, row.note or str(row.timing), *figures, error)
+        times = "" if row.timing is None else row.timing.in_two_lines
+        table.add_row(row.contender, row.note or times, *figures, error)
     return table
 
 

@@ -1,7 +1,8 @@
 """The commands `attnmesh bench ...`."""
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -18,9 +19,9 @@ from attnmesh.cli.timing import Comparison
 bench = typer.Typer(help="Measure attnmesh beside its rivals and the machine's limits.", no_args_is_help=True)
 
 KERNEL_EXPLAINED = """\
-Times are medians with quartiles of calls that take turns in one process, after a warm-up round. The read rate is that
-of a maximum over 512 MB. A decode step reads every key and value once and multiplies each with its queries. Its limit
-is the longer of both, at the read rate and at the rate of a matrix product in float32. Extra memory is the growth of
+Times are medians with quartiles of calls that take turns in one process, after a warm-up round. A decode step reads
+every key and value once and multiplies each with its queries. Its limit is the longer of both, at the rates of a
+maximum over 512 MB and of a matrix product in float32, which take turns with the step. Extra memory is the growth of
 the highest resident size during a call."""
 
 
@@ -28,7 +29,7 @@ the highest resident size during a call."""
 def bench_kernel(run: Bench) -> list[Table]:
     """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (5 minutes, 2 GB on 2 cores)."""
     device = proofs.devices()[-1]
-    run.step("measuring the limits, then decode steps, prefill and masks")
+    run.step("measuring decode steps beside their limits, then prefill and masks")
     add = run.table("rows")
     for row in kernel_bench.rows(device):
         add(row)
@@ -41,12 +42,12 @@ def bench_kernel(run: Bench) -> list[Table]:
 
 PREFILL_EXPLAINED = """\
 Times are those of forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders
-take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring with the same kernel.
-Elements are those of q, k, v, out and their gradients that the busiest rank received: counted at the exchange, and
-predicted by the schedule, or by the formula for the full mask. With --hosts, "bytes alone" is the time of the exchanges
-over the busiest direction of the busiest link, a lower bound. Memory is the largest growth of a rank's resident size in
-a call, in ranks that free memory at once. The formula is attnmesh.planner.candidate.peak_activations, for the backward
-pass alone."""
+take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring with the same kernel. A
+shape is heads x queries x keys. Elements are those of q, k, v, out and their gradients that the busiest rank received,
+counted at the exchange. Where the schedule, or the formula for the full mask, predicts others, these stand below. With
+--hosts, "bytes alone" is the time of the exchanges over the busiest direction of the busiest link, a lower bound.
+Memory is the largest growth of a rank's resident size in a call, in ranks that free memory at once. The formula is
+attnmesh.planner.candidate.peak_activations, for the backward pass alone."""
 
 
 @bench_command(
@@ -73,24 +74,24 @@ def bench_prefill(
         run.step(f"measuring memory on {ranks} ranks")
         prefill_bench.memory(ranks, length, add)
     memories = [_peak_table(run.tables["memory"])] if run.tables["memory"] else []
-    return [pairs("this machine", machine()), _prefill_table(run.tables["rows"]), *memories]
+    return [pairs("this machine", machine()), *by_case(_prefill_table, run.tables["rows"]), *memories]
 
 
-def _prefill_table(rows: Iterable[prefill_bench.Row]) -> Table:
-    table = titled("prefill bench, forward + backward", "case", "heads x queries x keys, exchange")
-    for name in ("ms", "beside ring", "elements counted", "predicted", "bytes alone, ms"):
+def _prefill_table(case: str, rows: Iterable[prefill_bench.Row]) -> Table:
+    table = titled(f"{case}, forward + backward", "shape, exchange")
+    for name in ("ms", "beside\nring", "elements", "bytes\nalone, ms"):
         table.add_column(name, justify="right")
     for row in rows:
-        if row.timing is None:
-            table.add_row(row.case, row.contender, row.note)
-            continue
-        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.predicted, row.limit_ms)]
-        table.add_row(row.case, row.contender, f"{row.timing}{'; ' + row.note if row.note else ''}", *figures)
+        times = "" if row.timing is None else row.timing.in_two_lines
+        off = "" if row.counted == row.predicted else f"\n({row.predicted:,} predicted)"
+        beside, elements, limit = ("" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.limit_ms))
+        name = row.contender if row.note is None else f"{row.contender}: {row.note}"
+        table.add_row(name, times, beside, elements + off, limit)
     return table
 
 
 def _peak_table(memories: Iterable[prefill_bench.Memory]) -> Table:
-    table = titled("peak extra memory per rank, MB", "case", "heads x queries x keys, exchange")
+    table = titled("peak extra memory per rank, MB", "case", "shape, exchange")
     for name in ("measured", "by the formula"):
         table.add_column(name, justify="right")
     for memory in memories:
@@ -126,28 +127,40 @@ def bench_decode(
     if hosts is None:
         run.step(f"measuring memory on {ranks} ranks")
         decode_bench.memory(ranks, add)
-    table = titled(f"decode bench on {count} ranks, one call", "case", "contender")
-    for name in ("ms", "times ours"):
-        table.add_column(name, justify="right")
-    for row in run.tables["rows"]:
-        table.add_row(row.case, row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
+    tables = by_case(partial(_decode_table, count), run.tables["rows"])
     memories = titled("keys, values and what a step allocates, per rank", "case", "contender", "MB")
     for memory in run.tables["memory"]:
         memories.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
-    return [pairs("this machine", machine()), table, *[memories] * bool(memories.rows)]
+    return [pairs("this machine", machine()), *tables, *[memories] * bool(memories.rows)]
+
+
+def _decode_table(ranks: int, case: str, rows: Iterable[decode_bench.Row]) -> Table:
+    table = titled(f"{case}, {ranks} ranks, one call", "contender")
+    for name in ("ms", "times ours"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
+    return table
+
+
+def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
+    """Return a table for each case, in the order of the rows, made from the case and its rows."""
+    cases: dict[str, list[Any]] = {}
+    for row in rows:
+        cases.setdefault(getattr(row, field), []).append(row)
+    return [make(case, own) for case, own in cases.items()]
 
 
 def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseconds: median [quartiles]") -> Table:
     """Return the table of comparisons with rivals."""
-    table = titled(title, "case", "rival")
-    for name in ("rival ms", "attnmesh ms", "times faster", "goal", "GB/s", "of the limit"):
+    table = titled(title, "case, and its rival")
+    for name in ("rival", "attnmesh", "times faster\n(goal)", "share of\nthe limit"):
         table.add_column(name, justify="right")
     for row in rows:
-        goal = "" if row.goal is None else f"{row.goal}{'' if row.met else ' missed'}"
-        figures = [str(row.theirs), str(row.ours), f"{row.ratio:.2f}", goal]
-        if row.gigabytes_a_second is not None:
-            figures += [f"{row.gigabytes_a_second:.1f}", f"{row.share_of_limit:.2f}"]
-        table.add_row(row.case, row.rival, *figures)
+        goal = "" if row.goal is None else f"\n({row.goal}{'' if row.met else ', missed'})"
+        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
+        times = row.theirs.in_two_lines, row.ours.in_two_lines
+        table.add_row(f"{row.case}; {row.rival}", *times, f"{row.ratio:.2f}{goal}", share)
     return table
 
 

@@ -1,7 +1,7 @@
 """`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA and the read rate of memory."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.cli.timing import Call, Comparison, peak_memory, race, read_rate
+from attnmesh.cli.timing import Call, Comparison, Timing, peak_memory, race
 from attnmesh.core.mask import Mask
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -35,10 +35,11 @@ class Memory:
 
 def rows(device: torch.device) -> Iterator[Comparison]:
     """Yield every comparison when it is measured; the goals are those of a CPU."""
-    limits = Limits(1e9 * read_rate(device), _product_rate(device))
+    limits = Limits.on(device)
     for case in DECODING:
         for dtype, goal in zip((torch.float32, torch.bfloat16), case.goals, strict=True):
             yield _decode(device, dtype, goal, case, limits)
+    del limits
     yield from _small(device)
     for dtype in (torch.float32, torch.bfloat16):
         yield from _prefill(device, dtype)
@@ -59,12 +60,25 @@ def memory(device: torch.device) -> Iterator[Memory]:
 
 
 class Limits(NamedTuple):
-    """Rates that bound a decode step."""
+    """Tensors that are read, and multiplied, at the rates that bound a decode step."""
 
-    read: float
-    """Bytes/s of one stream of reads."""
-    products: float
-    """FLOPs/s of a matrix product in float32."""
+    read: Tensor
+    factor: Tensor
+
+    @staticmethod
+    def on(device: torch.device) -> "Limits":
+        """Return 512 MB to read, and a matrix of 1,024 x 1,024 to multiply with itself."""
+        return Limits(torch.ones(1 << 27, device=device), torch.randn(1024, 1024, device=device))
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        """The two operations, to be timed beside a step."""
+        return {"read": self.read.amax, "product": lambda: self.factor @ self.factor}
+
+    def milliseconds(self, size: int, flops: int, timings: dict[str, Timing]) -> float:
+        """Return how long a step takes at least that reads so many bytes and computes so much."""
+        products = 2 * len(self.factor) ** 3
+        return max(size / self.read.nbytes * timings["read"].median, flops / products * timings["product"].median)
 
 
 class Decoding(NamedTuple):
@@ -97,12 +111,13 @@ def _decode(device: torch.device, dtype: torch.dtype, goal: float | None, case: 
     latent = value_width < width  # values are columns of the keys
     v = k[..., :value_width] if latent else torch.randn_like(k)
     name = f"decode {_name(dtype)}: {case.name}, {length:,} keys"
-    row = _row(name, "SDPA", goal, device, lambda: sdpa(q, k, v, enable_gqa=True), lambda: am.attend(q, k, v))
+    calls: dict[str, Call] = {"SDPA": lambda: sdpa(q, k, v, enable_gqa=True), "ours": lambda: am.attend(q, k, v)}
+    timings = race(calls | limits.calls, device)
     size = k.nbytes if latent else k.nbytes + v.nbytes
     flops = 2 * q_heads * queries * length * (width + value_width)
-    limit = max(size / limits.read, flops / limits.products)
-    reached = size / row.ours.median / 1e6
-    return replace(row, gigabytes_a_second=reached, share_of_limit=1e3 * limit / row.ours.median)
+    ours = timings["ours"]
+    share = limits.milliseconds(size, flops, timings) / ours.median
+    return Comparison(name, "SDPA", timings["SDPA"], ours, _goal(goal, device), size / ours.median / 1e6, share)
 
 
 def _small(device: torch.device) -> Iterator[Comparison]:
@@ -125,12 +140,6 @@ def _small(device: torch.device) -> Iterator[Comparison]:
     for name, (goal, call) in calls.items():
         case = f"{name}, float32: 32/8 heads of 128, 16 keys"
         yield _row(case, "SDPA", goal, device, lambda: sdpa(q, k, v, enable_gqa=True), call, repeat=MANY)
-
-
-def _product_rate(device: torch.device) -> float:
-    """Return FLOPs/s of a matrix product in float32."""
-    x = torch.randn(1024, 1024, device=device)
-    return 2 * 1024**3 / race({"product": lambda: x @ x}, device, seconds=1.0)["product"].median * 1e3
 
 
 def _prefill(device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
@@ -183,7 +192,12 @@ def _row(
     case: str, rival: str, goal: float | None, device: torch.device, theirs: Call, ours: Call, *, repeat: int = 1
 ) -> Comparison:
     timings = race({"theirs": theirs, "ours": ours}, device, repeat=repeat)
-    return Comparison(case, rival, timings["theirs"], timings["ours"], goal if device.type == "cpu" else None)
+    return Comparison(case, rival, timings["theirs"], timings["ours"], _goal(goal, device))
+
+
+def _goal(goal: float | None, device: torch.device) -> float | None:
+    """Return a goal for CPUs alone."""
+    return goal if device.type == "cpu" else None
 
 
 def _heads(device: torch.device, dtype: torch.dtype, length: int) -> Heads:

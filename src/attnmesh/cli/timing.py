@@ -36,6 +36,11 @@ class Timing:
         digits = max(0, 2 - len(str(int(self.median))) + 1)
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
+    @property
+    def in_two_lines(self) -> str:
+        """The median, and the quartiles below it, for a narrow column."""
+        return str(self).replace(" [", "\n[")
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -130,13 +135,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def read_rate(device: torch.device, megabytes: int = 512) -> float:
-    """Return the rate of one stream of reads, GB/s: the upper bound of a decode step."""
-    stream = torch.ones(megabytes * 2**20 // 4, device=device)
-    timing = race({"read": lambda: stream.amax()}, device, seconds=1.0)["read"]
-    return stream.numel() * 4 / timing.median / 1e6
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:
