@@ -618,6 +618,7 @@ ALIKE: Table = {
         ({"merge": "direct"}, MeshError, r"decode: .*:\n    shards  merge\n(.*\n)*.*  direct\n"),
         ({"reproducible": "yes"}, KernelError, r"decode reproducible: expected True or False, given 'yes'\. Fix"),
         ({"kernel": ["cpu"]}, KernelError, r"kernel: expected one of auto, cpu, .*, given \['cpu'\]\. Fix: leave it"),
+        ({"kernel": "cuda"}, KernelError, r"kernel cuda: expected tensors that it supports, given others: "),
         ({"checked": "no"}, ArgumentError, r"decode checked: expected None, True or False, given 'no'\. Fix: leave"),
         ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=0.1\. Fix"),
         ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=0\. Fix: see"),

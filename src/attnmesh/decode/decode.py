@@ -45,7 +45,7 @@ from attnmesh.decode.step import (
 )
 from attnmesh.decode.window import is_within
 from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
-from attnmesh.kernels.driver import NAMES, check_kernel
+from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.planner.decode_cost import COLLECTIVE
 
@@ -219,9 +219,12 @@ def _check_forked(cache: KVCache, step: DecodeStep) -> None:
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
-    """Return whether the host reads nothing of the device during the step."""
-    kernel = step.kernel if step.kernel in NAMES else "auto"
-    return reads_length_on_device(cache.shard.keys, cache.held, kernel) and step.merge not in COLLECTIVE
+    """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    try:
+        on_device = reads_length_on_device(cache.held, step.kernel)
+    except InputError:
+        on_device = reads_length_on_device(cache.held, "auto")
+    return on_device and step.merge not in COLLECTIVE
 
 
 def _send_poison(cache: KVCache, step: DecodeStep) -> None:
@@ -261,8 +264,9 @@ def check_step(
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
     check_merge("decode", step.merge, step.output)
-    check_kernel(step.kernel)
     step = step._replace(logits=Logits.of("decode", *step.logits, q))
+    if step.kernel != "auto":  # raises here, where all ranks can raise alike
+        choose_for_cache(step.kernel, q, cache.shard.keys, cache.shard.values, step.logits.capped)
     check_sinks("decode sinks", sinks, q)
     check_key_lengths("decode key_lengths", key_lengths, sizes.batch)
     if cache.padding is not None and step.mask.ends:

@@ -204,11 +204,11 @@ def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
     return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out, lse.dtype)
 
 
-def reads_length_on_device(q: Tensor, view: CacheView, kernel: str) -> bool:
+def reads_length_on_device(view: CacheView, kernel: str) -> bool:
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
-    if q.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
+    if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_for_cache(kernel, q, view.keys, view.values), CacheKernel)
+    return isinstance(choose_for_cache(kernel, view.keys, view.keys, view.values), CacheKernel)
 
 
 def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Partial:
