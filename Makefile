@@ -48,6 +48,7 @@ check: $(VENV)/ready           ## format, lint, types
 format: $(VENV)/ready
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
+	$(RUN)/python -m tests.tools.code_map
 
 docs: $(VENV)/ready            ## the documentation, in docs/_build
 	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build

@@ -115,14 +115,10 @@ def run(command: Callable[[], None]) -> None:
     """Run a command as this process, and exit."""
     verbose = bool({"-v", "--verbose"} & {*sys.argv})
     if not verbose:
-        quiet()
+        # Warnings of PyTorch, here and in child processes, are about PyTorch's own internals.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore", module=r"torch\b")
     sys.exit(show_errors(command, verbose))
-
-
-def quiet() -> None:
-    """Silence warnings of PyTorch in this process and its children: they are about PyTorch's own internals."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    warnings.filterwarnings("ignore", module=r"torch\b")
 
 
 def main() -> None:

@@ -38,3 +38,9 @@ def test_rooms_import_only_from_above() -> None:
         assert ROOMS.index(above) <= ROOMS.index(room), f"{name} imports {other}"
         assert (room, above) not in APART, f"{name} imports {other}"
     TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare()  # raises on a circle
+
+
+def test_the_map_of_the_code_names_each_file() -> None:
+    from tests.tools.code_map import PAGE, page  # it takes the rooms from here
+
+    assert PAGE.read_text() == page(), "write it anew: make format"

@@ -51,7 +51,7 @@ class LayoutError(InputError):
 
 
 class MeshError(InputError):
-    """Raised when a mesh does not fit the call, or when ranks disagree."""
+    """Raised when a mesh does not fit the call, or when the ranks' calls differ."""
 
 
 class KernelError(InputError):

@@ -276,6 +276,23 @@ def test_calls_in_flight_checkpointing_and_accumulation(pool: Pool) -> None:
 # --- DTensor ---
 
 
+def second_gradient(shape: Shape) -> str:
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    out = am.attention(q, k, v, mesh=mesh_of(shape), layout=am.Zigzag())
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    try:
+        torch.autograd.grad(gradient.sum(), k)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 2, 1), Shape(2, 1, 1)])
+def test_second_gradients_are_refused(pool: Pool, shape: Shape) -> None:
+    for text in pool.run(2, second_gradient, shape):
+        assert "given a gradient of a gradient. Fix: differentiate energy" in text
+
+
 def dtensors(length: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> bool:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
@@ -335,12 +352,10 @@ def refused_dtensors() -> list[str]:
 def test_other_placements_are_refused_by_name(pool: Pool) -> None:
     for zigzag, striped, heads, mixed, order, foreign in pool.run(4, refused_dtensors):
         assert (
-            "LayoutError attention of DTensors: expected layout=Contiguous(), which is how a Shard lies, given Zig"
+            "LayoutError attention of DTensors: expected layout=Contiguous(), the layout of Shard(2), given Zig"
             in zigzag
         )
-        assert (
-            "expected key_layout=Contiguous(), which is how a Shard lies, given Striped(block=1). Fix: leave" in striped
-        )
+        assert "expected key_layout=Contiguous(), the layout of Shard(2), given Striped(block=1). Fix: leave" in striped
         assert "expected S(2) along axis queries, given S(1). Fix: redistribute" in heads
         assert "expected q, k and v as DTensors of one mesh and one placement, given v Tensor" in mixed
         assert "expected axes in the order heads, queries, keys" in order

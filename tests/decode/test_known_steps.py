@@ -54,6 +54,7 @@ def _life(dtype: torch.dtype) -> list[bool]:
     def steps(cache: am.KVCache) -> None:
         for mask in (am.Causal(), am.Window(5), am.Full()):
             same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask))
+            same.append(_equal_twice(cache, query(1, dtype=dtype), mask=mask, output="heads"))
             if cache.length >= 3:
                 same.append(_equal_twice(cache, query(3, dtype=dtype), mask=mask))
 
@@ -84,6 +85,30 @@ def test_a_known_kind_has_the_bits_of_its_first_step(ranks: int, dtype: torch.dt
     for same in pool.run(ranks, _life, dtype):
         assert len(same) > 60
         assert all(same)
+
+
+def _heads_of_ranks() -> list[bool]:
+    """On a rank: its share of the heads, of a step of a known kind and of a merge, beside all heads."""
+    cache, ranks = cache_on(dist.get_world_size()), dist.get_world_size()
+    cache.append(*tokens(40, 0))
+    first, *later = (am.decode(query(), cache, output="heads") for _ in range(3))
+    share = am.decode(query(), cache, merge="direct").tensor_split(ranks, 1)[dist.get_rank()]
+    own = am.attend(query(), *tokens(5, dist.get_rank()))
+    merged = am.merge_across(own, dist.group.WORLD, output="heads")
+    parts = [x.tensor_split(ranks, 1)[dist.get_rank()] for x in am.merge_across(own, dist.group.WORLD, how="direct")]
+    same = [torch.equal(share, x) and x.is_contiguous() for x in (first, *later)]
+    return [
+        *same,
+        *(torch.equal(x, part) for x, part in zip(merged, parts, strict=True)),
+        len(cache.known_steps.kinds) > 0,
+    ]
+
+
+@needs_library
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_heads_of_a_rank_are_a_share_of_all_heads(ranks: int, pool: Pool) -> None:
+    for same in pool.run(ranks, _heads_of_ranks):
+        assert all(same), same
 
 
 def _appended(calls: int, more: int) -> tuple[list[Tensor], list[Tensor]]:

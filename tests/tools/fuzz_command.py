@@ -353,16 +353,16 @@ def generate_on_ranks(
 ) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
     assert 1 <= world <= len(request.ids)
-    assert request.mesh.ranks == world
+    assert request.mesh.shape.ranks * request.mesh.tp == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
     torch.Generator().manual_seed(request.seed)
-    on_message(generate_worker.Loaded(0.1))
-    on_message(generate_worker.Prefilled(len(request.ids)))
+    on_message(("loaded", 0.1))
+    on_message(("prefilled", len(request.ids)))
     tokens = list(request.ids[-4:])
     for token in tokens:
-        on_message(generate_worker.Token(token))
+        on_message(("token", token))
     counts = [1] * world
     return [generate_worker.Result(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
 

@@ -97,7 +97,7 @@ def attention(
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        alone = mesh is None and sinks is key_lengths is None and not unsupported
+        alone = mesh is None and sinks is None and key_lengths is None and not unsupported
         if alone and (known := KNOWN.run(q, k, v, mask, (*options, checked))) is not None:
             return known.out
         out = attend_shards(call, Mesh.of(mesh), checked)

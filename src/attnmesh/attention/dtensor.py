@@ -63,7 +63,7 @@ def check_dtensors(call: Call, mesh: DeviceMesh | None) -> None:
         raise MeshError("attention mesh", "the DTensors' own mesh", f"{mesh} beside {q.device_mesh}", fix)
     for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
         if layout is not None and layout != Contiguous():
-            expected = f"{name}=Contiguous(), which is how a Shard lies"
+            expected = f"{name}=Contiguous(), the layout of Shard(2)"
             fix = "leave it out, or shard with am.shard and pass plain tensors"
             raise LayoutError("attention of DTensors", expected, repr(layout), fix)
     _check_placements(q)

@@ -50,11 +50,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Arrivals:
-    """One group of heads under way: the queries of the row, and the keys and values of the column by step."""
+    """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
 
     heads: slice  # key heads; the query heads that share them travel with them
-    rows: Callable[[], Tensors]
-    keys: Iterator[Tensors]
+    queries: Callable[[], Tensors]
+    kv_by_step: Iterator[Tensors]
 
 
 def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
@@ -62,22 +62,23 @@ def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
 
     `kv` are this rank's keys and values, or its latents.
     """
-    total = identity(q, kv[-1] if task.projection is None else task.projection.values.mT, sum_dtype(q.dtype))
+    value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
+    total = identity(q, value_dim, sum_dtype(q.dtype))
     returns = PendingReturns(_merge_in)
     for arrivals in _arrivals((q,), kv, task):
-        mine = tuple(x[:, _shared(arrivals.heads, q, kv[0])] for x in total)
-        returns.add(_attend_heads(arrivals, task), task.schedule.query_step, task.mesh.keys, mine)
+        mine = tuple(x[:, _query_heads(arrivals.heads, q, kv[0])] for x in total)
+        returns.add(_attend_heads(arrivals, task), task.schedule.query_step, task.mesh.row, mine)
     returns.finish()
     return total
 
 
 def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
-    (rows,) = arrivals.rows()
+    (q,) = arrivals.queries()
     total: Partial | None = None
     for band, counts in zip(task.schedule.bands, task.counts, strict=True):
-        kv = next(arrivals.keys)
-        out, lse = task.attend(rows, kv, band, counts)
+        kv = next(arrivals.kv_by_step)
+        out, lse = task.attend(q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
         total = partial if total is None else join([total, partial])
@@ -91,9 +92,9 @@ def backward(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, task: Task)
     own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
     returns = PendingReturns(_add_in)
     for arrivals in _arrivals((q, saved.dout, saved.lse, delta), (k, v), task):
-        mine = own.q[:, _shared(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
+        mine = own.q[:, _query_heads(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
         dq = _backward_heads(arrivals, task, returns, mine[1:])
-        returns.add((dq,), task.schedule.query_step, task.mesh.keys, mine[:1])
+        returns.add((dq,), task.schedule.query_step, task.mesh.row, mine[:1])
     returns.finish()
     return own
 
@@ -104,7 +105,7 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
     travel with them, and each rank adds its part.
     """
-    rows, dout, lse, delta = arrivals.rows()
+    q, dout, lse, delta = arrivals.queries()
     saved = BackwardInputs(_equivalent_out(dout, delta), lse, dout)
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
@@ -112,16 +113,16 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
     for band, counts, step, onward in zip(
         schedule.bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True
     ):
-        keys, values = next(arrivals.keys)
-        part = kernel_backward(task.kernel, rows, keys, values, saved, band, task.logits, counts)
+        keys, values = next(arrivals.kv_by_step)
+        part = kernel_backward(task.kernel, q, keys, values, saved, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(made, step, task.mesh.queries, mine)
-        coming = None if onward is None else gather(made, onward, task.mesh.queries)
+        returns.add(made, step, task.mesh.column, mine)
+        coming = None if onward is None else gather(made, onward, task.mesh.column)
         del made
     assert dq is not None  # every schedule has a step
     return dq
@@ -147,13 +148,13 @@ class PendingReturns:
             self.under_way = None
 
 
-def _arrivals(rows: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
+def _arrivals(queries: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
 
     def begin(heads: slice) -> Arrivals:
-        shared = _shared(heads, rows[0], kv[0])
-        queries = gather(tuple(x[:, shared] for x in rows), task.schedule.query_step, task.mesh.keys)
-        return Arrivals(heads, queries, _stream(tuple(x[:, heads] for x in kv), task))
+        q_heads = _query_heads(heads, queries[0], kv[0])
+        coming = gather(tuple(x[:, q_heads] for x in queries), task.schedule.query_step, task.mesh.row)
+        return Arrivals(heads, coming, _kv_by_step(tuple(x[:, heads] for x in kv), task))
 
     edges = [group * kv[0].shape[1] // task.head_groups for group in range(task.head_groups + 1)]
     groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
@@ -164,9 +165,9 @@ def _arrivals(rows: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
     yield under_way
 
 
-def _stream(kv: Tensors, task: Task) -> Iterator[Tensors]:
+def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
-    steps, axis = task.schedule.key_steps, task.mesh.queries
+    steps, axis = task.schedule.key_steps, task.mesh.column
     first = gather(kv, steps[0], axis)
 
     def arrivals() -> Iterator[Tensors]:
@@ -201,7 +202,7 @@ def _add(sums: Tensors, more: Tensors) -> None:
         some.add_(other)
 
 
-def _shared(heads: slice, q: Tensor, k: Tensor) -> slice:
+def _query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
     """Return the query heads that share some key heads."""
     group = q.shape[1] // k.shape[1]
     return slice(heads.start * group, heads.stop * group)

@@ -16,7 +16,7 @@ from attnmesh.comm.topology import surroundings
 from attnmesh.core.layout import Contiguous, Split
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
-from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
+from attnmesh.kernels.attend import empty_length_major, length_major, refuse_second_gradients, sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import choose, visible_counts
 from attnmesh.mesh.axes import Mesh
@@ -82,6 +82,7 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
+mesh_backward_op.register_autograd(refuse_second_gradients)
 
 
 @torch.no_grad()

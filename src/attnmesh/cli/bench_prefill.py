@@ -23,7 +23,7 @@ from attnmesh.cli.timing import Timing, peak_memory, race
 from attnmesh.comm.counters import counted
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
-from attnmesh.mesh.shapes import AXES, Shape, elements
+from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes
 from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
@@ -93,23 +93,20 @@ def contenders(ranks: int, heads: int, a_host: int) -> list[Contender]:
 
 def shapes(ranks: int, heads: int) -> list[tuple[Shape, str]]:
     """Return every shape of a number of ranks, with each exchange that differs there."""
-    found = []
-    for h in range(1, ranks + 1):
-        for r in range(1, ranks + 1):
-            if ranks % (h * r) == 0 and heads % h == 0:
-                shape = Shape(h, r, ranks // h // r)
-                found += [
-                    (shape, exchange) for exchange in ("bulk", "pipelined", "ring") if exchange != "ring" or r > 1
-                ]
-    return found
+    return [
+        (shape, exchange)
+        for shape in sorted(mesh_shapes(ranks, heads, heads))
+        for exchange in ("bulk", "pipelined", "ring")
+        if exchange != "ring" or shape.queries > 1
+    ]
 
 
 class Selection(NamedTuple):
     """Cases with this text in their names, shapes of this list or all, rounds of timing, and the hosts, if any."""
 
-    case: str = ""
-    shapes: tuple[str, ...] = ()
-    rounds: int = 7
+    case: str
+    shapes: tuple[str, ...]
+    rounds: int
     hosts: Hosts | None = None
 
     @property

@@ -143,26 +143,24 @@ class Display:
         self.streamer = TextStreamer(tokenizer, skip_special_tokens=True)
         status.update("loading the model")
 
-    def __call__(self, message: Any) -> None:
+    def __call__(self, message: tuple[str, Any]) -> None:
         """Show one message."""
-        from attnmesh.cli.generate_worker import Loaded, Prefilled, Resumed
-
-        if isinstance(message, Loaded):
-            self.status.update(f"model loaded in {message.seconds:.1f} s; prefilling {self.prompt_tokens:,} tokens")
-        elif isinstance(message, Resumed):
-            progress.print(f"going on from {message.tokens:,} tokens of the checkpoint")
-        elif isinstance(message, Prefilled):
-            if message.tokens < self.prompt_tokens:
-                self.status.update(f"prefilled {message.tokens:,} of {self.prompt_tokens:,} tokens")
-            else:
+        match message:
+            case "loaded", seconds:
+                self.status.update(f"model loaded in {seconds:.1f} s; prefilling {self.prompt_tokens:,} tokens")
+            case "resumed", tokens:
+                progress.print(f"going on from {tokens:,} tokens of the checkpoint")
+            case "prefilled", tokens if tokens < self.prompt_tokens:
+                self.status.update(f"prefilled {tokens:,} of {self.prompt_tokens:,} tokens")
+            case "prefilled", _:
                 self.status.update("decoding")
                 if not self.quiet and _one_stream():
                     self.status.stop()  # the text is the progress
-        else:
-            self.tokens += 1
-            self.status.update(f"decoding: {self.tokens:,} tokens")
-            if not self.quiet:
-                self.streamer.put(torch.tensor([message.token]))
+            case "token", token:
+                self.tokens += 1
+                self.status.update(f"decoding: {self.tokens:,} tokens")
+                if not self.quiet:
+                    self.streamer.put(torch.tensor([token]))
 
     def end(self) -> None:
         """Show the text that the streamer holds back."""

@@ -47,34 +47,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Message: the model is in memory."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Message: the checkpoint held this many tokens, of the prompt and new ones."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Prefilled:
-    """Message: this many tokens of the prompt are in the cache."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Token:
-    """Message: a new token."""
-
-    token: int
-
-
-@dataclass(frozen=True)
 class Result:
     """New tokens, their times, and lists with one figure per rank."""
 
@@ -101,7 +73,7 @@ class _TokenSender(BaseStreamer):  # type: ignore[misc]
     def put(self, value: Tensor) -> None:
         """Send tokens; the first call has the prompt, and new tokens of a checkpoint."""
         for token in value.flatten().tolist()[self.skip :]:
-            self.send(Token(token))
+            self.send(("token", token))
         self.skip = 0
 
     def end(self) -> None:
@@ -121,10 +93,14 @@ class _Session:
 
 
 def run_request(send: Send, request: Request) -> Result:
-    """Return the result, the same on all ranks; messages are sent from rank 0 alone."""
+    """Return the result, the same on all ranks. Rank 0 sends messages, each a name and a number.
+
+    "loaded" has the seconds of loading the model, "resumed" the tokens that the checkpoint held, of the prompt and new
+    ones, "prefilled" the tokens of the prompt that are in the cache, and "token" a new token.
+    """
     set_deadline(request.deadline)
     first = dist.get_rank() == 0
-    send = send if first else _ignore
+    send = send if first else lambda _: None
     session = _load(send, request)
     prefill_seconds = _prefill(send, session)
     return _decode(session, prefill_seconds, _TokenSender(send, session.ids.shape[1]) if first else None)
@@ -141,7 +117,7 @@ def _load(send: Send, request: Request) -> _Session:
     start = perf_counter()
     model = open_model(request.model, request.dtype, device, sharing, output)
     load_seconds = perf_counter() - start
-    send(Loaded(load_seconds))
+    send(("loaded", load_seconds))
     ids = torch.tensor([request.ids], device=device)
     capacity = ids.shape[1] + request.max_new_tokens
     cache = hf.ShardedCache(model.config, mesh, capacity=capacity, output=output, **request.cache)
@@ -152,7 +128,7 @@ def _load(send: Send, request: Request) -> _Session:
         reached = checkpoint.begin(model, ids, cache, Settings(model, options))
         options["checkpoint"] = checkpoint
         if cache.get_seq_length():
-            send(Resumed(reached.shape[1] if reached is not ids else cache.get_seq_length()))
+            send(("resumed", reached.shape[1] if reached is not ids else cache.get_seq_length()))
     return _Session(model, ids, reached, cache, options, load_seconds)
 
 
@@ -173,11 +149,11 @@ def _prefill(send: Send, session: _Session) -> float:
     def after(tokens: int) -> None:
         if checkpoint is not None:
             checkpoint.save(session.cache, ids[:, :tokens])
-        send(Prefilled(tokens))
+        send(("prefilled", tokens))
 
     start = perf_counter()
     hf.prefill(session.model, ids, session.cache, chunk_size=CHUNK, after=after)
-    send(Prefilled(ids.shape[1]))  # also after a checkpoint that holds the whole prompt
+    send(("prefilled", ids.shape[1]))  # also after a checkpoint that holds the whole prompt
     return perf_counter() - start
 
 
@@ -203,7 +179,3 @@ def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | 
         cache_bytes=[row[1] for row in table],
         bytes_per_token=[row[2] for row in table],
     )
-
-
-def _ignore(_: Any) -> None:
-    """Send nothing."""

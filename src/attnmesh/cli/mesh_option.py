@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from attnmesh.errors import MeshError
-from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes
+from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 
 TP = "tp"
 """Name of the axis of ranks that share weights and heads."""
@@ -22,11 +22,6 @@ class MeshChoice(NamedTuple):
     is_shared: bool
     """True if the ranks along the keys axis also share the weights."""
     reason: str
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return self.shape.ranks * self.tp
 
     def __str__(self) -> str:
         """Return the text of `--mesh`.
@@ -77,7 +72,7 @@ def choose(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:
         _check_count(text, ranks, shared)
         return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "it was asked for")
     tp = named.get(TP, 1)
-    fits = ranks % tp == 0 and q_heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
     if not fits:
         given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
         fix = "take another number, or give the ranks to the keys axis"

@@ -37,6 +37,9 @@ MAX_HOSTS = 250
 MAX_PROCESSES = 1024
 """Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
+LONGEST_RUN = 3600.0
+"""Seconds after which a run is given up."""
+
 LINK = "eth0"
 """Name of a host's interface inside the host."""
 
@@ -104,17 +107,12 @@ def ranks_of(world: World) -> int:
     return world if isinstance(world, int) else world.world
 
 
-def world_option(world: World) -> str:
-    """Return the option of a command that names the world."""
-    return f"--ranks {world}" if isinstance(world, int) else f"--hosts {world}"
-
-
 def run_on(
     world: World, function: Callable[..., Any], *arguments: Any, on_message: Send | None = None, threads: int = 1
 ) -> list[Any]:
     """Return each rank's result; local ranks have `threads` threads, those on hosts have one."""
     if isinstance(world, int):
-        return run_on_ranks(world, function, *arguments, on_message=on_message, threads=threads, seconds=3600.0)
+        return run_on_ranks(world, function, *arguments, on_message=on_message, threads=threads, seconds=LONGEST_RUN)
     return run_on_hosts(world, function, *arguments, on_message=on_message)
 
 
@@ -126,14 +124,14 @@ def send_rows(send: Send, rows: Callable[..., Iterable[Any]], *arguments: Any) -
 
 
 def run_on_hosts(
-    hosts: Hosts, function: Callable[..., Any], *arguments: Any, seconds: float = 3600.0, on_message: Send | None = None
+    hosts: Hosts, function: Callable[..., Any], *arguments: Any, on_message: Send | None = None
 ) -> list[Any]:
     """Return each rank's result, from gloo ranks that torchrun starts on each host; the first error ends all ranks.
 
     The rest is as in `run_on_ranks`. Raises ClusterError without Linux and root.
     """
     check_here()
-    end = time.monotonic() + seconds
+    end = time.monotonic() + LONGEST_RUN
     with tempfile.TemporaryDirectory(prefix="attnmesh-") as name, socket.socket(socket.AF_UNIX) as door:
         folder = Path(name)
         door.bind(str(folder / "door"))  # a path is visible from every network namespace

@@ -27,8 +27,18 @@ from attnmesh.cli.output import (
 from attnmesh.cli.plan_figure import check_picture, write_plot
 from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
 from attnmesh.cli.plan_page import write_report
-from attnmesh.cli.plan_recurrent import RecurrentOption, recurrent_of, recurrent_record, recurrent_text
-from attnmesh.cli.plan_workload import LengthOption, WorkloadOption, enabling_code, length_of, preset_of, source_of
+from attnmesh.cli.plan_workload import (
+    LengthOption,
+    RecurrentOption,
+    WorkloadOption,
+    enabling_code,
+    length_of,
+    preset_of,
+    recurrent_of,
+    recurrent_record,
+    recurrent_text,
+    source_of,
+)
 from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError

@@ -64,7 +64,7 @@ def print_serving(cluster: str, name: str, machines: Cluster, workload: dict[str
 
 def _mesh(one: Serving) -> str:
     """Return the text of `--mesh` for a way to share weights and keys."""
-    return str(MeshChoice(one.shape, 1 if one.is_shared else one.tp, one.is_shared, ""))
+    return str(MeshChoice(one.plan.shape, 1 if one.is_shared else one.tp, one.is_shared, ""))
 
 
 def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> None:
@@ -129,7 +129,7 @@ def _record(one: Serving) -> dict[str, Any]:
         "mesh": _mesh(one),
         "tp": one.tp,
         "shared": one.is_shared,
-        "shape": list(one.shape),
+        "shape": list(one.plan.shape),
         "weights": one.weights,
         "keys": one.keys,
         "tokens": one.tokens,

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cli.netns import run_on, world_of, world_option
+from attnmesh.cli.bench_command import typed
+from attnmesh.cli.netns import run_on, world_of
 from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
@@ -49,7 +50,7 @@ def probe(
         world = world_of(ranks, hosts)
         with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
             found = run_on(world, measured)[0]
-        command = f"attnmesh probe {world_option(world)}"
+        command = typed("attnmesh probe", {"ranks": ranks, "hosts": hosts})
         kept = keep_machine(found, "cpu") if hosts is None else None  # other hosts are simulated
     report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
     if published(report, as_json, out):

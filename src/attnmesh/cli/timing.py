@@ -121,7 +121,7 @@ def _timed_cuda(call: Call, device: torch.device) -> float:
     before.record()
     call()
     after.record()
-    synchronize(device)
+    torch.cuda.synchronize(device)
     return float(before.elapsed_time(after)) / 1e3
 
 
@@ -129,12 +129,6 @@ def _timed_cuda(call: Call, device: torch.device) -> float:
 def _l2_flush(device: torch.device) -> torch.Tensor:
     """Return a tensor larger than the L2 cache; writing it evicts the rest."""
     return torch.empty(1 << 28, dtype=torch.int8, device=device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def peak_memory(call: Call, device: torch.device) -> int | None:

@@ -8,7 +8,7 @@ shards before it. Before the first token there are zeros. With 3 tokens of halo:
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,8 @@ from attnmesh.core.checks import check_count, check_tensor, require
 from attnmesh.errors import DtypeError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, group_named
 
-
-class Run(NamedTuple):
-    """Consecutive tokens of one rank."""
-
-    rank: int
-    first: int
-    tokens: int
+Segment = tuple[int, int, int]
+"""Consecutive tokens of one rank: the rank, the first of them, and their number."""
 
 
 def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: int = 1) -> Tensor:
@@ -95,8 +90,8 @@ def halo_op(
     """Add each segment of the tokens to its target's halo, or back from the halo to the tokens. Others are zeros."""
     axis = Axis(place[0], place[1], group_named(group))
     out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
-    runs = [run[::-1] if back else run for run in _segments(size, owners, lengths)]
-    _copy(x, out, runs, axis, dim)
+    segments = [pair[::-1] if back else pair for pair in _segments(size, owners, lengths)]
+    _copy(x, out, segments, axis, dim)
     return out
 
 
@@ -125,13 +120,13 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 halo_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _copy(x: Tensor, out: Tensor, runs: Sequence[tuple[Run, Run]], axis: Axis, dim: int) -> None:
-    """Add the first run of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
+def _copy(x: Tensor, out: Tensor, segments: Sequence[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
+    """Add the first segment of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
     mine = axis.index
     sends: dict[int, list[Tensor]] = {}
     wanted: dict[int, list[Tensor]] = {}
     targets: dict[int, list[Tensor]] = {}
-    for (source, first, count), (target, place, _) in runs:
+    for (source, first, count), (target, place, _) in segments:
         if source == mine == target:
             out.narrow(dim, place, count).add_(x.narrow(dim, first, count))
         elif source == mine:
@@ -151,7 +146,7 @@ def _tuples(lists: dict[int, list[Tensor]]) -> dict[int, tuple[Tensor, ...]]:
     return {peer: tuple(tensors) for peer, tensors in lists.items()}
 
 
-def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Run, Run]]:
+def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
     """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
     starts: list[int] = []
     first: list[int] = []
@@ -169,7 +164,7 @@ def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Itera
             start, stop = max(begin, starts[earlier]), starts[earlier] + lengths[earlier]
             if start < stop:
                 index = first[earlier] + start - starts[earlier]
-                yield Run(owners[earlier], index, stop - start), Run(target, place + start, stop - start)
+                yield (owners[earlier], index, stop - start), (target, place + start, stop - start)
 
 
 def _check(x: Tensor, size: int, dim: int) -> None:

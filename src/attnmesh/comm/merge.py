@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.counters import count_messages, current_traffic, timed_merge
 from attnmesh.comm.failures import collective
+from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call, merge_in_host
 from attnmesh.comm.merge_checks import (
     BASES,
     MERGE_CHOICES,
@@ -35,7 +36,6 @@ from attnmesh.comm.merge_checks import (
     mesh_of,
 )
 from attnmesh.comm.message import PartialMessage, checksum_of
-from attnmesh.comm.near_merge import NearMerge, is_plain, merge_as_one_call, merge_near, near_merge
 from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
@@ -96,9 +96,9 @@ def merge_across(
     axis = axis_of(group, "merge_across")
     if (
         is_plain(partial, how, output, wire, base, checked)
-        and (near := near_call(axis, partial[0].shape, how)) is not None
+        and (found := host_merge_and_text(axis, partial[0].shape, how, output)) is not None
     ):
-        return merge_as_one_call(Partial(*partial), *near, compares=checked is not False)
+        return merge_as_one_call(Partial(*partial), *found, output, compares=checked is not False)
     try:
         check_merge("merge_across", how, output)
         check_checked("merge_across", checked)
@@ -116,15 +116,15 @@ def merge_across(
 
 
 @cached_per_world(1024)
-def near_call(axis: Axis, shape: tuple[int, ...], how: str) -> tuple[NearMerge, str] | None:
+def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: str) -> tuple[HostMerge, str] | None:
     """Return the native merge of partials of this shape, and the text that ranks compare; None if there is none.
 
     The first call along an axis is collective.
     """
     if axis.size == 1 or how not in MERGE_CHOICES:
         return None
-    near = near_merge(axis, tuple(shape), chosen_merge(axis, how, "replicated", torch.device("cpu")))
-    return None if near is None else (near, call_text(shape, torch.float32, how, "replicated", None, "e"))
+    merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, how, output, torch.device("cpu")))
+    return None if merge is None else (merge, call_text(shape, torch.float32, how, output, None, "e"))
 
 
 def raise_alike(
@@ -132,7 +132,7 @@ def raise_alike(
 ) -> NoReturn:
     """Raise this rank's error of a merge, on all ranks if they compare their calls."""
     checker = MergeChecker(mesh_of(axis), how, _compares(partial, axis, how, checked), str)
-    checker.failed(error, lambda: send_poison(axis, how, output))
+    checker.report(error, lambda: send_poison(axis, how, output))
     raise error
 
 
@@ -213,8 +213,18 @@ def merge_ranks(
 ) -> tuple[Partial, Tensor]:
     """Return the merge of the partials of all ranks, and the maximum of their checksums.
 
-    With `canonical` the tree is that of `decode(reproducible=True)`: even ranks against odd ranks at the top. Otherwise
-    ranks of a host merge first. `message`, if given, already holds the checksum and the partial.
+    If the checksums of a long message differ, return this rank's own partial and that maximum.
+
+    Args:
+        partial: Attention over this rank's keys.
+        checksum: Checksum of the call, as `checksum_of` returns it.
+        axis: The ranks that merge.
+        how: As in `merge_across`.
+        output: As in `merge_across`.
+        wire: As in `merge_across`.
+        canonical: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
+            merge first.
+        message: A message that already holds the checksum and the partial.
     """
     if axis.size == 1:
         return partial, checksum
@@ -232,7 +242,7 @@ def merge_ranks(
             form = wide_form
             message = form.message(checksum, partial) if message is None else message
             checksum, whole = shared.merge(message, form.shape)
-        elif how == "direct" and output == "heads":
+        elif how == "direct" and output == "heads" and not _is_one_call(form, axis, checksum.device):
             return _send_heads(partial, checksum, form, axis)
         elif how == "allreduce":
             checksum, whole = _allreduce(partial, checksum, form, axis)
@@ -260,7 +270,7 @@ def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *
 
 
 def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
-    """Return the merge that `how` stands for. Every rank makes the first call along an axis, whatever its `how`."""
+    """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
     best = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
     return how if how != "auto" else "direct" if output == "heads" else best
 
@@ -313,17 +323,21 @@ def _merge_messages(
     mailboxes, steps = mailboxes_of(axis, message.device), rounds(axis, canonical)[axis.index]
     if mailboxes is not None and mailboxes.native and form.is_native and not canonical:
         if how == "tree":  # rounds inside the host come first
-            near = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
-            merge_near(message, *form.sizes, axis, mailboxes, steps[:near])
-            steps = steps[near:]
+            inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
+            merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])
+            steps = steps[inside:]
         elif len(mailboxes.members) == axis.size:
-            merge_near(message, *form.sizes, axis, mailboxes, None)
-            steps, how = [], "tree"
+            merge_in_host(message, *form.sizes, axis, mailboxes, None)
+            return form.partial(message)
     if how == "direct":
         return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
-    message = tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message
-    checksum, (out, lse) = form.places(message)
-    return checksum, Partial(out.to(form.lse), lse)
+    return form.partial(tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message)
+
+
+def _is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:
+    """Return True if all ranks share a host, where one native call merges all heads sooner than each rank its own."""
+    is_native = device.type == "cpu" and form.is_native
+    return is_native and host_merge_for(axis, form.shape, "direct") is not None
 
 
 def _send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:

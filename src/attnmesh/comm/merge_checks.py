@@ -67,11 +67,11 @@ class MergeChecker:
         """Raise on all ranks if the checksums differ."""
         if float(checksum.sum()) != 0:
             agree(self.mesh, self.describe())
-            given, fix = "calls with equal texts", "report it, with what each rank was given"
+            given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
             raise MeshError(subject, "the same checksum on every rank", given, fix)
 
-    def failed(self, error: InputError, poison: Callable[[], object]) -> None:
-        """Let the other ranks detect the error of this rank, which raises it afterwards."""
+    def report(self, error: InputError, poison: Callable[[], object]) -> None:
+        """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls."""
         if torch.compiler.is_compiling() or self.mesh.shape.ranks == 1:
             return
         if self.merge not in COLLECTIVE:

@@ -20,9 +20,6 @@ from attnmesh.kernels.triton_runtime import interpreted
 MODULUS = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
 
-MAX_KERNEL_ELEMENTS = ROW
-"""Elements up to which one Triton program computes the checksum faster than PyTorch."""
-
 
 @dataclass(frozen=True)
 class PartialMessage:
@@ -56,6 +53,11 @@ class PartialMessage:
         """Return views of the checksum and the partial inside a message, to be written."""
         checksum, (out, lse) = self.read(message[None])
         return checksum[0], Partial(out[0], lse[0])
+
+    def partial(self, message: Tensor) -> tuple[Tensor, Partial]:
+        """Return the checksum and the partial of a message, with `out` in the dtype of lse."""
+        checksum, (out, lse) = self.places(message)
+        return checksum, Partial(out.to(self.lse), lse)
 
     def message(self, checksum: Tensor, partial: Partial) -> Tensor:
         """Return the message of one rank."""
@@ -94,7 +96,7 @@ class PartialMessage:
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
-    if use_triton(like) and sum(x.numel() for x in tensors) <= MAX_KERNEL_ELEMENTS:
+    if use_triton(like) and sum(x.numel() for x in tensors) <= ROW:  # where one program is faster than PyTorch
         return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
     if state.device.type == "cpu":
         number: int | Tensor = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors)))

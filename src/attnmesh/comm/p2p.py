@@ -79,7 +79,7 @@ def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[i
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(axis, "agreeing", dist.all_gather, tables, table)
+            collective(axis, "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
@@ -204,8 +204,8 @@ class Transport:
     def box_size(self, peer: int) -> int:
         """Return the bytes to reserve for a message of a peer.
 
-        Gloo accepts any message that fits. With room for a `SLOT`, ranks that disagree on the size still receive each
-        other's first bytes, and find out that they disagree.
+        Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still
+        receive each other's first bytes, and compare checksums.
         """
         return max(self.size, SLOT) if self.by_gloo and self._near(peer) is None else self.size
 

@@ -100,10 +100,10 @@ class CacheShard:
         return own + sum(blocks.nbytes for blocks in self.shared)
 
     @property
-    def held(self) -> CacheView:
+    def view(self) -> CacheView:
         """View of this shard for kernels."""
-        prefix = tuple(map(self._view, self.shared))
-        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding, prefix)
+        shared = tuple(map(self._view, self.shared))
+        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding, shared)
 
     def _view(self, blocks: SharedBlocks) -> CacheView:
         """Return the view of shared blocks. Their queries are the last ones of this cache."""

@@ -225,34 +225,29 @@ def load_layers(
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 
-    def check() -> SavedCache:
+    def check() -> Inspected:
         if fault := device_fault("load", target, device):
             raise fault
         check_copies(copies, axes.queries.size * axes.keys.size)
         return inspect(path, axes, target, layers, capacity, copies)
 
-    saved = run_agreed(axes, check, lambda found: describe_call("load", of=found.manifest, capacity=capacity))
-    caches = [make(mesh, **vars(sizes), device=device, checked=checked, copies=copies) for sizes in saved.sizes]
+    agreed = run_agreed(axes, check, lambda found: describe_call("load", of=found[0], capacity=capacity))
+    manifest, folder, sizes, token_mask, more = agreed
+    caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
     with torch.no_grad():
-        run_agreed(axes, lambda: fill([cache.shards for cache in caches], saved.path, saved.manifest), "load")
-        for cache, (first, _) in zip(caches, saved.manifest.forgotten, strict=True):
-            cache.shards.mark_present(saved.manifest.length, saved.token_mask, first)
-    return caches, saved.more, saved.manifest.note
+        run_agreed(axes, lambda: fill([cache.shards for cache in caches], folder, manifest), "load")
+        for cache, (first, _) in zip(caches, manifest.forgotten, strict=True):
+            cache.shards.mark_present(manifest.length, token_mask, first)
+    return caches, more, manifest.note
 
 
-class SavedCache(NamedTuple):
-    """Saved layers that have been checked and can be loaded."""
-
-    manifest: Manifest
-    path: Path
-    sizes: tuple[Sizes, ...]  # of the caches to be filled
-    token_mask: Tensor | None
-    more: dict[str, Tensor]
+Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Tensor]]
+"""A manifest, its folder, the sizes of the caches to be filled, the token mask, and tensors that belong to no rank."""
 
 
 def inspect(
     path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None, copies: int
-) -> SavedCache:
+) -> Inspected:
     """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device."""
     folder = check_folder("load", path)
     manifest = read_manifest(folder)
@@ -267,12 +262,12 @@ def inspect(
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, copies, padded=manifest.padded)
     if not manifest.more:
-        return SavedCache(manifest, folder, sizes, None, {})
+        return manifest, folder, sizes, None, {}
     file = TensorFile(folder / manifest.folder / MORE)
     shape = manifest.sizes[0].batch, manifest.length
     token_mask = file.read("real", torch.bool, shape) if manifest.padded else None
     more = {name.removeprefix("more "): file.read(name) for name in file.entries if name.startswith("more ")}
-    return SavedCache(manifest, folder, sizes, token_mask, more)
+    return manifest, folder, sizes, token_mask, more
 
 
 def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, copies: int, *, padded: bool) -> None:

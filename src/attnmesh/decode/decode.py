@@ -5,8 +5,9 @@ Partials are merged along one tree over block numbers: even against odd at the t
 The blocks of a rank are one subtree.
 """
 
+import functools
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Never, cast
 from zlib import crc32
 
@@ -110,10 +111,10 @@ def decode(
     if k is not None or v is not None:
         cache.append(cast(Tensor, k), v)
     checked = cache.checker.checked if checked is None else checked
-    given = mask, scale, softcap, merge, output, reproducible, kernel, checked
-    plain = cache.mesh.heads.size == 1 and sinks is key_lengths is None and not unsupported
-    found = cache.known_steps.find(q, cache.shard, given) if plain else None
-    if found is not None and (out := _run_known(q, cache, *found, compares=checked is not False)) is not None:
+    options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    plain = cache.mesh.heads.size == 1 and sinks is None and key_lengths is None and not unsupported
+    known = cache.known_steps.find(q, cache.shard, options) if plain else None
+    if known is not None and (out := _run_known(q, cache, *known, compares=checked is not False)) is not None:
         return out
     placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
     logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
@@ -123,34 +124,37 @@ def decode(
         step = check_step(q, cache, sinks, key_lengths, step, unsupported)
     except InputError as error:
         compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
-        MergeChecker(cache.mesh, merge, compares, str).failed(error, lambda: _send_poison(cache, step))
+        MergeChecker(cache.mesh, merge, compares, str).report(error, lambda: _send_poison(cache, step))
         raise
-    if cache.is_forked and (step.reproducible or torch.compiler.is_compiling()):
-        _check_forked(cache, step)
     if torch.compiler.is_compiling():
-        return cast(Tensor, decode_op(q, tensors_of(cache.held), sinks, key_lengths, *step.encode()))
+        given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
+        require(not cache.is_forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        return cast(Tensor, decode_op(q, tensors_of(cache.view), sinks, key_lengths, *step.encode()))
+    if step.reproducible and cache.is_forked and _stays_on_device(cache, step):
+        cache.shards.unshare()  # the kernel merges the blocks of one tensor
     with torch.no_grad():
         out = _run_compared(q, cache, sinks, key_lengths, step, checked)
     if plain:
-        cache.known_steps.learn(q, cache.shard, given, step)
+        cache.known_steps.learn(q, cache.shard, options, step)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
 
 def _run_known(q: Tensor, cache: KVCache, known: Known, length: int, used: int, *, compares: bool) -> Tensor | None:
     """Return the output of a step whose kind is known, as `_run_compared` does; None if a number is not finite."""
-    if known.near is None:
+    if known.host_merge is None:
         return attend_alone(q, cache.shard, known, length)
     number = _call_number((*_kind(q, known.step, None, None), ()), cache.history_checksum)
     number += length + digest_on_host(q)
-    found = attend_and_merge(q, cache.shard, known, known.near, used, number)
+    found = attend_and_merge(q, cache.shard, known, known.host_merge, used, number)
     if found is None:
         return None
     message, equal = found
     if not equal and compares:
-        text = partial(_describe, q, cache, None, None, known.step)
+        text = functools.partial(_describe, q, cache, None, None, known.step)
         MergeChecker(cache.mesh, known.step.merge, True, text).after(message[:2], "decode")
-    out = known.near.out(message).to(q.dtype)
+    out, heads = known.host_merge.out(message).to(q.dtype), known.host_merge.heads(known.step.output)
+    out = out if heads is None else out[:, heads].contiguous()
     return out if equal else out.fill_(torch.nan)
 
 
@@ -179,7 +183,7 @@ def _run_compared(
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), cache.history_checksum)
-    out, checksum = run_step(q, cache.held, sinks, step, number, key_lengths)
+    out, checksum = run_step(q, cache.view, sinks, step, number, key_lengths)
     if checksum is None:
         return out
     if not compares:
@@ -210,20 +214,12 @@ def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, key_lengths: Tens
     return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
 
 
-def _check_forked(cache: KVCache, step: DecodeStep) -> None:
-    """Raise in a graph, which knows no shared tokens. Copy them where the kernel merges the blocks of one tensor."""
-    given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
-    require(not torch.compiler.is_compiling(), KernelError, "decode", "a cache of one piece in a graph", given, fix)
-    if _stays_on_device(cache, step):
-        cache.shards.unshare()
-
-
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
     try:
-        on_device = reads_length_on_device(cache.held, step.kernel)
+        on_device = reads_length_on_device(cache.view, step.kernel)
     except InputError:
-        on_device = reads_length_on_device(cache.held, "auto")
+        on_device = reads_length_on_device(cache.view, "auto")
     return on_device and step.merge not in COLLECTIVE
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.comm.host_merge import CHECKSUM, HostMerge, host_merge_for
 from attnmesh.comm.merge import chosen_merge
-from attnmesh.comm.near_merge import CHECKSUM, NearMerge, near_merge
 from attnmesh.core.mask import Band, Mask
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored
@@ -55,12 +55,12 @@ def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] |
 
 
 class Known(NamedTuple):
-    """A known kind of steps, on caches of one size. `near` merges across ranks, if there are several."""
+    """A known kind of steps, on caches of one size. `host_merge` merges across ranks, if there are several."""
 
     kind: NativeKind
     step: DecodeStep
     sizes: Sizes
-    near: NearMerge | None
+    host_merge: HostMerge | None
 
 
 class KnownSteps:
@@ -82,7 +82,7 @@ class KnownSteps:
         length, used = shard.state.tolist()
         if not q.shape[2] <= length <= shard.sizes.capacity:
             return None
-        alone, sees_all = known.near is None, known.step.mask.left >= length - 1
+        alone, sees_all = known.host_merge is None, known.step.mask.left >= length - 1
         return (known, length, used) if (length == used if alone else sees_all) else None
 
     def learn(self, q: Tensor, shard: CacheShard, options: tuple[Any, ...], step: DecodeStep) -> None:
@@ -93,16 +93,16 @@ class KnownSteps:
         kernel = choose_for_cache(step.kernel, q, shard.keys, shard.values, logits.capped)
         if kernel is not NATIVE or logits.scale <= 0 or q.shape[1] // sizes.kv_heads * q.shape[2] > MOST_ROWS:
             return
-        near = None
+        host_merge = None
         if axis.size > 1:
             how = chosen_merge(axis, step.merge, step.output, q.device)
-            near = near_merge(axis, (*q.shape[:-1], sizes.value_dim), how)
-            if near is None or step.output != "replicated" or q.shape[2] > 1:
+            host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
+            if host_merge is None or q.shape[2] > 1:
                 return
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
         kind = NativeKind.of(q, shard.keys, shard.values, logits)
-        self.kinds[_kind(q, options)] = Known(kind, step, sizes, near)
+        self.kinds[_kind(q, options)] = Known(kind, step, sizes, host_merge)
 
 
 def attend_alone(q: Tensor, shard: CacheShard, known: Known, length: int) -> Tensor | None:
@@ -116,22 +116,22 @@ def attend_alone(q: Tensor, shard: CacheShard, known: Known, length: int) -> Ten
 
 
 def attend_and_merge(
-    q: Tensor, shard: CacheShard, known: Known, near: NearMerge, used: int, number: int
+    q: Tensor, shard: CacheShard, known: Known, host_merge: HostMerge, used: int, number: int
 ) -> tuple[Tensor, bool] | None:
     """Return the merged message of a step of one query on several ranks, and whether the ranks' calls are equal.
 
     `used` are this rank's tokens, and `number` is that of the call. Return None, before the merge, if a number is not
     finite.
     """
-    message = near.blank()
+    message = host_merge.blank()
     lse = message.data_ptr() + CHECKSUM.size
-    into = lse + 4 * near.rows, lse
+    into = lse + 4 * host_merge.rows, lse
     if not used:  # the identity
-        message[2 : 2 + near.rows] = -torch.inf
-        message[2 + near.rows :] = 0.0
+        message[2 : 2 + host_merge.rows] = -torch.inf
+        message[2 + host_merge.rows :] = 0.0
     elif not known.kind.launch_at(q, shard.stored[0], shard.stored[-1], into, None, 0, used):
         return None
-    return message, near.run(message, number)
+    return message, host_merge.run(message, number)
 
 
 def _kind(q: Tensor, options: tuple[Any, ...]) -> tuple[Any, ...]:

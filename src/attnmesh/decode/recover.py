@@ -80,7 +80,9 @@ def recover(
     by_rank = [json.loads(description) for description in texts(axes, text)]
     found = [each for each in by_rank if each]
     length = min((each["length"] for each in found), default=0)
-    starts = [(max(firsts), max(floors)) for firsts, floors in _forgotten(found)]
+    # Per layer the first token that any rank needs, and the first query that all ranks can decode.
+    by_layer = zip(*(each["forgotten"] for each in found), strict=False)
+    starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
     Sizes.decode(found[0]["sizes"][0]).check(axes.heads.size)
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
@@ -242,12 +244,6 @@ def _check(caches: object, more: dict[str, Never]) -> None:
     if meshes > 1:
         fix = "pass the caches of one model, one per layer"
         raise MeshError("recover", "caches of one mesh", f"caches of {meshes} meshes", fix)
-
-
-def _forgotten(found: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
-    """Return per layer the first token that each rank needs, and the first query that it can decode."""
-    by_layer = zip(*(each["forgotten"] for each in found), strict=False)
-    return [([first for first, _ in rows], [floor for _, floor in rows]) for rows in by_layer]
 
 
 def _check_alike(found: list[dict[str, Any]], capacity: object, length: int, starts: Sequence[tuple[int, int]]) -> None:

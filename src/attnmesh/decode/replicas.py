@@ -244,9 +244,9 @@ class CacheProperties:
         return self.shard.padding
 
     @property
-    def held(self) -> CacheView:
+    def view(self) -> CacheView:
         """View of this rank's shard for kernels."""
-        return self.shard.held
+        return self.shard.view
 
     @property
     def length(self) -> int:

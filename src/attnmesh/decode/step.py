@@ -1,7 +1,7 @@
 """A decode step as an operator of PyTorch: the attention to the keys on this rank, and one merge across ranks."""
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -88,9 +88,9 @@ def run_step(
     shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
-        layout = PartialMessage(shape, dtype, dtype)
-        message = layout.blank(q.device)
-        checksum, into = layout.places(message)
+        form = PartialMessage(shape, dtype, dtype)
+        message = form.blank(q.device)
+        checksum, into = form.places(message)
     elif isinstance(kernel, CacheKernel) and not step.reproducible:
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
@@ -104,13 +104,21 @@ def run_step(
         partial, checksum = merge_ranks(
             partial, checksum, step.tokens, merge, step.output, canonical=step.reproducible, message=message
         )
-    if sinks is not None and step.reproducible:
-        sinks = sinks[heads]
-        partial = with_sinks(partial, sinks[step.tokens.share_of(len(sinks))] if step.output == "heads" else sinks)
-    # Merging with an empty partial turns -0.0 into 0.0. More ranks mean more empty partials, so 0.0 is always added.
-    out = partial.out + 0.0 if step.reproducible else partial.out
-    out = out.to(q.dtype).contiguous()
+    if step.reproducible:
+        partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
+    out = partial.out.to(q.dtype).contiguous()
     return (out, None) if checksum is None else _gather_heads(out, checksum, step)
+
+
+def _finish_reproducible(partial: Partial, sinks: Tensor | None, step: DecodeStep) -> Partial:
+    """Return the merged partial with the sinks of this rank's heads, and without -0.0.
+
+    Merging with an empty partial turns -0.0 into 0.0, and more ranks mean more empty partials, so 0.0 is always added.
+    """
+    if sinks is not None and step.output == "heads":
+        sinks = sinks[step.tokens.share_of(len(sinks))]
+    out, lse = with_sinks(partial, sinks)
+    return Partial(out + 0.0, lse)
 
 
 def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:
@@ -156,14 +164,8 @@ def decode_op(
 
 
 @decode_op.register_fake
-def _(
-    q: Tensor,
-    cache: Sequence[Tensor],
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    names: str,
-    numbers: Sequence[int],
-) -> Tensor:
+def _(q: Tensor, cache: Sequence[Tensor], *rest: Any) -> Tensor:
+    *_, names, numbers = rest
     return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q, cache[1]))
 
 
@@ -185,12 +187,12 @@ BoundKernel = Callable[..., Partial]
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
     if not isinstance(kernel, CacheKernel):
-        run = partial(forward, kernel, logits=query.logits)
-        stacks = [_attend_tokens(run, query, part) for part in (*view.prefix, view)]
+        run = functools.partial(forward, kernel, logits=query.logits)
+        stacks = [_attend_tokens(run, query, part) for part in (*view.shared, view)]
         result = _merge_blocks(stacks, query)
-    elif view.prefix:
+    elif view.shared:
         plain = query._replace(sinks=None, into=None)
-        result = join([kernel.attend_cache(plain, part) for part in (*view.prefix, view)])
+        result = join([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
     else:
         return kernel.attend_cache(query, view)
     return copy_into(with_sinks(result, query.sinks), query.into)
@@ -201,7 +203,7 @@ def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
     if query.block is None:
         return stacks[0] if len(stacks) == 1 else join(stacks)
     out, lse = (torch.cat(x) for x in zip(*stacks, strict=True))
-    return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out, lse.dtype)
+    return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out.shape[-1], lse.dtype)
 
 
 def reads_length_on_device(view: CacheView, kernel: str) -> bool:
@@ -216,17 +218,18 @@ def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Par
     q, mask, block = query.q, query.mask, query.block
     length, used, *forgotten = view.state.tolist()
     keys, values = (x.narrow(2, 0, used) for x in (view.keys, view.values))
-    positions = torch.arange(length - q.shape[2], length)
     if view.padding is not None:
         return _attend_padded(run, query, keys, values, view.padding, length)
-    alike = query.key_lengths is None and mask.longest >= length
-    if alike and q.shape[2] == 1 and mask.left >= length - 1 and block is None:
-        return _widen(run(q, keys, values, None if used else Band.of(mask, positions, 0)))
-    band = Band.of(mask, positions, used if used == length else view.token_index[:used].cpu())
+    if not used and block is None:
+        return identity(q, values.shape[-1], sum_dtype(q.dtype))
+    sees_all = mask.left >= length - 1 and mask.longest >= length and query.key_lengths is None
+    if sees_all and q.shape[2] == 1 and block is None:
+        return _widen(run(q, keys, values, None))
+    own_positions = torch.arange(used) if used == length else view.token_index[:used]
+    band = Band.of(mask, torch.arange(length - q.shape[2], length), used if used == length else own_positions.cpu())
     if block is not None:
         return _attend_blocks(run, q, keys, values, band, block, *forgotten)
-    counts = visible_counts(torch.arange(used) if used == length else view.token_index[:used], query.key_lengths)
-    return _widen(run(q, keys, values, band, counts=counts))
+    return _widen(run(q, keys, values, band, counts=visible_counts(own_positions, query.key_lengths)))
 
 
 def _attend_padded(
@@ -239,7 +242,7 @@ def _attend_padded(
     partials = []
     for row in range(q.shape[0]):
         only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
-        total = identity(q[only], values[only], sum_dtype(q.dtype))
+        total = identity(q[only], values.shape[-1], sum_dtype(q.dtype))
         for start, stop in _runs(k_positions >= 0):
             band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
             counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])

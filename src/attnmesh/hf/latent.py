@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from attnmesh.attention.latent import Projection
 from attnmesh.errors import KernelError
 from attnmesh.hf.models import SUBJECT, USE_SUPPORTED, Opaque
-from attnmesh.hf.shards import METADATA_FUNCTIONS, VIEW_FUNCTIONS, flatten
+from attnmesh.hf.shards import METADATA_FUNCTIONS, VIEW_FUNCTIONS, DispatchedTensor
 
 EXPANDING = {
     *(METADATA_FUNCTIONS | VIEW_FUNCTIONS),
@@ -28,7 +28,7 @@ TOLERANCE = 0.02
 """Largest error of a projected key or value, relative to the largest element."""
 
 
-class LatentStates(Tensor):
+class LatentStates(DispatchedTensor):
     """New latents, or the keys and values that a model expands from them. Functions with other uses raise."""
 
     latents: Tensor
@@ -43,27 +43,16 @@ class LatentStates(Tensor):
         wrapped.latents, wrapped.layer = latents, layer
         return wrapped
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result, of the same latents. Raise for functions that do not expand latents."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if func.__name__ not in EXPANDING:
-                Opaque._raise_read(func.__name__.strip("_"))
-            result = func(*args, **(kwargs or {}))
-            source = next(x for x in flatten((*args, *(kwargs or {}).values())) if isinstance(x, cls))
+        if name not in EXPANDING:
+            Opaque._raise_read(name.strip("_"))
 
-            def wrap(x: Any) -> Any:
-                return cls.of(x, source.latents, source.layer) if isinstance(x, Tensor) else x
+        def wrap(x: Any) -> Any:
+            return self.of(x, self.latents, self.layer) if isinstance(x, Tensor) else x
 
-            return tuple(map(wrap, result)) if isinstance(result, (tuple, list)) else wrap(result)
-
-    def plain(self) -> Tensor:
-        """Return the same values as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
+        result = call()
+        return tuple(map(wrap, result)) if isinstance(result, (tuple, list)) else wrap(result)
 
 
 def latent_states(c: Tensor, rotated: Tensor, layer: Any) -> tuple[LatentStates, LatentStates]:

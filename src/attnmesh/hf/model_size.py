@@ -11,13 +11,10 @@ from attnmesh.core.mask import Mask, Window
 from attnmesh.errors import ModelError
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
-from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, has_windows
+from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, WINDOWED_LAYERS, cached_layers, has_windows
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.planner.serving import Model
 from attnmesh.planner.workload import Workload
-
-WINDOWED = ("sliding_attention", "chunked_attention")
-"""Types of layers that keep the keys of a window or chunk."""
 
 
 def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: Any) -> Model:
@@ -72,7 +69,7 @@ def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     if not getattr(config, "layer_types", None):
         layers = cached_layers(config)
         return (0, layers) if has_windows(config) else (layers, 0)
-    windows = sum(kind in WINDOWED for kind in kinds)
+    windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
     return len(kinds) - windows, windows
 
 
@@ -84,7 +81,7 @@ def _heads(config: PreTrainedConfig, *, windowed: bool) -> tuple[int, int, int]:
     """Return query heads, key heads and columns of the first layer that has a window, or that has none."""
     kinds = list(getattr(config, "layer_types", None) or [])
     layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
-    numbers = [number for number, kind in enumerate(kinds) if (kind in WINDOWED) == windowed]
+    numbers = [number for number, kind in enumerate(kinds) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     q_heads = one.num_attention_heads
     kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)

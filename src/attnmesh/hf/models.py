@@ -26,7 +26,10 @@ USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 """Fix in errors about token ids."""
 
-SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+WINDOWED_LAYERS = ("sliding_attention", "chunked_attention")
+"""Values of `config.layer_types` for layers that keep the keys of a window or chunk."""
+
+SUPPORTED_LAYERS = ("full_attention", *WINDOWED_LAYERS)
 """Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
 UNLISTED_RECURRENT = ("rwkv", "xlstm")
@@ -133,12 +136,8 @@ def check_layers(config: PreTrainedConfig) -> None:
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
     config = config.get_text_config(decoder=True)
-    kinds = {*(getattr(config, "layer_types", None) or ())}
-    return bool(kinds & {"sliding_attention", "chunked_attention"} or (not kinds and _sliding_window(config)))
-
-
-def _sliding_window(config: PreTrainedConfig) -> int | None:
-    return getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    return any(kind in WINDOWED_LAYERS for kind in kinds) or bool(not kinds and getattr(config, "sliding_window", None))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:

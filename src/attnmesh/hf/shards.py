@@ -152,17 +152,8 @@ class Shards:
         require(fits, KernelError, SUBJECT, expected, f"{given}, as in recurrent models", USE_SUPPORTED)
 
 
-class ShardTensor(Tensor):
-    """A tensor with its `Shards`. PyTorch passes every function on it to `dispatch`."""
-
-    shards: Shards
-
-    @classmethod
-    def of(cls, x: Tensor, shards: Shards) -> Self:
-        """Return the same values as a tensor of this class."""
-        wrapped = x.as_subclass(cls)
-        wrapped.shards = shards
-        return wrapped
+class DispatchedTensor(Tensor):
+    """A tensor whose class decides what functions of PyTorch return: each is passed to `dispatch`."""
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
@@ -174,21 +165,34 @@ class ShardTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
-            shard_tensor = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
-            return shard_tensor.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
+            first = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
+            return first.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the function of PyTorch with this name. `call` computes it on this rank's tokens."""
+        """Return the result of the function of PyTorch with this name. `call` computes it on the plain values."""
         return call()
-
-    def wrap(self, result: Any) -> Any:
-        """Return a result as a tensor of this class, if it is a tensor."""
-        return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
 
     def plain(self) -> Tensor:
         """Return the same values as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
+
+
+class ShardTensor(DispatchedTensor):
+    """A tensor of this rank's tokens, with its `Shards`."""
+
+    shards: Shards
+
+    @classmethod
+    def of(cls, x: Tensor, shards: Shards) -> Self:
+        """Return the same values as a tensor of this class."""
+        wrapped = x.as_subclass(cls)
+        wrapped.shards = shards
+        return wrapped
+
+    def wrap(self, result: Any) -> Any:
+        """Return a result as a tensor of this class, if it is a tensor."""
+        return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))

@@ -13,15 +13,13 @@ from attnmesh.errors import KernelError
 from attnmesh.hf.cache_layer import ShardedLayer
 from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent
 
-CROP_FIX = "make a new cache, or crop all tokens"
-
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """States of one recurrent layer: the last tokens of its convolution, and the state of its recurrence."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Do nothing for 0 tokens, and raise otherwise: a state cannot go back."""
-        given, fix = f"{-tokens_to_remove} tokens to remove", CROP_FIX
+        given, fix = f"{-tokens_to_remove} tokens to remove", "make a new cache, or crop all tokens"
         expected = "0 tokens to remove from recurrent states"
         require(tokens_to_remove == 0, KernelError, "ShardedCache crop", expected, given, fix)
 
@@ -62,10 +60,6 @@ class HybridLayer(StateLayer, ShardedLayer):
         """Allocate states. Keys and values are allocated by `reserve`."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
-    def drop(self) -> None:
-        """Drop the states."""
-        LinearAttentionLayer.__init__(self, self.number_of_states)
 
     def reset(self) -> None:
         """Drop all tokens and states."""

@@ -18,13 +18,12 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.init_mesh import everyone
+from attnmesh.comm.merge_checks import OUTPUTS
 from attnmesh.core.checks import check_choice, require, short
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import check_model, unwrap
-
-OUTPUTS = ("replicated", "heads")
-"""What a layer's attention returns: the heads that the rank computed, or its share of the heads that all computed."""
+from attnmesh.mesh.shapes import share_evenly
 
 AXIS = "tp"
 """Name of the axis of tensor parallelism in a mesh of several axes."""
@@ -140,8 +139,8 @@ def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
         require(bool(plain), KernelError, f"{SUBJECT} output", expected, kind, fix)
     for one in attentions:
         kv_heads = ranks if output == "heads" else one.kv_heads or ranks
-        groups = kv_heads % ranks == 0 or ranks % kv_heads == 0
-        whole = (one.q_heads % ranks == 0 and groups) or (output == "replicated" and not one.is_sharded)
+        fits = one.q_heads % ranks == 0 and share_evenly(kv_heads, ranks)
+        whole = fits or (output == "replicated" and not one.is_sharded)
         given = f"{one.q_heads} query and {one.kv_heads} key heads on {ranks} ranks, in {one.name}"
         require(whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
 

@@ -234,13 +234,16 @@ def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: T
     return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
-def _no_second_gradients(ctx: Any, *_: Any) -> None:
+def refuse_second_gradients(ctx: Any, *_: Any) -> None:
+    """Raise, as the gradient of a backward pass."""
     expected = "gradients of the first order"
-    raise KernelError("attend", expected, "a gradient of a gradient", "differentiate energy, which is dense, instead")
+    raise KernelError(
+        "attention", expected, "a gradient of a gradient", "differentiate energy, which is dense, instead"
+    )
 
 
 attend_op.register_autograd(_gradients, setup_context=_save)
-attend_backward_op.register_autograd(_no_second_gradients)
+attend_backward_op.register_autograd(refuse_second_gradients)
 
 
 def _band(

@@ -93,10 +93,8 @@ class BackwardInputs:
 class Kernel(Protocol):
     """Attention over one block on one device. q, k and v are those of the block; heads may be grouped."""
 
-    @property
-    def name(self) -> str:
-        """The kernel's name, as in `kernel=`."""
-        ...
+    name: str
+    """The kernel's name, as in `kernel=`."""
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return why the kernel does not support such tensors, with capped logits or not, or None if it does."""

@@ -81,7 +81,7 @@ class CacheView(NamedTuple):
     token_index: Tensor  # (slots,), the token in each slot
     state: Tensor  # tokens of all ranks, tokens in these slots; of a cache that forgets, also the blocks forgotten
     padding: Padding | None
-    prefix: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
+    shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
 
     def places(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""

@@ -6,7 +6,6 @@ fails on empty inputs and on a negative scale, which `driver` avoids for every k
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ CACHE_BYTES = 1 << 21
 """Bytes of float32 keys that fit in the cache of a core."""
 
 
-@dataclass(frozen=True)
 class FlashCPU:
     """`aten::_scaled_dot_product_flash_attention_for_cpu`, and `capped` for soft-capped logits."""
 
-    name: str = "cpu"
+    name = "cpu"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None on the CPU, where every dtype is supported."""

@@ -7,7 +7,6 @@ if `torch.nn.attention.activate_flash_attention_impl` was called.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -154,11 +153,10 @@ OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), TritonOperator(), Efficient
 """Best first; the last supports every block."""
 
 
-@dataclass(frozen=True)
 class CUDA:
     """The first operator that supports a block; one launch of a Triton program for masked or many blocks."""
 
-    name: str = "cuda"
+    name = "cuda"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None for CUDA tensors of a dtype and width that the efficient operator supports."""

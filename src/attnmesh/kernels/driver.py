@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.core.checks import check_choice, without_autocast
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band, Mask
+from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, join, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
@@ -65,7 +65,7 @@ def check_kernel(name: str) -> None:
 
 
 Counts = Sequence[int] | None
-"""Keys that each sequence of a batch can see, of the first ones; None for all keys."""
+"""Number of leading keys that each sequence of a batch sees; None for all keys."""
 
 
 def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] | None:
@@ -77,7 +77,7 @@ def visible_counts(positions: Tensor, key_lengths: Tensor | None) -> list[int] |
 
 
 def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
-    """Return runs of sequences with one count."""
+    """Return (sequences, count) for each run of equal counts."""
     edges = [0, *(i for i in range(1, len(counts)) if counts[i] != counts[i - 1]), len(counts)]
     return [(slice(start, stop), counts[start]) for start, stop in pairwise(edges)]
 
@@ -87,12 +87,12 @@ def forward(
 ) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
-    Without a band every row sees every key.
+    Without a band, and then without counts, every row sees every key.
     """
     if counts:
+        assert band is not None
         parts = [
-            forward(kernel, q[some], k[some], v[some], (band or _full(q, k)).first(count), logits)
-            for some, count in _sequences(counts)
+            forward(kernel, q[some], k[some], v[some], band.first(count), logits) for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
@@ -134,11 +134,6 @@ def backward(
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
-def _full(q: Tensor, k: Tensor) -> Band:
-    """Return the band under which every row sees every key."""
-    return Band.of(Mask(), torch.arange(q.shape[2]), k.shape[2])
-
-
 def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     """Return the tensors with lse +inf and dout 0 in empty rows, so that all their weights are e^-inf = 0."""
     empty = saved.lse == -torch.inf
@@ -148,7 +143,7 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
 
 def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
     overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
-    total = identity(q, v, sum_dtype(q.dtype) if overlap else q.dtype)
+    total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
     done = 0  # rows from here on have no partial yet: blocks are in order of their first row
     for block in blocks:
         rows = Partial(*(x[:, :, block.queries] for x in total))
@@ -185,9 +180,9 @@ def _select(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tens
     return q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
 
 
-def identity(q: Tensor, v: Tensor, dtype: torch.dtype) -> Partial:
+def identity(q: Tensor, value_dim: int, dtype: torch.dtype) -> Partial:
     """Return the identity `(0, -inf)` for the queries, with `out` in the given dtype."""
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    out = q.new_zeros((*q.shape[:-1], value_dim), dtype=dtype)
     return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q.dtype)))
 
 

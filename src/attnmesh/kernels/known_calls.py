@@ -20,23 +20,28 @@ MOST_KINDS = 1024
 """Kinds that are kept. Beyond it they are learned anew."""
 
 
-def needs_operator(*tensors: Tensor | None) -> bool:
-    """Return True if PyTorch has to know of a call with these tensors: an operator costs 0.1 ms on a CPU."""
+def is_traced() -> bool:
+    """Return True while PyTorch traces or transforms calls: by torch.compile, torch.func or forward gradients."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    if forward_ad._current_level >= 0:
-        return True
-    graded = torch.is_grad_enabled() if tensors else False
-    return any(x is not None and (type(x) is not Tensor or (graded and x.requires_grad)) for x in tensors)
+    return forward_ad._current_level >= 0
+
+
+def needs_operator(*tensors: Tensor | None) -> bool:
+    """Return True if a call has to be an operator of PyTorch, which costs 0.1 ms on a CPU."""
+    graded = torch.is_grad_enabled()
+    return is_traced() or any(
+        x is not None and (type(x) is not Tensor or (graded and x.requires_grad)) for x in tensors
+    )
 
 
 def are_plain(*tensors: Any) -> bool:
-    """Return True for CPU tensors of a call that PyTorch has not to know of, outside of autocast."""
+    """Return True for CPU tensors without gradients, outside traces and autocast."""
     graded = torch.is_grad_enabled()
     for x in tensors:
         if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
             return False
-    return not (needs_operator() or torch.is_autocast_enabled("cpu"))
+    return not (is_traced() or torch.is_autocast_enabled("cpu"))
 
 
 class Known(NamedTuple):

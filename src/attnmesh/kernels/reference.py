@@ -1,7 +1,5 @@
 """The reference kernel: attention by its formula, in plain PyTorch, on any device and in any dtype."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,10 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, tiles
 
 
-@dataclass(frozen=True)
 class Reference:
     """Dense within a tile of rows: memory grows with the keys, not with queries times keys."""
 
-    name: str = "reference"
+    name = "reference"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None: all tensors are supported."""

@@ -137,6 +137,16 @@ class Mesh:
         return Mesh(*(Axis(size, index, group_named(group), name) for size, index, group, name in places))
 
     @property
+    def row(self) -> Axis:
+        """The ranks of this row, along which queries travel: the keys axis."""
+        return self.keys
+
+    @property
+    def column(self) -> Axis:
+        """The ranks of this column, along which keys and values travel: the queries axis."""
+        return self.queries
+
+    @property
     def group_names(self) -> list[str]:
         """Names of the axes' groups, for `named`."""
         return [axis.group_name for axis in self.axes]

@@ -170,14 +170,13 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
     chunks = [problem.keys(peer, c) for peer in range(size)]
     rows = [problem.row_queries(peer) for peer in range(size)]
     held = [_held_at_steps(problem.mask, chunk, rows[owner:] + rows[:owner]) for owner, chunk in enumerate(chunks)]
-    last = [_last_at_steps(steps) for steps in held]
+    last = [_not_forwarded(steps) for steps in held]
     nothing = torch.empty(0, dtype=torch.long)
     before, after = (r - 1) % size, (r + 1) % size
     for t in range(size):
-        owner, holder = (r - t) % size, (r + t) % size
-        keys = held[owner][t]
-        # Indices, among the keys of the step before, of those that the next rank needs.
-        forwarded = torch.searchsorted(held[(owner + 1) % size][t - 1], held[(owner + 1) % size][t]) if t else nothing
+        owner, last_reader = (r - t) % size, (r + t) % size
+        keys, sent_owner = held[owner][t], (owner + 1) % size  # the next rank gets what this one held before
+        forwarded = torch.searchsorted(held[sent_owner][t - 1], held[sent_owner][t]) if t else nothing
         yield Step(
             send=_selections([(after, forwarded)]),
             receive=((before, len(keys)),) if t and len(keys) else (),
@@ -185,7 +184,7 @@ def _ring_steps(problem: Problem, r: int, c: int) -> Iterator[Step]:
             order=None,
             positions=chunks[owner][keys],
             return_to=_selections([(owner, torch.searchsorted(keys, last[owner][t]))]),
-            return_from=_selections([(holder, last[r][t])]),
+            return_from=_selections([(last_reader, last[r][t])]),
         )
 
 
@@ -199,7 +198,7 @@ def _held_at_steps(mask: Mask, keys: Tensor, rows: list[Tensor]) -> list[Tensor]
     return [torch.arange(len(keys)), *steps[::-1][1:]]
 
 
-def _last_at_steps(held: list[Tensor]) -> list[Tensor]:
+def _not_forwarded(held: list[Tensor]) -> list[Tensor]:
     """Return for each step the keys that are not forwarded. The owner keeps all its keys at step 0."""
     forwarded = [held[0][:0], *held[2:], held[0][:0]]
     return [keys[torch.isin(keys, after, invert=True)] for keys, after in zip(held, forwarded, strict=False)]

@@ -70,6 +70,15 @@ def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
 
 
+def share_evenly(parts: int, ranks: int) -> bool:
+    """Return True if ranks hold whole parts, as heads: equally many each, or each part on equally many ranks.
+
+    >>> [parts for parts in range(1, 13) if share_evenly(parts, 4)]
+    [1, 2, 4, 8, 12]
+    """
+    return parts % ranks == 0 or ranks % parts == 0
+
+
 def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
     """Return the shape with the least communication in training. With grouped heads it is rarely square.
 

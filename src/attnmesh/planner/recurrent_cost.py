@@ -20,12 +20,8 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.traffic import Load, rank_grid
 from attnmesh.planner.workload import Workload, runs_per_shard
 
-
-class Messages(NamedTuple):
-    """Messages of one exchange over both classes of links. The unit of each load is one message."""
-
-    inside: Load
-    between: Load
+Messages = tuple[Load, Load]
+"""Messages of one exchange, inside hosts and between hosts. The unit of each load is one message."""
 
 
 class RecurrentCost(NamedTuple):
@@ -108,13 +104,14 @@ def _hosts(shape: Shape, tile: Shape) -> Tensor:
 def _messages(sources: Tensor, targets: Tensor, hosts: Tensor) -> Messages:
     """Return the loads of messages from each source to its target."""
     near = hosts[sources] == hosts[targets]
-    loads = []
-    for chosen in (near, ~near):
+
+    def load(chosen: Tensor) -> Load:
         sides = sources[chosen], targets[chosen]
         total = float(chosen.sum())
         rank, host = (
             max((float(torch.bincount(side).max()) for side in places if len(side)), default=0.0)
             for places in (sides, [hosts[side] for side in sides])
         )
-        loads.append(Load(total, rank, host, total))
-    return Messages(*loads)
+        return Load(total, rank, host, total)
+
+    return load(near), load(~near)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from attnmesh.core.checks import require
 from attnmesh.errors import ClusterError
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shapes import Shape, share_evenly
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import MergeGroup, all_reduce_seconds
 from attnmesh.planner.plan import Plan, plan
@@ -58,11 +58,6 @@ class Serving(NamedTuple):
     seconds: float
     """Predicted seconds of a step: attention, reading the weights once, and the all-reduces between layers."""
 
-    @property
-    def shape(self) -> Shape:
-        """Ranks along the axes of attention."""
-        return self.plan.shape
-
 
 def serving(model: Model, cluster: Cluster) -> list[Serving]:
     """Return all ways to share weights and keys, those that fit the planned length first, then the fastest first.
@@ -73,22 +68,13 @@ def serving(model: Model, cluster: Cluster) -> list[Serving]:
         ClusterError: No number of ranks divides the heads.
     """
     world, q_heads, kv_heads = cluster.world, model.workload.q_heads, model.workload.kv_heads
-    ways = [(tp, False) for tp in divisors(world) if q_heads % tp == 0 and _groups(kv_heads, tp)]
+    ways = [(tp, False) for tp in divisors(world) if q_heads % tp == 0 and share_evenly(kv_heads, tp)]
     ways += [(world, True)] * (world > 1 and q_heads % world == 0 and model.workload.latent is None)
-    found = [_serving(model, cluster, *way) for way in ways if _fits_hosts(cluster, way[0])]
+    # The ranks that share weights are a part of each host, or whole hosts.
+    found = [_serving(model, cluster, *way) for way in ways if share_evenly(cluster.ranks, way[0])]
     given = f"{q_heads}/{kv_heads} heads on {world}"
     require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
     return sorted(found, key=lambda one: (one.tokens < model.workload.length, one.seconds))
-
-
-def _groups(kv_heads: int, tp: int) -> bool:
-    """Return True if ranks hold whole key heads: some each, or each head on as many ranks."""
-    return kv_heads % tp == 0 or tp % kv_heads == 0
-
-
-def _fits_hosts(cluster: Cluster, tp: int) -> bool:
-    """Return True if the ranks that share weights are a part of each host, or whole hosts."""
-    return cluster.ranks % tp == 0 or tp % cluster.ranks == 0
 
 
 def _serving(model: Model, cluster: Cluster, tp: int, is_shared: bool) -> Serving:

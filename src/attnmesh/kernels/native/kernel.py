@@ -5,7 +5,6 @@ with `ATTNMESH_NATIVE=0`, PyTorch's operator serves instead.
 """
 
 import struct
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, cast
 
@@ -29,11 +28,10 @@ CALL, KIND = struct.Struct("7P14q"), struct.Struct("13q2d")
 """Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
 
 
-@dataclass(frozen=True)
 class Native:
     """`attend.cpp`; the reference for rows with numbers that are not finite, PyTorch's operator backward."""
 
-    name: str = "native"
+    name = "native"
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None on the CPU in float32 and narrower, if there is a library."""
@@ -101,7 +99,7 @@ class NativeKind(NamedTuple):
         return Partial(out, torch.empty(self.lse, dtype=torch.float32, device="cpu"))
 
     def launch(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, bounds: Band | None = None) -> bool:
-        """Write the partial. Return False if a number is not finite, or the last dim of a tensor is not in one piece.
+        """Write the partial. Return False if a number is not finite, or the last stride of a tensor is not 1.
 
         Rows see all keys, or those between their bounds.
         """
@@ -110,7 +108,10 @@ class NativeKind(NamedTuple):
     def launch_at(
         self, q: Tensor, k: Tensor, v: Tensor, into: tuple[int, int], bounds: Band | None, first: int, keys: int
     ) -> bool:
-        """Write the partial to addresses of `out` and `lse`. Keys are `keys` from the `first` on, as bounds count."""
+        """Write the partial of `keys` keys, from index `first` on, to addresses of `out` and `lse`.
+
+        Bounds count from `first`.
+        """
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import topology
+from attnmesh.comm.host_merge import host_merge_for
 from attnmesh.comm.merge import chosen_merge, fastest_merge
 from attnmesh.comm.message import call_checksum
-from attnmesh.comm.near_merge import near_merge
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.digest import ROW, digest
 from attnmesh.errors import InputError
@@ -66,7 +66,7 @@ def test_merges_are_exact_and_alike(ranks: int, how: str, pool: Pool) -> None:
 
 
 def _is_native(shape: tuple[int, ...]) -> bool:
-    return near_merge(axis(), shape, "tree") is not None
+    return host_merge_for(axis(), shape, "tree") is not None
 
 
 @needs_library

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.counters import count_messages, timed_merge
 from attnmesh.comm.failures import Watched
-from attnmesh.comm.merge_checks import MergeChecker, mesh_of
+from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
@@ -28,7 +28,7 @@ CHECKSUM = struct.Struct("2f")
 CPU = torch.device("cpu")
 
 
-class NearMerge:
+class HostMerge:
     """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
 
     def __init__(self, axis: Axis, shape: tuple[int, ...], how: str, mailboxes: Mailboxes) -> None:
@@ -48,18 +48,22 @@ class NearMerge:
         """Return views of the partial in a message."""
         return Partial(self.out(message), message[2 : 2 + self.rows].view(self.shape[:-1]))
 
+    def heads(self, output: str) -> slice | None:
+        """Return this rank's share of the heads, or None for all."""
+        return self.axis.share_of(self.shape[1]) if output == "heads" else None
+
     def run(self, message: Tensor, number: int) -> bool:
         """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
         start, number = message.data_ptr(), wrapped(number)
         memmove(start, CHECKSUM.pack(number % MODULUS, -(number % MODULUS)), CHECKSUM.size)
         with timed_merge():
-            merge_near(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+            merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
         return first + second == 0
 
 
 @cached_per_world(1024)
-def near_merge(axis: Axis, shape: tuple[int, ...], how: str) -> NearMerge | None:
+def host_merge_for(axis: Axis, shape: tuple[int, ...], how: str) -> HostMerge | None:
     """Return the merge of float32 partials of this shape, or None if one native call cannot do it.
 
     The first call along an axis is collective.
@@ -70,10 +74,10 @@ def near_merge(axis: Axis, shape: tuple[int, ...], how: str) -> NearMerge | None
     short = PartialMessage(shape, torch.float32, torch.float32).is_native
     if mailboxes is None or not mailboxes.native or len(mailboxes.members) < axis.size or not short:
         return None
-    return NearMerge(axis, shape, how, mailboxes) if how in ("tree", "direct") else None
+    return HostMerge(axis, shape, how, mailboxes) if how in ("tree", "direct") else None
 
 
-def merge_near(
+def merge_in_host(
     message: Tensor, rows: int, width: int, axis: Axis, mailboxes: Mailboxes, steps: Sequence[Round] | None
 ) -> None:
     """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
@@ -92,7 +96,7 @@ def is_plain(partial: object, how: object, output: object, wire: object, base: o
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
     options = (
         isinstance(how, str),
-        output == "replicated",
+        output in OUTPUTS,
         wire is None,
         base == "e",
         type(checked) in (bool, type(None)),
@@ -106,15 +110,16 @@ def is_plain(partial: object, how: object, output: object, wire: object, base: o
     return fits
 
 
-def merge_as_one_call(partial: Partial, near: NearMerge, text: str, *, compares: bool) -> Partial:
+def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, compares: bool) -> Partial:
     """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
-    message = near.blank()
-    place = near.places(message)
+    message = merge.blank()
+    place = merge.places(message)
     place.out.copy_(partial.out)
     place.lse.copy_(partial.lse)
-    if not near.run(message, crc32(text.encode())):
+    if not merge.run(message, crc32(text.encode())):
         if not compares:  # ranks whose calls differ get NaN
             place.out.fill_(torch.nan)
         else:
-            MergeChecker(mesh_of(near.axis), "tree", True, lambda: text).after(message[:2], "merge_across")
-    return place
+            MergeChecker(mesh_of(merge.axis), "tree", True, lambda: text).after(message[:2], "merge_across")
+    heads = merge.heads(output)
+    return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))

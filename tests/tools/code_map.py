@@ -1,0 +1,62 @@
+"""Write the map of the code in docs/code.md from the first lines of its files: `python -m tests.tools.code_map`."""
+
+import ast
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from tests.test_rooms import FILES, LATE, ROOMS, imports
+
+PAGE = Path(__file__).parents[2] / "docs" / "code.md"
+FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
+PURPOSES = {
+    "errors": "the exceptions",
+    "core": "the mathematics, on tensors; no rank",
+    "kernels": "one device",
+    "mesh": "which rank holds and computes what, as values; nothing is sent",
+    "planner": "the price of a shape before a run",
+    "comm": "everything that crosses ranks",
+    "attention": "prefill and training",
+    "decode": "the cache and decoding",
+    "hf": "transformers",
+    "diffusers": "diffusion transformers",
+    "engines": "serving engines",
+    "cli": "the command",
+}
+
+
+def line_of(name: str) -> str:
+    """Return a file's line of the map: its path in the room, and the first line of its docstring."""
+    docstring = ast.get_docstring(ast.parse(FILES[name].read_text()))
+    assert docstring is not None
+    return f"- `{'/'.join(name.split('.')[1:]) or name}`: {docstring.splitlines()[0]}"
+
+
+def rooms() -> str:
+    """Return the map. In each room files come after those that they import."""
+    edges = {name: {other for other in imports(file) if (name, other) not in LATE} for name, file in FILES.items()}
+    order = [name for batch in _batches(edges) for name in sorted(batch)]
+    parts = []
+    for room in ROOMS:
+        lines = [line_of(name) for name in order if name.split(".")[0] == room]
+        parts.append("\n".join([f"### {room}: {PURPOSES[room]}\n", *lines, ""]))
+    return "\n".join(parts)
+
+
+def _batches(edges: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Return the files in batches that import only from earlier ones."""
+    sorter, found = TopologicalSorter(edges), []
+    sorter.prepare()
+    while sorter.is_active():
+        found.append(sorter.get_ready())
+        sorter.done(*found[-1])
+    return found
+
+
+def page() -> str:
+    """Return the page with the map as the code has it."""
+    before, rest = PAGE.read_text().split(FIRST)
+    return before + FIRST + "\n" + rooms() + "\n" + LAST + rest.split(LAST)[1]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
