@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import Any, NoReturn
+from typing import NoReturn
 from zlib import crc32
 
 import torch
@@ -42,9 +42,9 @@ from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import InputError, MeshError
+from attnmesh.errors import InputError
 from attnmesh.kernels.merge import use_triton
-from attnmesh.mesh.axes import Axis, device_type_of, group_named
+from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
 
@@ -183,20 +183,6 @@ def _compares(partial: object, axis: Axis, how: str, checked: bool | None) -> bo
     return checked is not False
 
 
-def axis_of(group: Any, subject: str) -> Axis:
-    """Return the axis of a process group, or of a mesh of one axis."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if group is None and ranks == 1:
-        return Axis()
-    if isinstance(group, DeviceMesh) and group.ndim == 1:
-        group = group.get_group()
-    if not isinstance(group, ProcessGroup):
-        given = f"None in a world of {ranks} ranks" if group is None else repr(group)
-        fix = 'pass dist.group.WORLD, mesh.get_group(axis), or one axis of a mesh, as mesh["keys"]'
-        raise MeshError(f"{subject} group", "a process group that holds this rank, or a mesh of one axis", given, fix)
-    return Axis(group.size(), group.rank(), group)
-
-
 # --- partials of a step of decoding, and of `merge_across` once its arguments are checked ---
 
 
@@ -219,9 +205,7 @@ def merge_ranks(
         partial: Attention over this rank's keys.
         checksum: Checksum of the call, as `checksum_of` returns it.
         axis: The ranks that merge.
-        how: As in `merge_across`.
-        output: As in `merge_across`.
-        wire: As in `merge_across`.
+        how, output, wire: As in `merge_across`.
         canonical: Merge even ranks with odd ranks last, as in `decode(reproducible=True)`. Otherwise ranks of a host
             merge first.
         message: A message that already holds the checksum and the partial.
@@ -284,31 +268,30 @@ def fastest_merge(axis: Axis) -> str:
     """
     losses = []
     for batch in TRIAL_BATCHES:
-        seconds = _time_merges(axis, PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32))
-        nanoseconds = [int(1e9 * seconds[how]) for how in ("tree", "direct")]
-        slowest = [max(column) for column in zip(*all_gather_ints(nanoseconds, [axis]), strict=True)]
+        own = _time_merges(axis, PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32))
+        slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     tree, direct = (max(column) for column in zip(*losses, strict=True))
     return "direct" if direct < tree else "tree"
 
 
-def _time_merges(axis: Axis, form: PartialMessage) -> dict[str, float]:
-    """Return this rank's median seconds of a merge by tree and direct, which take turns."""
+def _time_merges(axis: Axis, form: PartialMessage) -> list[int]:
+    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns."""
     mailboxes = mailboxes_of(axis, torch.device("cpu"))
     calls = TRIAL_CALLS if mailboxes is not None and len(mailboxes.members) == axis.size else 1
-    seconds: dict[str, list[float]] = {"tree": [], "direct": []}
+    nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
     token = current_traffic.set(None)
     try:
         for _ in range(TRIALS):
-            for how, times in seconds.items():
+            for how, times in nanoseconds.items():
                 start = perf_counter()
                 for _ in range(calls):
                     message = torch.zeros(form.size, dtype=torch.uint8, device="cpu")
                     _merge_messages(message, form, axis, how, False)
-                times.append((perf_counter() - start) / calls)
+                times.append(1e9 * (perf_counter() - start) / calls)
     finally:
         current_traffic.reset(token)
-    return {how: median(times[1:]) for how, times in seconds.items()}
+    return [int(median(times[1:])) for times in nanoseconds.values()]
 
 
 def _merge_messages(
@@ -336,8 +319,7 @@ def _merge_messages(
 
 def _is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:
     """Return True if all ranks share a host, where one native call merges all heads sooner than each rank its own."""
-    is_native = device.type == "cpu" and form.is_native
-    return is_native and host_merge_for(axis, form.shape, "direct") is not None
+    return device.type == "cpu" and form.is_native and host_merge_for(axis, form.shape, "direct") is not None
 
 
 def _send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:

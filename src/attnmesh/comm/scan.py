@@ -21,12 +21,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import agree_on_call, describe_call
-from attnmesh.comm.merge import axis_of
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.checks import check_checked, check_one_device, check_tensor, require, without_autocast
 from attnmesh.core.partial import sum_dtype
 from attnmesh.errors import ArgumentError, DtypeError, ShapeError
-from attnmesh.mesh.axes import Axis, Mesh, group_named
+from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
 
 
 class AffineMap(NamedTuple):

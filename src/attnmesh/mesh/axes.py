@@ -12,6 +12,7 @@ it divides, not for the one that travels along it: queries travel along the keys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -195,3 +196,17 @@ def group_named(name: str) -> ProcessGroup | None:
     """Return the process group of that name, or None for an empty name."""
     group: ProcessGroup | None = distributed_c10d._resolve_process_group(name) if name else None  # type: ignore
     return group
+
+
+def axis_of(group: Any, subject: str) -> Axis:
+    """Return the axis of a process group, or of a mesh of one axis."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if group is None and ranks == 1:
+        return Axis()
+    if isinstance(group, DeviceMesh) and group.ndim == 1:
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        given = f"None in a world of {ranks} ranks" if group is None else repr(group)
+        fix = 'pass dist.group.WORLD, mesh.get_group(axis), or one axis of a mesh, as mesh["keys"]'
+        raise MeshError(f"{subject} group", "a process group that holds this rank, or a mesh of one axis", given, fix)
+    return Axis(group.size(), group.rank(), group)
