@@ -266,6 +266,8 @@ def warn_once(message: str) -> None:
 def autocast_enabled(*tensors: Tensor) -> bool:
     """Return True if autocast is enabled for the tensors' device."""
     first = tensors[0]
+    if isinstance(first, Tensor) and first.is_cpu and not torch.is_autocast_enabled("cpu"):
+        return False  # the common case of a step, in one call
     if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
         return False
     if not torch.is_autocast_enabled(first.device.type):

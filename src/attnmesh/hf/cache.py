@@ -77,6 +77,10 @@ class ShardedCache(StoredLayers):
         call = describe_call("ShardedCache", **options)
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
+        self.stock_window = (
+            None if getattr(self.config, "layer_types", None) else getattr(self.config, "sliding_window", None)
+        )
+        """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
         self.mesh, self.ranks = mesh, place.shape.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block)
         self.merge, self.output, self.reproducible = merge, output, reproducible
@@ -132,13 +136,22 @@ class ShardedCache(StoredLayers):
         softcap: float | None = None,
     ) -> Tensor:
         """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
-        options: dict[str, Any] = {"merge": self.merge, "output": self.output, "reproducible": self.reproducible}
-        options["kernel"] = self.kernel
         if self.shares > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
             given, fits = f"{q.shape[1]}", q.shape[1] == heads
             require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
-        return decode(q, kv, mask=mask, scale=scale, softcap=softcap, sinks=sinks, **options)
+        return decode(
+            q,
+            kv,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            merge=self.merge,
+            output=self.output,
+            reproducible=self.reproducible,
+            kernel=self.kernel,
+        )
 
     @property
     def held(self) -> int:

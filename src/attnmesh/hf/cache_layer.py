@@ -121,8 +121,9 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _extended_by(self, pending: PendingKV) -> KVCache | None:
         """Return the cache that the tokens extend; None if a new one is made: an empty cache of another batch."""
-        replaced = self.kv is not None and self.kv.sizes.batch != len(pending.k) and not self.kv.length
-        return None if replaced else self.kv
+        kv = self.kv
+        replaced = kv is not None and kv.sizes.batch != pending.k.shape[0] and not kv.length
+        return None if replaced else kv
 
     def _must_grow(self, kv: KVCache, tokens: int) -> bool:
         return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity

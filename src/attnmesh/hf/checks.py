@@ -67,11 +67,12 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
 
 def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
     """Raise for anything but exact causal attention."""
-    fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
-    require(not dropout, KernelError, f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
-    causal = getattr(module, "is_causal", True) and more.get("is_causal") is not False
-    given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
-    require(causal, MaskError, f"{SUBJECT} is_causal", "causal attention", given, fix)
+    if dropout:
+        fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
+        raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
+    if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
+        given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
+        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, fix)
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"
@@ -129,10 +130,9 @@ def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> 
 
 def _check_window(pending: PendingKV, spec: MaskSpec) -> None:
     """Raise if the model's stock cache drops tokens that a causal mask would show to its layers."""
-    config = pending.layer.cache.config
-    window = getattr(config, "sliding_window", None)
-    if window and not getattr(config, "layer_types", None) and spec.mask == Causal():
-        given = f"a causal mask in {config.model_type}, whose stock cache keeps {window} tokens"
+    window = pending.layer.cache.stock_window
+    if window and spec.mask == Causal():
+        given = f"a causal mask in {pending.layer.cache.config.model_type}, whose stock cache keeps {window} tokens"
         fix = "set config.sliding_window = None"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", given, fix)
 

@@ -108,11 +108,10 @@ def check_model(model: PreTrainedModel) -> None:
 
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
     """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
-    given, fix = (
-        config._attn_implementation,
-        f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf',
-    )
-    require(given == NAME, KernelError, subject, f"a model with attn_implementation {NAME!r}", repr(given), fix)
+    if config._attn_implementation != NAME:
+        expected = f"a model with attn_implementation {NAME!r}"
+        fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
+        raise KernelError(subject, expected, repr(config._attn_implementation), fix)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
