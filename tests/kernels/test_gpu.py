@@ -14,7 +14,7 @@ from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import merge
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
-from attnmesh.core.partial import Partial, collapse
+from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from tests.support import histories, mesh_problems
 from tests.support.pool import Pool
@@ -128,7 +128,7 @@ def shared(ranks: int, steps: int) -> list[float]:
         )
         mine = Partial(*(x[axis.index].cuda() for x in everyone))
         merged = merge.merge_across(mine, dist.group.WORLD, how="direct")
-        expected = collapse(Partial(*(x.double() for x in everyone)))
+        expected = merge_stack(Partial(*(x.double() for x in everyone)))
         errors.append(float((merged.out.cpu().double() - expected.out).abs().max()))
     return errors
 

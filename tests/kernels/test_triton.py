@@ -18,7 +18,7 @@ from attnmesh.comm.message import MODULUS, PartialMessage, checksum_of
 from attnmesh.core.digest import digest
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import Partial, collapse, with_sinks
+from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.decode.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
@@ -160,7 +160,7 @@ def test_random_messages_are_merged_in_one_launch(seed: int, monkeypatch: pytest
             else:
                 checksum = torch.tensor([number, -number])
                 everyone[rank].merge(form.message(checksum, Partial(out, lse)), shape, take=False)
-        exact = collapse(Partial(*(x.double() for x in partials)))
+        exact = merge_stack(Partial(*(x.double() for x in partials)))
         for rank in range(ranks):
             if rank == ranks - 1 and fault.endswith("message"):
                 continue
@@ -224,7 +224,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
     blind = torch.rand(shape) < 0.3
     partials.lse[blind], partials.out[blind] = -torch.inf, 0.0
     sinks = torch.randn(shape[2]) if random.random() < 0.5 else None
-    exact = with_sinks(collapse(Partial(*(x.double() for x in partials))), sinks)
+    exact = with_sinks(merge_stack(Partial(*(x.double() for x in partials))), sinks)
     if random.random() < 0.5:
         form = PartialMessage(
             tuple(partials.out.shape[1:]), torch.float32, random.choice((torch.float32, torch.bfloat16))
@@ -239,7 +239,7 @@ def test_random_merges_agree_with_float64(seed: int) -> None:
         if min(numbers) < max(numbers):
             assert whole.out.isnan().all()
             return
-        given, sinks, exact = whole, None, collapse(Partial(*(x.double() for x in partials)))
+        given, sinks, exact = whole, None, merge_stack(Partial(*(x.double() for x in partials)))
         rounding = 2**-8 if form.out == torch.bfloat16 else 1e-6
     else:
         given, rounding = merging.merge_stacked(partials, sinks=sinks), 1e-6

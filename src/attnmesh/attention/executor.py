@@ -16,7 +16,7 @@ from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, join, sum_dtype
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.driver import Counts, identity
 from attnmesh.kernels.driver import backward as kernel_backward
@@ -81,7 +81,7 @@ def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
         out, lse = task.attend(q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
-        total = partial if total is None else join([total, partial])
+        total = partial if total is None else merge_unchecked([total, partial])
     assert total is not None  # every schedule has a step
     return total
 
@@ -186,7 +186,7 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into the partial of all of them."""
     for tokens, part in parts:
         places = tokens.to(part[0].device)
-        merged = join([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
+        merged = merge_unchecked([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
         for whole, some in zip(total, merged, strict=True):
             whole.index_copy_(2, places, some)
 

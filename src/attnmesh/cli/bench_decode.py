@@ -20,7 +20,7 @@ from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.cli.netns import World, run_on, send_rows
 from attnmesh.cli.timing import Call, Timing, peak_memory, race
 from attnmesh.comm.merge_checks import MERGE_CHOICES
-from attnmesh.core.partial import Partial, join
+from attnmesh.core.partial import Partial, merge_unchecked
 
 WIDTH = 128
 
@@ -225,7 +225,7 @@ def ring(q: Tensor, held: Sequence[Tensor], counts: Sequence[int]) -> Partial:
         for work in works:
             work.wait()
         held = coming
-    return join(partials)
+    return merge_unchecked(partials)
 
 
 # --- what the same bits cost, and a long context ---

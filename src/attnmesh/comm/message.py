@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnmesh.comm.shared_memory import SLOT
 from attnmesh.core.digest import ROW, digest
-from attnmesh.core.partial import Partial, collapse
+from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.kernels.merge import launch_checksum, merge_stacked, use_triton
 from attnmesh.kernels.native.digest import digest_on_host, wrapped
 from attnmesh.kernels.triton_runtime import interpreted
@@ -79,7 +79,7 @@ class PartialMessage:
         """Return the merge of several messages as one message."""
         checksums, partials = self.read(rows)
         if not use_triton(partials.lse):
-            return self.message(checksums.amax(0), collapse(partials))
+            return self.message(checksums.amax(0), merge_stack(partials))
         message = self.blank(rows.device)
         checksum, place = self.places(message)
         merge_stacked(partials, place, checksums=checksums, checksum=checksum)
@@ -89,7 +89,7 @@ class PartialMessage:
         """Return the maximum of the checksums and the merge of the partials of several messages."""
         checksums, partials = self.read(rows)
         if not use_triton(partials.lse):
-            return checksums.amax(0), collapse(partials)
+            return checksums.amax(0), merge_stack(partials)
         checksum = checksums.new_empty(2)
         return checksum, merge_stacked(partials, checksums=checksums, checksum=checksum)
 

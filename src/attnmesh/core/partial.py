@@ -63,7 +63,9 @@ def merge(*partials: Partial) -> Partial:
     lses = torch.broadcast_tensors(*(lse for _, lse in partials))
     # Rows that are empty in every partial are filled in afterwards: a softmax over -inf has no gradient.
     empty = torch.stack(lses).detach().amax(0) == -torch.inf
-    joined = join([Partial(out, lse.masked_fill(empty, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)])
+    joined = merge_unchecked(
+        [Partial(out, lse.masked_fill(empty, 0.0)) for (out, _), lse in zip(partials, lses, strict=True)]
+    )
     return Partial(joined.out.masked_fill(empty.unsqueeze(-1), 0.0), joined.lse.masked_fill(empty, -torch.inf))
 
 
@@ -74,7 +76,7 @@ def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
     return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
 
 
-def join(partials: Sequence[Partial]) -> Partial:
+def merge_unchecked(partials: Sequence[Partial]) -> Partial:
     """Return the merge of partials, without checks and without gradients in empty rows."""
     weights, lse = _weights(torch.stack([lse for _, lse in partials]))
     # Summed in order, so that the bits of two terms do not depend on which comes first.
@@ -84,8 +86,11 @@ def join(partials: Sequence[Partial]) -> Partial:
     return Partial(out.to(reduce(torch.promote_types, [out.dtype for out, _ in partials])), lse)
 
 
-def collapse(stacked: Partial) -> Partial:
-    """Return the merge of partials stacked along a first dim, in float32 or wider. For two, the bits match `join`."""
+def merge_stack(stacked: Partial) -> Partial:
+    """Return the merge of partials stacked along a first dim, in float32 or wider.
+
+    For two partials the bits are those of `merge_unchecked`.
+    """
     weights, lse = _weights(stacked.lse)
     return Partial((stacked.out.to(sum_dtype(stacked.out.dtype)) * weights).sum(0), lse)
 

@@ -14,7 +14,7 @@ from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, join, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible_counts
@@ -192,7 +192,7 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
         result = _merge_blocks(stacks, query)
     elif view.shared:
         plain = query._replace(sinks=None, into=None)
-        result = join([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
+        result = merge_unchecked([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
     else:
         return kernel.attend_cache(query, view)
     return copy_into(with_sinks(result, query.sinks), query.into)
@@ -201,7 +201,7 @@ def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial
 def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
     """Return the merge of the parts of a cache: along the tree over blocks, if each part is a stack of blocks."""
     if query.block is None:
-        return stacks[0] if len(stacks) == 1 else join(stacks)
+        return stacks[0] if len(stacks) == 1 else merge_unchecked(stacks)
     out, lse = (torch.cat(x) for x in zip(*stacks, strict=True))
     return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out.shape[-1], lse.dtype)
 
@@ -247,7 +247,7 @@ def _attend_padded(
             band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
             counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
             some_keys, some_values = (x[only, :, start:stop] for x in (keys, values))
-            total = join([total, _widen(run(q[only], some_keys, some_values, band, counts=counts))])
+            total = merge_unchecked([total, _widen(run(q[only], some_keys, some_values, band, counts=counts))])
         partials.append(total)
     out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     blind = ~token_mask[:, None]

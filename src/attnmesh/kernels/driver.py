@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.core.checks import check_choice, without_autocast
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, join, sum_dtype
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
 from attnmesh.kernels.cache_view import CacheKernel
@@ -149,7 +149,7 @@ def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list
         rows = Partial(*(x[:, :, block.queries] for x in total))
         partial = _attend(kernel, *_select(q, k, v, block), block, logits)
         if block.queries.start < done:
-            partial = join([rows, partial])
+            partial = merge_unchecked([rows, partial])
         rows.out.copy_(partial.out)
         rows.lse.copy_(partial.lse)
         done = max(done, block.queries.stop)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.digest import bits
-from attnmesh.core.partial import Partial, collapse, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, merge_stack, sum_dtype, with_sinks
 from attnmesh.kernels.triton_runtime import installed, interpreted, launch, parts
 
 ROWS = 16
@@ -32,7 +32,7 @@ def merge_stacked(
     disagree and the result is NaN.
     """
     if not use_triton(stacked.lse):
-        return copy_into(with_sinks(collapse(stacked), sinks), into)
+        return copy_into(with_sinks(merge_stack(stacked), sinks), into)
     if into is None:
         shape = stacked.out.shape[1:]
         out = stacked.out.new_empty(shape, dtype=sum_dtype(stacked.out.dtype))
