@@ -1,5 +1,6 @@
 """Ranks whose calls differ: when they compare calls, the error that all raise, and NaN where nothing is compared."""
 
+import re
 from collections.abc import Callable
 from itertools import permutations, product
 from typing import Any
@@ -97,7 +98,7 @@ def test_checked_compares_every_step_of_a_kind(pool: Pool) -> None:
     assert pool.run(2, later, None) == ["NaN"] * 2
     one, other = pool.run(2, later, True)
     assert one == other
-    assert "shards  q\n    0       torch.float32 [1, 4, 1, 16] of digest" in one
+    assert "ranks  q\n    0      torch.float32 [1, 4, 1, 16] of digest" in one
 
 
 CALLS: dict[str, Callable[[am.KVCache, bool], Any]] = {
@@ -122,7 +123,7 @@ def test_calls_of_a_cache_are_compared(pool: Pool, name: str, checked: bool | No
     one, other = pool.run(2, call, name, checked, times)
     assert one == other
     assert one[:-1] == ["numbers"] * (times - 1)
-    assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    shards  ")
+    assert one[-1].startswith(f"{name}: expected the same call on every rank, given:\n    ranks  ")
 
 
 def attended(checked: bool | None, on_cpu: bool, length: int | None) -> list[Any]:
@@ -157,7 +158,7 @@ def test_attention_compares_as_checked_says(
     one, other = pool.run(2, attended, checked, on_cpu, length)
     assert one == other
     assert one[:2] == [True, count]
-    assert "shards  mask\n    0       " in one[2]
+    assert "ranks  mask\n    0      " in one[2]
 
 
 def uncompared() -> bool:
@@ -196,7 +197,7 @@ def outcome_of_merge(checked: bool | None, how: str) -> str:
 def test_merges_of_unlike_partials(pool: Pool, checked: bool | None, how: str) -> None:
     one, two, three = pool.run(3, outcome_of_merge, checked, how)
     assert one == two == three
-    expected = "shards  out\n    0, 2    [1, 2, 3, 4]\n    1       [1, 2, 4, 4]\nFix"
+    expected = "ranks  out\n    0, 2   [1, 2, 3, 4]\n    1      [1, 2, 4, 4]\nFix"
     assert one == "NaN" if checked is False else expected in one
 
 
@@ -285,3 +286,18 @@ def test_an_unforeseen_error_is_raised_on_all_ranks(pool: Pool) -> None:
         "Fix: see the error of the rank that raised.",
         "MemoryError: no more",
     ]
+
+
+def _odd_dtype(odd: int) -> str:
+    """On a rank: the error of a call in which one rank of the world has another dtype."""
+    mesh = am.init_mesh((1, 2, 2))  # whose shards are not in the order of ranks
+    x = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16 if dist.get_rank() == odd else torch.float32)
+    with pytest.raises(MeshError) as caught:
+        am.attention(x, x, x, mesh=mesh, layout=am.Zigzag())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [1, 2])
+def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
+    for message in pool.run(4, _odd_dtype, odd):
+        assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message

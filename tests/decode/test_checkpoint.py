@@ -314,7 +314,7 @@ def test_folders_on_separate_disks_raise(pool: Pool, tmp_path: Path) -> None:
     assert one == other
     assert len(one) == 2
     assert "expected a folder that all ranks write to, given 104 of 200 tokens in " in one[0]
-    assert "load: expected the same call on every rank, given:\n    shards  of" in one[1]
+    assert "load: expected the same call on every rank, given:\n    ranks  of" in one[1]
 
 
 def test_next_save_ignores_files_of_an_interrupted_one(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ BAD_STEPS = [
     (
         "token",
         errors.MeshError,
-        r"same call on .*:\n    shards  q\n    0, 2    torch.float32 \[1, 4, 1, 8\] of digest \w+\n    1  ",
+        r"same call on .*:\n    ranks  q\n    0, 2   torch.float32 \[1, 4, 1, 8\] of digest \w+\n    1  ",
     ),
     (
         "shape",
@@ -304,10 +304,10 @@ BAD_STEPS = [
     ),
     ("width", errors.ShapeError, r"decode q: expected shape \(1, 'heads', 'length', 8\), given \(1, 4, 1, 4\)"),
     ("dtype", errors.DtypeError, r"decode q: expected torch.float32 on cpu, given torch.float64"),
-    ("mask", errors.MeshError, r"shards  mask\n    0, 2    Causal\(\)\n    1       Window\(3\)\nFix: "),
+    ("mask", errors.MeshError, r"ranks  mask\n    0, 2   Causal\(\)\n    1      Window\(3\)\nFix: "),
     ("dropout", errors.KernelError, "exact softmax attention under a mask of positions, given dropout_p="),
     ("unknown", errors.ArgumentError, "the arguments of its signature, given mesk="),
-    ("sinks", errors.MeshError, r"shards  sinks\n    0, 2    .*\n    1  "),
+    ("sinks", errors.MeshError, r"ranks  sinks\n    0, 2   .*\n    1  "),
     ("long message", errors.DtypeError, "decode scale: expected None, 0 or a number"),
     ("gather", errors.DtypeError, "decode scale: expected None, 0 or a number"),
     ("collective", errors.MeshError, "same call on every rank"),
@@ -413,12 +413,12 @@ def run_different_calls(kind: str) -> str:
 
 
 DIFFERENT_CALLS = {
-    "padding": "shards  padding and order\n    0       ",
-    "padding at once": "append: expected the same call on every rank, given:\n    shards  token_mask\n    0 ",
+    "padding": "ranks  padding and order\n    0      ",
+    "padding at once": "append: expected the same call on every rank, given:\n    ranks  token_mask\n    0 ",
     "shard padding": "append_shard: expected the same call on every rank",
     "shard padding width": "append_shard: expected the same call on every rank",
-    "order": "shards  padding and order\n    0       ",
-    "order at once": "shards  to\n    0       [",
+    "order": "ranks  padding and order\n    0      ",
+    "order at once": "ranks  to\n    0      [",
     "cut of shards": "truncate: expected a length from 0 to 6, given 100",
     "long": "decode: expected the same call on every rank",
     "device": "KVCache device: expected a device that PyTorch knows, given 'foo'",

@@ -140,7 +140,7 @@ def error_of_unequal_every(folder: Path) -> str:
 def test_ranks_agree_on_every(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, error_of_unequal_every, tmp_path)
     assert one == other
-    assert "expected the same call on every rank, given:\n    shards  checkpoint\n" in one
+    assert "expected the same call on every rank, given:\n    ranks  checkpoint\n" in one
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
@@ -250,7 +250,7 @@ def with_other_weights(folder: Path) -> str:
 def test_ranks_with_different_models_raise(pool: Pool, tmp_path: Path) -> None:
     one, other = pool.run(2, with_other_weights, tmp_path)
     assert one == other
-    assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    shards  model\n")
+    assert one.startswith("generate checkpoint: expected the same call on every rank, given:\n    ranks  model\n")
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(60), torch.zeros(1, 60), torch.zeros(1, 3, dtype=torch.int64)])

@@ -305,7 +305,7 @@ ERRORS = {
     "hidden states": "ArgumentError: generate: expected options that work on a mesh, given output_hidden_",
     "right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence, given pa",
     "inferred right padding": "MaskError: generate attention_mask: expected no padding at the end of a sequence,",
-    "other options": "MeshError: generate: expected the same call on every rank, given:\n    shards  max_new_tokens",
+    "other options": "MeshError: generate: expected the same call on every rank, given:\n    ranks  max_new_tokens",
     "checkpointing": "KernelError: generate: expected a model that uses its cache, given one in training with gradie",
     "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
     "a cache that is not used": "KernelError: attnmesh.hf use_cache: expected use_cache=True with a",

@@ -227,7 +227,7 @@ def test_ranks_with_different_weights_all_raise(layer: int, pool: Pool) -> None:
     assert first == second
     assert first[0] == "nothing"
     assert first[1].startswith("attnmesh.hf weights: expected the same call on every rank"), first[1]
-    assert "shards  k_proj.weight\n    0       torch.float32" in first[1], first[1]
+    assert "ranks  k_proj.weight\n    0      torch.float32" in first[1], first[1]
 
 
 def _routers() -> str:

@@ -264,4 +264,6 @@ def _check_shards(problem: Problem, table: Sequence[Sequence[int]]) -> None:
         if given != expected:
             fix = f"shard with am.shard and this layout, or correct {name}"
             counts = f"{given}, {sum(given)} in all"
-            raise ShapeError("attention", f"shards of {layout} of {name} {length}: {expected} tokens", counts, fix)
+            raise ShapeError(
+                "attention", f"shards of {layout} of {name} {length}: {expected} tokens by shard", counts, fix
+            )

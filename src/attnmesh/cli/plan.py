@@ -311,7 +311,8 @@ def _table(shown: Sequence[Plan]) -> Table:
 
 
 CAPTION = """\
-Fastest first; for each shape and exchange only the best placement on hosts. Bytes are the sum over all ranks."""
+Fastest first; for each shape and exchange only the best placement on hosts. Bytes are the sum over all ranks. Memory is
+that of attention: weights are not counted. --model with --decode counts them."""
 
 
 def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:

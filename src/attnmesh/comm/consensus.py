@@ -114,9 +114,10 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
         _drop_messages(mesh)
         all_texts = texts(mesh, text)
+        ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], mesh.axes)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
-        _raise(all_texts, [bool(row[1]) for row in table])
+        _raise(all_texts, [bool(row[1]) for row in table], [rank for (rank,) in ranks])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
@@ -176,7 +177,8 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _raise(texts: list[str], failed: list[bool]) -> None:
+def _raise(texts: list[str], failed: list[bool], ranks: list[int]) -> None:
+    """Raise the error of the first shard that failed, or else one with a table of the calls by rank."""
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:
             name, *parts = text.split(SEPARATOR)
@@ -185,29 +187,29 @@ def _raise(texts: list[str], failed: list[bool]) -> None:
     fix = "call it alike on all ranks of the mesh"
     if any(" of digest " in text for text in texts):
         fix += ", with the same inputs and, in a model, the same weights"
-    raise MeshError(subject, "the same call on every rank", _table(texts), fix) from None
+    raise MeshError(subject, "the same call on every rank", _table(texts, ranks), fix) from None
 
 
-def _table(texts: Sequence[str]) -> str:
-    """Return a table of the calls: a row for all shards with the same text, a column for each line that differs.
+def _table(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return a table of the calls: a row for all ranks with the same text, a column for each line that differs.
 
-    >>> print(_table(["decode\\ntokens: 60", "decode\\ntokens: 61", "decode\\ntokens: 60"]))
-        shards  tokens
-        0, 2    60
-        1       61
+    >>> print(_table(["decode\\ntokens: 60", "decode\\ntokens: 61", "decode\\ntokens: 60"], [0, 1, 2]))
+        ranks  tokens
+        0, 2   60
+        1      61
     """
-    shards_by_text = defaultdict(list)
-    for shard, text in enumerate(texts):
-        shards_by_text[text].append(str(shard))
+    ranks_by_text = defaultdict(list)
+    for rank, text in sorted(zip(ranks, texts, strict=True)):
+        ranks_by_text[text].append(str(rank))
     fields = []
-    for text in shards_by_text:
+    for text in ranks_by_text:
         name, *lines = text.splitlines()
         fields.append({"call": name, **dict(line.split(": ", 1) for line in lines)})
     names = [name for name in dict.fromkeys(chain(*fields)) if len({each.get(name) for each in fields}) > 1]
-    rows = [["shards", *names]]
+    rows = [["ranks", *names]]
     rows += [
-        [", ".join(shards), *(each.get(name, "-") for name in names)]
-        for shards, each in zip(shards_by_text.values(), fields, strict=True)
+        [", ".join(same), *(each.get(name, "-") for name in names)]
+        for same, each in zip(ranks_by_text.values(), fields, strict=True)
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,5 +1,6 @@
 """Device meshes over the ranks of a world, made after all ranks have compared their arguments."""
 
+import os
 from collections.abc import Sequence
 from typing import cast
 
@@ -57,9 +58,9 @@ def init_mesh(
         require(fits, DeviceError, "init_mesh", "a device of this machine", "cuda, without a GPU", fix)
         found = _checked_shape(shape)
         check_heads("init_mesh", found.ranks, q_heads, kv_heads)
-        world, fix = everyone().keys.size, "start more ranks, or ask mesh_shape for a smaller one"
-        fits, given = not dist.is_initialized() or found.ranks <= world, "x".join(map(str, found))
-        require(fits, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
+        world, fix = _world_size(), "start more ranks, or ask mesh_shape for a smaller one"
+        given = "x".join(map(str, found))
+        require(found.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
         return found
 
     def call(found: Shape) -> str:
@@ -130,6 +131,16 @@ def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int
     expected = f"meshes of one size that cover the {len(table)} ranks"
     require(covers and even, MeshError, subject, expected, " and ".join(map(str, groups)), fix)
     return groups
+
+
+def _world_size() -> int:
+    """Return the number of ranks of the world, which torchrun has started if there is no process group yet."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    fix = "start the script with torchrun --nproc-per-node, or pass mesh=None for one process"
+    started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys()
+    require(started, MeshError, "init_mesh", "a process group, or ranks that torchrun has started", "neither", fix)
+    return int(os.environ["WORLD_SIZE"])
 
 
 def _checked_shape(shape: object, subject: str = "init_mesh") -> Shape:

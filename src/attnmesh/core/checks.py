@@ -36,7 +36,7 @@ UNSUPPORTED_OPTIONS = {
     "alibi": _SCORE_FIX,
     "attn_mask": _MASK_FIX,
     "block_mask": _MASK_FIX,
-    "is_causal": "pass mask=Causal() or mask=Full()",
+    "causal": "pass mask=Causal() or mask=Full()",
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
@@ -206,13 +206,18 @@ def check_checked(subject: str, checked: object) -> None:
         raise ArgumentError(f"{subject} checked", "None, True or False", repr(checked), fix)
 
 
+ELSEWHERE = {"merge": "pass exchange= to attention, merge= to decode", "exchange": "pass merge= to decode"}
+"""Fixes for options of one function that are passed to another."""
+
+
 def check_unknown_options(subject: str, options: Mapping[str, object]) -> None:
     """Raise for any option; the error has a fix for options of other attention functions."""
     for name, value in options.items():
         plain, given = name.replace("soft_cap", "softcap"), f"{name}={short(value)}"
         fix = next((fix for part, fix in UNSUPPORTED_OPTIONS.items() if part in plain), None)
         if fix is None:
-            raise ArgumentError(subject, "the arguments of its signature", given, f"see help({subject})")
+            fix = ELSEWHERE.get(name, f"see help({subject})")
+            raise ArgumentError(subject, "the arguments of its signature", given, fix)
         raise KernelError(subject, "exact softmax attention under a mask of positions", given, fix)
 
 

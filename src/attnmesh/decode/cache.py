@@ -122,7 +122,7 @@ class KVCache(PagedCache, SavedCache):
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
-        layout = "block-cyclic" if self.is_block_cyclic else "not block-cyclic"
+        layout = "block-cyclic" if self.is_block_cyclic else "in the layout of a sharded prefill"
         return f"KVCache({self.sizes}, {self.length} tokens, {self.used} on this rank, {layout})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KVCache":

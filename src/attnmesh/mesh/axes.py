@@ -119,7 +119,7 @@ class Mesh:
         if device_mesh is None:
             return Mesh(Axis(), Axis(), Axis())
         if not isinstance(device_mesh, DeviceMesh):
-            fix = "make one with torch.distributed.device_mesh.init_device_mesh"
+            fix = "make one, as am.init_mesh((1, 2, 2))"
             raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
         names = device_mesh.mesh_dim_names or ()
         dims = attention_dims(device_mesh)

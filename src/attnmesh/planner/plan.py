@@ -332,10 +332,10 @@ def _memory_error(least: float, workload: Workload, cluster: Cluster) -> Cluster
     """Return an error with the number of hosts whose memory would do, where `least` bytes per rank are too many."""
     most = cluster.device.memory
     over = f"{(least - most) / 1e9:,.1f} GB too many"
-    given = f"{least / 1e9:,.1f} GB in the plan that needs least, {over}, on {cluster.world} ranks"
+    given = f"{least / 1e9:,.1f} GB without weights in the plan that needs least, {over}, on {cluster.world} ranks"
     left = most - workload.state_bytes  # of which every rank holds all
     hosts = ceil(min_memory(workload) / max(1.0, left) / cluster.ranks)
     many = hosts * cluster.ranks > MAX_RANKS
-    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, or fewer tokens"
+    fix = "take fewer tokens" if many else f"take about {hosts:,} hosts, more for the weights, or fewer tokens"
     fix = "take fewer sequences or smaller states" if left < 0 else fix
     return ClusterError(f"plan for {workload.phase}", f"at most {most / 1e9:,.1f} GB a rank", given, fix)
