@@ -301,3 +301,27 @@ def _odd_dtype(odd: int) -> str:
 def test_a_table_of_calls_names_ranks_of_the_world(odd: int, pool: Pool) -> None:
     for message in pool.run(4, _odd_dtype, odd):
         assert re.search(rf"\n    {odd}  +torch\.bfloat16", message), message
+
+
+def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
+    """On a rank: the errors of merges in which one rank has another `how`, each after a merge that is right."""
+    rank, ranks, messages = dist.get_rank(), dist.get_world_size(), []
+    group = dist.new_group()  # on which nothing was measured or merged yet
+    parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
+    for one, others in pairs:
+        with pytest.raises(InputError) as caught:
+            am.merge_across(parts[rank], group, how=one if rank == odd else others)
+        messages.append(str(caught.value))
+        for how in ("tree", "direct"):
+            out = am.merge_across(parts[rank], group, how=how).out
+            assert torch.allclose(out, torch.full_like(out, (ranks - 1) / 2)), (one, others, how)
+    return messages
+
+
+PAIRS = [*permutations(("tree", "direct", "gather", "allreduce"), 2), ("xx", "allreduce"), ("xx", "direct")]
+
+
+@pytest.mark.parametrize(("ranks", "odd"), [(2, 1), (3, 1), (4, 2)])
+def test_ranks_that_merge_in_other_ways_raise_alike_and_go_on(ranks: int, odd: int, pool: Pool) -> None:
+    first, *others = pool.run(ranks, _differ_in_how, PAIRS[:: 2 if ranks == 3 else 5], odd)
+    assert all(messages == first for messages in others)

@@ -24,6 +24,7 @@ PATH = [  # what a reader opens to follow `attention` and `decode` from the call
     "comm.p2p",
     "comm.message",
     "comm.merge",
+    "comm.merge_messages",
     "attention.attention",
     "attention.call",
     "attention.operator",

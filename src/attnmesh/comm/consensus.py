@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from attnmesh import errors
 from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.comm.topology import mesh_hosts
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
@@ -109,10 +110,13 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
     mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
+    for mailboxes in _mailboxes_of(mesh):
+        mailboxes.enter_agreement()
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
     if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
-        _drop_messages(mesh)
+        for mailboxes in _mailboxes_of(mesh):  # a merge along a tree sends other messages than one that is direct
+            mailboxes.realign()
         all_texts = texts(mesh, text)
         ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], mesh.axes)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
@@ -121,13 +125,20 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
-def _drop_messages(mesh: Mesh) -> None:
-    """Drop messages of calls that differ: a merge along a tree sends others than one that is direct."""
-    lines = [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
-    for mailboxes in tuple(WORLD.mailboxes):
-        is_whole = len(mailboxes.ranks) == mesh.shape.ranks and all(line <= mailboxes.ranks for line in lines)
-        if is_whole or mailboxes.ranks in lines:
-            mailboxes.realign()
+def _mailboxes_of(mesh: Mesh) -> list[Mailboxes]:
+    """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks."""
+    lines = _lines(mesh) if WORLD.mailboxes else []
+    return [boxes for boxes in tuple(WORLD.mailboxes) if boxes.ranks in lines or _are_all(boxes.ranks, mesh, lines)]
+
+
+@cached_per_world(1024)
+def _lines(mesh: Mesh) -> list[frozenset[int]]:
+    """Return the ranks of the world along each axis of this rank."""
+    return [frozenset(dist.get_process_group_ranks(axis.group)) for axis in mesh.axes if axis.group is not None]
+
+
+def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]]) -> bool:
+    return len(ranks) == mesh.shape.ranks and all(line <= ranks for line in lines)
 
 
 class CallChecker:

@@ -14,7 +14,7 @@ from attnmesh.comm.counters import count_messages, timed_merge
 from attnmesh.comm.failures import Watched
 from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
-from attnmesh.comm.shared_memory import Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.known_calls import are_plain
@@ -56,8 +56,12 @@ class HostMerge:
         """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
         start, number = message.data_ptr(), wrapped(number)
         memmove(start, CHECKSUM.pack(number % MODULUS, -(number % MODULUS)), CHECKSUM.size)
-        with timed_merge():
-            merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+        try:
+            with timed_merge():
+                merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+        except CallsDifferError:  # the ranks that compare their calls wait for this one
+            message[:2] = DIFFERENT
+            return False
         first, second = cast(tuple[float, float], CHECKSUM.unpack(string_at(start, CHECKSUM.size)))
         return first + second == 0
 

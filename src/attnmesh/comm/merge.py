@@ -10,21 +10,17 @@ A merge sends one message a step, of a size that does not depend on the context.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
-from time import perf_counter
 from typing import NoReturn
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.counters import count_messages, current_traffic, timed_merge
-from attnmesh.comm.failures import collective
-from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call, merge_in_host
+from attnmesh.comm.counters import timed_merge
+from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call
 from attnmesh.comm.merge_checks import (
     BASES,
     MERGE_CHOICES,
@@ -35,11 +31,16 @@ from attnmesh.comm.merge_checks import (
     check_partial,
     mesh_of,
 )
+from attnmesh.comm.merge_messages import (
+    chosen_merge,
+    is_one_call,
+    merge_by_allreduce,
+    merge_messages,
+    send_heads,
+)
 from attnmesh.comm.message import PartialMessage, checksum_of
-from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
-from attnmesh.comm.shared_memory import SLOT
+from attnmesh.comm.shared_memory import DIFFERENT, SLOT, CallsDifferError
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
-from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError
@@ -47,12 +48,6 @@ from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
-
-TRIAL_BATCHES = (1, 8)
-"""Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
-
-TRIALS, TRIAL_CALLS = 5, 5
-"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
 
 
 def merge_across(
@@ -214,25 +209,30 @@ def merge_ranks(
         return partial, checksum
     dtype = sum_dtype(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
-    how = chosen_merge(axis, how, output, checksum.device)
-    # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
-    if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
-        compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
-        if float(compared.sum()) != 0:
-            return partial, compared
-    with timed_merge():
-        shared = symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
-        if shared is not None and (wide_form := replace(form, out=form.lse)).size <= shared.longest:
-            form = wide_form
-            message = form.message(checksum, partial) if message is None else message
-            checksum, whole = shared.merge(message, form.shape)
-        elif how == "direct" and output == "heads" and not _is_one_call(form, axis, checksum.device):
-            return _send_heads(partial, checksum, form, axis)
-        elif how == "allreduce":
-            checksum, whole = _allreduce(partial, checksum, form, axis)
-        else:
-            message = form.message(checksum, partial) if message is None else message
-            checksum, whole = _merge_messages(message, form, axis, how, canonical)
+    try:
+        how = chosen_merge(axis, how, output, checksum.device)
+        # A rank that expects a shorter message cannot receive this one: compare checksums in a short message first.
+        if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
+            compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
+            if float(compared.sum()) != 0:
+                return partial, compared
+        with timed_merge():
+            shared = (
+                symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
+            )
+            if shared is not None and (wide_form := replace(form, out=form.lse)).size <= shared.longest:
+                form = wide_form
+                message = form.message(checksum, partial) if message is None else message
+                checksum, whole = shared.merge(message, form.shape)
+            elif how == "direct" and output == "heads" and not is_one_call(form, axis, checksum.device):
+                return send_heads(partial, checksum, form, axis)
+            elif how == "allreduce":
+                checksum, whole = merge_by_allreduce(partial, checksum, form, axis)
+            else:
+                message = form.message(checksum, partial) if message is None else message
+                checksum, whole = merge_messages(message, form, axis, how, canonical)
+    except CallsDifferError:  # the ranks that compare their calls wait for this one
+        return partial, torch.full_like(checksum, DIFFERENT)
     heads = axis.share_of(form.shape[1]) if output == "heads" else slice(None)
     return Partial(*(x[:, heads] for x in whole)), checksum
 
@@ -251,99 +251,3 @@ def send_poison(axis: Axis, how: str, output: str, like: Tensor | None = None, *
     like = torch.empty(0, device=device_type_of(axis.group)) if like is None else like
     how, output = (given if given in known else "auto" for given, known in ((how, MERGE_CHOICES), (output, OUTPUTS)))
     return exchange_checksums(axis, how, output, like.new_full((2,), torch.inf), canonical=canonical)
-
-
-def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
-    """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
-    best = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
-    return how if how != "auto" else "direct" if output == "heads" else best
-
-
-@cached_per_world()
-def fastest_merge(axis: Axis) -> str:
-    """Return the fastest merge along an axis of CPUs, measured at the first call, alike on all ranks.
-
-    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
-    is the one that loses least to the other, over short and long messages.
-    """
-    losses = []
-    for batch in TRIAL_BATCHES:
-        own = _time_merges(axis, PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32))
-        slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]
-        losses.append([count / min(slowest) for count in slowest])
-    tree, direct = (max(column) for column in zip(*losses, strict=True))
-    return "direct" if direct < tree else "tree"
-
-
-def _time_merges(axis: Axis, form: PartialMessage) -> list[int]:
-    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns."""
-    mailboxes = mailboxes_of(axis, torch.device("cpu"))
-    calls = TRIAL_CALLS if mailboxes is not None and len(mailboxes.members) == axis.size else 1
-    nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
-    token = current_traffic.set(None)
-    try:
-        for _ in range(TRIALS):
-            for how, times in nanoseconds.items():
-                start = perf_counter()
-                for _ in range(calls):
-                    message = torch.zeros(form.size, dtype=torch.uint8, device="cpu")
-                    _merge_messages(message, form, axis, how, False)
-                times.append(1e9 * (perf_counter() - start) / calls)
-    finally:
-        current_traffic.reset(token)
-    return [int(median(times[1:])) for times in nanoseconds.values()]
-
-
-def _merge_messages(
-    message: Tensor, form: PartialMessage, axis: Axis, how: str, canonical: bool
-) -> tuple[Tensor, Partial]:
-    """Merge along a tree, whose bits do not depend on which of two messages comes first; else gather all messages."""
-    if how == "gather":
-        rows = list(message.new_empty(axis.size, len(message)))
-        collective(axis, "merging", dist.all_gather, rows, message)
-        count_messages(axis.size - 1, len(message))
-        return form.merge(torch.stack(rows))
-    mailboxes, steps = mailboxes_of(axis, message.device), rounds(axis, canonical)[axis.index]
-    if mailboxes is not None and mailboxes.native and form.is_native and not canonical:
-        if how == "tree":  # rounds inside the host come first
-            inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
-            merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])
-            steps = steps[inside:]
-        elif len(mailboxes.members) == axis.size:
-            merge_in_host(message, *form.sizes, axis, mailboxes, None)
-            return form.partial(message)
-    if how == "direct":
-        return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
-    return form.partial(tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message)
-
-
-def _is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:
-    """Return True if all ranks share a host, where one native call merges all heads sooner than each rank its own."""
-    return device.type == "cpu" and form.is_native and host_merge_for(axis, form.shape, "direct") is not None
-
-
-def _send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
-    """Send each rank the partials of its own heads."""
-    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
-    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
-    mine = shares[axis.index]
-    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    checksum, partial = form.merge(all_to_all_bytes(messages, axis, mailboxes_of(axis, checksum.device)))
-    return partial, checksum
-
-
-def _allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Tensor, Partial]:
-    """Merge by three all-reduces, as Algorithm 3 of Tree Attention does."""
-    peaks = torch.cat([checksum, partial.lse.flatten()])
-    collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
-    peak = peaks[2:].view(partial.lse.shape)
-    weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
-    # Collectives add memory to memory, so all ranks' tensors need the same strides.
-    numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
-    denominator = weight.clone(memory_format=torch.contiguous_format)
-    collective(axis, "merging", dist.all_reduce, numerator)
-    collective(axis, "merging", dist.all_reduce, denominator)
-    sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
-    count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a bandwidth-optimal all-reduce
-    out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
-    return peaks[:2], Partial(out, peak + denominator.log())

@@ -9,7 +9,7 @@ from torch import Tensor
 from attnmesh.comm.consensus import agree, describe_call
 from attnmesh.core.checks import check_choice, check_dtype, check_one_device, check_tensor, require
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.planner.decode_cost import COLLECTIVE, MERGES
 
@@ -30,6 +30,8 @@ def check_partial(partial: Partial, wire: torch.dtype | None, base: str) -> None
     check_tensor("merge_across out", out)
     check_tensor("merge_across lse", lse)
     check_one_device("merge_across", {"out": out, "lse": lse})
+    fix = "compute it on the ranks' device"
+    require(not out.is_meta, DeviceError, "merge_across", "a partial with values", "one on the meta device", fix)
     if not out.is_floating_point() or lse.dtype != sum_dtype(out.dtype):
         given = f"out {out.dtype}, lse {lse.dtype}"
         raise DtypeError("merge_across", "out in floats and lse in float32, or both in float64", given, "cast lse")

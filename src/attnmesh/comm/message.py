@@ -37,8 +37,9 @@ class PartialMessage:
     @property
     def size(self) -> int:
         """Bytes of a message."""
-        rows, _ = self.sizes
-        return (2 + rows) * self.lse.itemsize + rows * self.shape[-1] * self.out.itemsize
+        rows, width = self.sizes
+        head, out = (2 + rows) * self.lse.itemsize, rows * width * self.out.itemsize
+        return head + -(-out // self.lse.itemsize) * self.lse.itemsize  # whole numbers of lse's dtype, to be viewed so
 
     @property
     def is_native(self) -> bool:
@@ -64,8 +65,9 @@ class PartialMessage:
         out = partial.out.to(self.out).reshape(-1)
         if self.out == self.lse:
             return torch.cat((checksum, partial.lse.reshape(-1), out)).view(torch.uint8)
-        parts = (checksum, partial.lse.reshape(-1)), (out,)
-        return torch.cat([torch.cat(part).view(torch.uint8) for part in parts])
+        head = torch.cat((checksum, partial.lse.reshape(-1))).view(torch.uint8)
+        padding = head.new_zeros(self.size - head.nbytes - out.nbytes)
+        return torch.cat([head, out.view(torch.uint8), padding])
 
     def read(self, rows: Tensor) -> tuple[Tensor, Partial]:
         """Return the checksums and the partials of several messages, stacked."""

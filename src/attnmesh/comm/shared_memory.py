@@ -13,7 +13,8 @@ import os
 import platform
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import CDLL, memmove
+from ctypes import CDLL, memmove, string_at
+from math import isinf
 from pathlib import Path
 from time import monotonic, sleep
 from typing import cast
@@ -33,6 +34,12 @@ MAX_MEMORY = 1 << 26
 
 HEAD = 128
 """Bytes before a message: one cache line for each counter."""
+
+SIZE, RECEIVED = 2, 8
+"""Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
+
+DIFFERENT = 1e38
+"""Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
 
 ORDERED = ("x86_64", "amd64", "AMD64")
 """Processors that see the stores of another processor in program order."""
@@ -61,6 +68,10 @@ SEND, COPY, MERGE, AWAIT, OWN = range(5)
 
 _yield = CDLL(None).sched_yield if os.name == "posix" else int
 """Yield the processor, also to other threads of this process."""
+
+
+class CallsDifferError(Exception):
+    """A rank compares its call with the others', while this one waits for a message in another call."""
 
 
 class PeerLostError(RuntimeError):
@@ -97,6 +108,8 @@ class Mailboxes:
         self.processes = dict(zip(members, processes, strict=True))
         self.timeout, self.yield_seconds, self.native = timeout, yield_seconds, native
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
+        self.agreements = 0
+        """Comparisons of calls that this rank has begun with the other members."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -115,21 +128,26 @@ class Mailboxes:
             self._exchange([self._sending(peer)], message)
             return
         box = self._box(self.mine, self.members[peer])
-        self._wait(box // 8 + 8, self.sent[peer], peer)
+        self._wait(box // 8 + RECEIVED, self.sent[peer], peer)
         memmove(self.start + box + HEAD, message.data_ptr(), len(message))
+        self.words[box // 8 + SIZE] = len(message)
         self.sent[peer] += 1
         self.words[box // 8] = self.sent[peer]  # after the message itself
 
     def recv(self, peer: int, into: Tensor) -> None:
-        """Wait for the next message of a peer, and copy its first bytes."""
+        """Wait for the next message of a peer, and copy it. The checksum of one of another size becomes `DIFFERENT`."""
         if self.native:
             self._exchange([self._receiving(COPY, peer)], into)
             return
         box = self._box(self.members[peer], self.mine)
         self.received[peer] += 1
         self._wait(box // 8, self.received[peer], peer)
-        memmove(into.data_ptr(), self.start + box + HEAD, len(into))
-        self.words[box // 8 + 8] = self.received[peer]
+        if self.words[box // 8 + SIZE] == len(into):
+            memmove(into.data_ptr(), self.start + box + HEAD, len(into))
+        else:
+            mark = _mark_of(string_at(self.start + box + HEAD, 16))
+            memmove(into.data_ptr(), mark, min(len(into), len(mark)))
+        self.words[box // 8 + RECEIVED] = self.received[peer]
 
     def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
@@ -164,11 +182,15 @@ class Mailboxes:
         for kind, peer, count in steps:
             writer, reader = (self.mine, self.members[peer])[:: 1 if kind == SEND else -1]
             fields += STEP.pack(kind, self._box(writer, reader), count)
-        function, done, blocked, since = cast(Exchange, library().exchange), 0, -1, 0.0
+        function, done, blocked, since, is_ahead = cast(Exchange, library().exchange), 0, -1, 0.0, False
         while (done := function(fields, done)) < len(steps):
+            peer = steps[done][1]
             if done != blocked:
-                blocked, since = done, monotonic()
-            self._check_alive(steps[done][1], since)
+                blocked, since, is_ahead = done, monotonic(), False
+            if is_ahead:  # before the last wait, which would have found its message
+                raise CallsDifferError
+            is_ahead = self._is_ahead(peer)
+            self._check_alive(peer, since)
 
     def _box(self, writer: int, reader: int) -> int:
         """Return the offset of a box."""
@@ -188,7 +210,14 @@ class Mailboxes:
                 sleep(NAP)
             if now - checked > CHECK_INTERVAL:
                 checked = now
+                if self._is_ahead(peer) and words[word] < count:
+                    raise CallsDifferError
                 self._check_alive(peer, start)
+
+    def _is_ahead(self, peer: int) -> bool:
+        """Return whether a member has begun a comparison of calls that this rank has not."""
+        place = self.members[peer]
+        return bool(self.words[self._box(place, place) // 8 + RECEIVED] > self.agreements)
 
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
@@ -201,19 +230,36 @@ class Mailboxes:
         if monotonic() - since > timeout:
             raise PeerLostError(peer, f"timed out: it has sent nothing for {timeout:.0f} seconds")
 
+    def enter_agreement(self) -> None:
+        """Publish that this rank begins to compare its call with those of the other members, before it waits for them.
+
+        A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
+        """
+        self.agreements += 1
+        self.words[self._box(self.mine, self.mine) // 8 + RECEIVED] = self.agreements
+
     def realign(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
 
-        No rank sends meanwhile: all ranks are between two exchanges of their agreement.
+        No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
+        only the messages in the boxes were sent.
         """
         for peer, place in self.members.items():
             if place != self.mine:
                 box = self._box(place, self.mine) // 8
-                self.received[peer] = self.words[box + 8] = self.words[box]
+                self.received[peer] = self.words[box + RECEIVED] = self.words[box]
+                self.sent[peer] = self.words[self._box(self.mine, place) // 8]
 
     def abort(self) -> None:
         """Make every rank that waits for this one raise: a flag in this rank's box to itself, which is unused."""
         self.words[self._box(self.mine, self.mine) // 8] = 1
+
+
+def _mark_of(head: bytes) -> bytes:
+    """Return the checksum in place of that of a message whose sender has another call: its own if it is poison."""
+    if isinf(struct.unpack("f", head[:4])[0]):
+        return head[:8]
+    return head if isinf(struct.unpack("d", head[:8])[0]) else struct.pack("4f", *[DIFFERENT] * 4)
 
 
 def alive(process: int) -> bool:

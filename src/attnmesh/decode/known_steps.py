@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.host_merge import CHECKSUM, HostMerge, host_merge_for
-from attnmesh.comm.merge import chosen_merge
+from attnmesh.comm.merge_messages import chosen_merge
 from attnmesh.core.mask import Band, Mask
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.attention import AttentionModuleMixin
@@ -78,7 +78,8 @@ class MeshState:
         if torch.compiler.is_compiling():
             self._check_model(model)
             return
-        inputs = {_argument(path): x for path, x in tree_flatten_with_path((args, kwargs))[0]}
+        named = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        inputs = {f"{cast(Any, path[0]).key}{keystr(path[1:])}": x for path, x in tree_flatten_with_path(named)[0]}
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
         others = {name: repr(x) for name, x in inputs.items() if isinstance(x, PLAIN)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
@@ -185,9 +186,3 @@ def _map_outputs(function: Callable[[int, Any], Any], output: Any) -> Any:
     if isinstance(output, Tensor):
         return function(0, output)
     return tuple(function(index, x) for index, x in enumerate(output))
-
-
-def _argument(path: tuple[Any, ...]) -> str:
-    """Return how a caller writes an argument: by its name, or as args[0]."""
-    is_keyword, (first, *rest) = path[0].idx == 1, path[1:]
-    return (str(first.key) if is_keyword else f"args[{first.idx}]") + keystr(tuple(rest))

@@ -1,0 +1,124 @@
+"""Merges of partials in messages, by tree, direct, gather or three all-reduces, and the choice of one."""
+
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from attnmesh.comm.consensus import agree, describe_call
+from attnmesh.comm.counters import count_messages, current_traffic
+from attnmesh.comm.failures import collective
+from attnmesh.comm.host_merge import host_merge_for, merge_in_host
+from attnmesh.comm.merge_checks import mesh_of
+from attnmesh.comm.message import PartialMessage
+from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
+from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
+from attnmesh.core.partial import Partial
+from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.world import cached_per_world
+
+TRIAL_BATCHES = (1, 8)
+"""Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""
+
+TRIALS, TRIAL_CALLS = 5, 5
+"""Times that each merge is timed, of which the first is not counted, and its calls in a row inside one host."""
+
+
+def chosen_merge(axis: Axis, how: str, output: str, device: torch.device) -> str:
+    """Return the merge that `how` stands for. The first call along an axis is collective, for any `how`."""
+    best = fastest_merge(axis) if device.type == "cpu" else best_merge(axis, device)
+    return how if how != "auto" else "direct" if output == "heads" else best
+
+
+@cached_per_world()
+def fastest_merge(axis: Axis) -> str:
+    """Return the fastest merge along an axis of CPUs, measured at the first call, alike on all ranks.
+
+    One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
+    is the one that loses least to the other, over short and long messages.
+    """
+    agree(mesh_of(axis), describe_call("the first merge along an axis"))  # else collectives of other calls could meet
+    losses = []
+    for batch in TRIAL_BATCHES:
+        own = _time_merges(axis, PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32))
+        slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]
+        losses.append([count / min(slowest) for count in slowest])
+    tree, direct = (max(column) for column in zip(*losses, strict=True))
+    return "direct" if direct < tree else "tree"
+
+
+def _time_merges(axis: Axis, form: PartialMessage) -> list[int]:
+    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns."""
+    mailboxes = mailboxes_of(axis, torch.device("cpu"))
+    calls = TRIAL_CALLS if mailboxes is not None and len(mailboxes.members) == axis.size else 1
+    nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
+    token = current_traffic.set(None)
+    try:
+        for _ in range(TRIALS):
+            for how, times in nanoseconds.items():
+                start = perf_counter()
+                for _ in range(calls):
+                    message = torch.zeros(form.size, dtype=torch.uint8, device="cpu")
+                    merge_messages(message, form, axis, how, False)
+                times.append(1e9 * (perf_counter() - start) / calls)
+    finally:
+        current_traffic.reset(token)
+    return [int(median(times[1:])) for times in nanoseconds.values()]
+
+
+def merge_messages(
+    message: Tensor, form: PartialMessage, axis: Axis, how: str, canonical: bool
+) -> tuple[Tensor, Partial]:
+    """Merge along a tree, whose bits do not depend on which of two messages comes first; else gather all messages."""
+    if how == "gather":
+        rows = list(message.new_empty(axis.size, len(message)))
+        collective(axis, "merging", dist.all_gather, rows, message)
+        count_messages(axis.size - 1, len(message))
+        return form.merge(torch.stack(rows))
+    mailboxes, steps = mailboxes_of(axis, message.device), rounds(axis, canonical)[axis.index]
+    if mailboxes is not None and mailboxes.native and form.is_native and not canonical:
+        if how == "tree":  # rounds inside the host come first
+            inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
+            merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])
+            steps = steps[inside:]
+        elif len(mailboxes.members) == axis.size:
+            merge_in_host(message, *form.sizes, axis, mailboxes, None)
+            return form.partial(message)
+    if how == "direct":
+        return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
+    return form.partial(tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message)
+
+
+def is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:
+    """Return True if all ranks share a host, where one native call merges all heads sooner than each rank its own."""
+    return device.type == "cpu" and form.is_native and host_merge_for(axis, form.shape, "direct") is not None
+
+
+def send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Partial, Tensor]:
+    """Send each rank the partials of its own heads."""
+    shares = [Axis(axis.size, rank).share_of(form.shape[1]) for rank in range(axis.size)]
+    messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
+    mine = shares[axis.index]
+    form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
+    checksum, partial = form.merge(all_to_all_bytes(messages, axis, mailboxes_of(axis, checksum.device)))
+    return partial, checksum
+
+
+def merge_by_allreduce(partial: Partial, checksum: Tensor, form: PartialMessage, axis: Axis) -> tuple[Tensor, Partial]:
+    """Merge by three all-reduces, as Algorithm 3 of Tree Attention does."""
+    peaks = torch.cat([checksum, partial.lse.flatten()])
+    collective(axis, "merging", dist.all_reduce, peaks, dist.ReduceOp.MAX)
+    peak = peaks[2:].view(partial.lse.shape)
+    weight = torch.exp(partial.lse - peak.masked_fill(peak == -torch.inf, 0.0))
+    # Collectives add memory to memory, so all ranks' tensors need the same strides.
+    numerator = (partial.out.to(form.lse) * weight.unsqueeze(-1)).contiguous()
+    denominator = weight.clone(memory_format=torch.contiguous_format)
+    collective(axis, "merging", dist.all_reduce, numerator)
+    collective(axis, "merging", dist.all_reduce, denominator)
+    sent = sum(x.numel() * x.element_size() for x in (peaks, numerator, denominator))
+    count_messages(1, 2 * (axis.size - 1) * sent // axis.size)  # of a bandwidth-optimal all-reduce
+    out = numerator / denominator.masked_fill(denominator == 0, 1.0).unsqueeze(-1)
+    return peaks[:2], Partial(out, peak + denominator.log())
