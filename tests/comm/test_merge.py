@@ -175,3 +175,30 @@ def test_bad_input_is_refused_by_name(changes: dict[str, object], kind: type[Exc
     partial, group = am.Partial(options.pop("out"), options.pop("lse")), options.pop("group")
     with pytest.raises(kind, match=message):
         am.merge_across(partial, group, **options)
+
+
+def _odd_widths(how: str, output: str) -> list[float]:
+    """On a rank: errors of merges in bfloat16 whose messages are no whole numbers of the dtype of lse."""
+    group, errors_found = dist.group.WORLD, []
+    for shape, dtype in (((1, 3, 1, 5), torch.float32), ((1, 1, 1, 6), torch.float64), ((1, 3, 1, 1), torch.float64)):
+        own = [
+            am.Partial(torch.randn(shape, dtype=dtype), torch.randn(shape[:-1], dtype=dtype))
+            for _ in range(dist.get_world_size())
+        ]
+        out, lse = am.merge_across(own[dist.get_rank()], group, how=how, output=output, wire=torch.bfloat16)
+        whole = am.merge(*own)
+        heads = slice(None) if output == "replicated" else _share(shape[1])
+        errors_found += [float((out - whole.out[:, heads]).abs().sum()), float((lse - whole.lse[:, heads]).abs().sum())]
+    return errors_found
+
+
+def _share(heads: int) -> slice:
+    shares = torch.arange(heads).tensor_split(dist.get_world_size())[dist.get_rank()]
+    return slice(int(shares[0]), int(shares[-1]) + 1) if len(shares) else slice(0, 0)
+
+
+@pytest.mark.parametrize("output", ["replicated", "heads"])
+@pytest.mark.parametrize("how", ["tree", "direct", "gather"])
+def test_messages_of_any_number_of_elements_are_merged(how: str, output: str, pool: Pool) -> None:
+    for found in pool.run(3, _odd_widths, how, output):
+        assert max(found) < 0.05  # bfloat16 has 8 bits, and a few elements are summed

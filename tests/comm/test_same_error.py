@@ -630,6 +630,11 @@ ALIKE: Table = {
         ({"lse": T(1, 6, 3).half()}, DtypeError, r"out in floats and lse in float32, .*lse torch.float16\. Fix"),
         ({"lse": T(1, 6)}, ShapeError, r"merge_across: expected out \(batch, .*\(1, 6, 3, 4\) and \(1, 6\)\. "),
         ({"out": T(1, 6, 3, 5)}, MeshError, r"merge_across: .*:\n    ranks  out\n(.*\n)*.*\[1, 6, 3, 5\]\n"),
+        (
+            {"out": T(1, 6, 3, 4, device="meta"), "lse": T(1, 6, 3, device="meta")},
+            DeviceError,
+            r"merge_across: expected a partial with values, given one on the meta device\. Fix: compute",
+        ),
         ({"how": "ring"}, KernelError, r"merge_across how: expected one of auto, .*, given 'ring'\. Fix: use"),
         ({"output": "heads"}, MeshError, r"merge_across: .*:\n    ranks  output\n(.*\n)*.*  heads\n"),
         ({"output": "mine"}, KernelError, r"merge_across output: expected one of replicated, .* given 'mine'"),

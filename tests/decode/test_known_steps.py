@@ -287,3 +287,12 @@ def _defaults() -> bool:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_defaults_of_pytorch_do_not_matter(ranks: int, pool: Pool) -> None:
     assert pool.run(ranks, _defaults) == [True] * ranks
+
+
+@needs_library
+@pytest.mark.parametrize("kernel", ["native", "cpu", "auto"])
+def test_a_step_of_a_named_kernel_compiles_to_one_graph(kernel: str) -> None:
+    cache = cache_on(1)
+    cache.append(*tokens(10, 0))
+    step = torch.compile(lambda q: am.decode(q, cache, kernel=kernel), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(step(query()), am.decode(query(), cache, kernel=kernel))

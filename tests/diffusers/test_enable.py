@@ -1,6 +1,7 @@
 """What `enable` changes and `disable` takes back, and errors that all ranks raise alike."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,3 +355,13 @@ def test_parallelism_of_diffusers_is_refused_on_a_mesh() -> None:
     disable(model)
     with pytest.raises(errors.ModelError, match="disable model: expected a model on a mesh, given Wan"):
         disable(model)
+
+
+def test_residuals_of_a_controlnet_are_refused_by_place_too() -> None:
+    model, given = MODELS["flux"].model(), MODELS["flux"].inputs(3, 1)
+    enable(model, None)
+    names = list(inspect.signature(model.forward).parameters)
+    given["controlnet_block_samples"] = [torch.zeros(1)]
+    args = [given.get(name) for name in names[: names.index("controlnet_block_samples") + 1]]
+    with pytest.raises(errors.ModelError, match="given controlnet_block_samples"):
+        model(*args)
