@@ -38,22 +38,23 @@ def fastest_merge(axis: Axis) -> str:
     """Return the fastest merge along an axis of CPUs, measured at the first call, alike on all ranks.
 
     One is chosen for all sizes of messages: a rank that sends poison does not know the size of the others' messages. It
-    is the one that loses least to the other, over short and long messages.
+    is the one that loses least to the other, over short and long messages. Ranks that do not all share a host time
+    short ones alone, once a turn.
     """
     agree(mesh_of(axis), describe_call("the first merge along an axis"))  # else collectives of other calls could meet
-    losses = []
-    for batch in TRIAL_BATCHES:
-        own = _time_merges(axis, PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32))
+    forms = [PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
+    mailboxes, losses = mailboxes_of(axis, torch.device("cpu")), []
+    near = mailboxes is not None and mailboxes.native and len(mailboxes.members) == axis.size and forms[0].is_native
+    for form in forms if near else forms[:1]:
+        own = _time_merges(axis, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]
         losses.append([count / min(slowest) for count in slowest])
     tree, direct = (max(column) for column in zip(*losses, strict=True))
     return "direct" if direct < tree else "tree"
 
 
-def _time_merges(axis: Axis, form: PartialMessage) -> list[int]:
-    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns."""
-    mailboxes = mailboxes_of(axis, torch.device("cpu"))
-    calls = TRIAL_CALLS if mailboxes is not None and len(mailboxes.members) == axis.size else 1
+def _time_merges(axis: Axis, form: PartialMessage, calls: int) -> list[int]:
+    """Return this rank's median nanoseconds of a merge by tree, and direct, which take turns of so many calls."""
     nanoseconds: dict[str, list[float]] = {"tree": [], "direct": []}
     token = current_traffic.set(None)
     try:
