@@ -20,7 +20,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 TEXT := $(VENV)/demo.txt
 QUESTION := What does object.__repr__ do? Answer in one sentence.
 
-demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and answers, beside one process (2 minutes)
+demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and answers, beside one process (1 to 2 minutes)
 	@$(RUN)/python -c 'from pydoc_data.topics import topics; print(topics["specialnames"][:17500])' > $(TEXT)
 	@echo "SmolLM2-135M reads 4,000 tokens of Python's documentation, its context spread over 4 ranks on this machine:"
 	$(RUN)/attnmesh generate --model smollm2 --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
@@ -33,7 +33,7 @@ quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2
 
 # Half of the tests are one process, and ranks wait for each other: two files at a time keep two cores at work.
 WORKERS ?= 2
-test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 12 minutes on 2 quiet cores)
+test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 8 minutes on 2 quiet cores, 12 on slow ones)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not long'
 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about 40 minutes)

@@ -24,7 +24,7 @@ class Logits(NamedTuple):
 
     @property
     def capped(self) -> bool:
-        """Whether the logits have a soft cap."""
+        """True if the logits have a soft cap."""
         return self.softcap < math.inf
 
     def positive(self) -> tuple[int, "Logits"]:

@@ -75,7 +75,7 @@ class Rule:
     initial_state: str | None
     """Argument of the stock rule for the initial state. None if it always begins at zero."""
     always_pair: bool
-    """Whether the stock rule returns (outputs, None), not the outputs alone, if no state is requested."""
+    """True if the stock rule returns (outputs, None), not the outputs alone, where no state is requested."""
     to_stock: Callable[[Tensor], Tensor] = lambda state: state
     """Return a state (batch, heads, K, V) in the layout of the stock rule and of the model's cache."""
     from_stock: Callable[[Tensor], Tensor] = lambda state: state
