@@ -48,7 +48,7 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class TokenPlan:
-    """Where tokens are split and gathered.
+    """Places in a model where tokens are split and gathered.
 
     Args:
         splits: For names of modules, with * for any index, the tensors that are split.
