@@ -72,13 +72,20 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], how: str) -> HostMerge | 
 
     The first call along an axis is collective.
     """
-    if axis.size == 1:
+    mailboxes, form = native_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
+    if mailboxes is None or not form.is_native or how not in ("tree", "direct"):
         return None
+    return HostMerge(axis, shape, how, mailboxes)
+
+
+def native_mailboxes(axis: Axis) -> Mailboxes | None:
+    """Return the mailboxes that connect all ranks of an axis and use the native library, if there are such.
+
+    The first call along an axis is collective.
+    """
     mailboxes = mailboxes_of(axis, CPU)
-    short = PartialMessage(shape, torch.float32, torch.float32).is_native
-    if mailboxes is None or not mailboxes.native or len(mailboxes.members) < axis.size or not short:
-        return None
-    return HostMerge(axis, shape, how, mailboxes) if how in ("tree", "direct") else None
+    is_whole = mailboxes is not None and mailboxes.native and len(mailboxes.members) == axis.size
+    return mailboxes if is_whole else None
 
 
 def merge_in_host(

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmesh.comm.consensus import agree, describe_call
 from attnmesh.comm.counters import count_messages, current_traffic
 from attnmesh.comm.failures import collective
-from attnmesh.comm.host_merge import host_merge_for, merge_in_host
+from attnmesh.comm.host_merge import host_merge_for, merge_in_host, native_mailboxes
 from attnmesh.comm.merge_checks import mesh_of
 from attnmesh.comm.message import PartialMessage
 from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
@@ -43,8 +43,7 @@ def fastest_merge(axis: Axis) -> str:
     """
     agree(mesh_of(axis), describe_call("the first merge along an axis"))  # else collectives of other calls could meet
     forms = [PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    mailboxes, losses = mailboxes_of(axis, torch.device("cpu")), []
-    near = mailboxes is not None and mailboxes.native and len(mailboxes.members) == axis.size and forms[0].is_native
+    near, losses = native_mailboxes(axis) is not None and forms[0].is_native, []
     for form in forms if near else forms[:1]:
         own = _time_merges(axis, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]

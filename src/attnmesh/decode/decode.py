@@ -153,8 +153,8 @@ def _run_known(q: Tensor, cache: KVCache, known: Known, length: int, used: int, 
     if not equal and compares:
         text = functools.partial(_describe, q, cache, None, None, known.step)
         MergeChecker(cache.mesh, known.step.merge, True, text).after(message[:2], "decode")
-    out, heads = known.host_merge.out(message).to(q.dtype), known.host_merge.heads(known.step.output)
-    out = out if heads is None else out[:, heads].contiguous()
+    out, heads = known.host_merge.out(message), known.host_merge.heads(known.step.output)
+    out = (out if heads is None else out[:, heads]).to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 
 

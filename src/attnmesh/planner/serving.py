@@ -22,7 +22,7 @@ ALL_REDUCES = 2
 
 @dataclass(frozen=True)
 class Model:
-    """What decoding with a language model reads and keeps.
+    """Bytes that decoding with a language model reads and keeps.
 
     Args:
         workload: The decode step of its attention layers, all heads. Its length is the number of cached tokens.
