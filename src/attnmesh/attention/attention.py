@@ -69,8 +69,8 @@ def attention(
         length: Tokens of the whole sequence. Ranks count them if it is left out, which compares every call.
         key_layout: Layout of the keys, if it is not that of the queries.
         key_length: Tokens of the keys' sequence, if it is another one.
-        checked: When ranks compare their calls, so that all raise the same error: True at every call, False never, None
-            at every call on CPUs and at the first call of each kind on GPUs. Without `length` at every call.
+        checked: Ranks compare every call, on their hosts, so that all raise the same error. False leaves that out for
+            calls with `length`; ranks whose calls differ then get wrong results or wait.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:

@@ -7,7 +7,7 @@ from typing import NamedTuple, Never
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import compares_always, describe_call, may_compare, run_agreed_with
+from attnmesh.comm.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
     check_checked,
     check_key_lengths,
@@ -83,14 +83,15 @@ class Call(NamedTuple):
         """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
-    def describe(self, *, values: bool = True) -> str:
-        """Return the text that ranks compare: all but the lengths of shards, and with `values` key_lengths."""
+    def describe(self) -> str:
+        """Return the text that ranks compare: all but the lengths of shards, and key_lengths that a device holds."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
         learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
-            fields["key_lengths"] = self.key_lengths.tolist() if values else True
+            on_host = self.key_lengths.device.type == "cpu"
+            fields["key_lengths"] = self.key_lengths.tolist() if on_host else self.key_lengths.device.type
         return describe_call("attention", **fields, gradients=learned)
 
 
@@ -129,27 +130,18 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
         check_call(mesh, call, checked)
         queries, keys = (count * mesh.shape.ranks for count in call.tokens)
         return _make_problem(mesh.shape, options, call.heads, (queries, keys))
-    if options.length is None or compares_always(checked, device):
+    if options.length is None or (checked is not False and may_compare(device)):
         _, table = run_agreed_with(
             mesh, lambda: check_call(mesh, call, checked), lambda _: call.describe(), lambda _: call.tokens
         )
         return _problem_of_table(mesh, options, call.heads, table)
     check_call(mesh, call, checked)
-    if checked is None and may_compare(device):
-        return _agree_once(mesh, call.describe(values=False), options, call.heads, call.tokens)
     problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
     try:
         _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
     return problem
-
-
-@cached_per_world(1024)
-def _agree_once(mesh: Mesh, text: str, options: Options, heads: Pair, tokens: Pair) -> Problem:
-    """Compare the first call of each kind. Later calls of this kind take its problem."""
-    _, table = run_agreed_with(mesh, lambda: None, lambda _: text, lambda _: tokens)
-    return _problem_of_table(mesh, options, heads, table)
 
 
 def _problem_of_table(mesh: Mesh, options: Options, heads: Pair, table: Sequence[Sequence[int]]) -> Problem:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.attention.call import Call
-from attnmesh.comm.consensus import agree, compares_always
+from attnmesh.comm.consensus import agree
 from attnmesh.core.checks import swap_first
 from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError
@@ -32,7 +32,7 @@ def attend_dtensors(
     try:
         check_dtensors(call, mesh)
     except InputError as error:
-        if compares_always(checked, torch.device(place.kind)) and not torch.compiler.is_compiling():
+        if checked is not False and not torch.compiler.is_compiling():
             agree(place, error)
         raise
     options = options._replace(layout=Contiguous(), length=q.shape[2])

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
 from attnmesh.attention.latent import Latents
+from attnmesh.comm.failures import collective
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.layout import Contiguous, Split
 from attnmesh.core.mask import Mask
@@ -37,8 +39,20 @@ def mesh_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    partial = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, Run.decode(names, numbers))), sinks)
-    return length_major(partial.out, q.dtype), partial.lse
+    run = Run.decode(names, numbers)
+    out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, run)), sinks)
+    if key_lengths is not None and key_lengths.device.type != "cpu":  # ranks have compared those of the host
+        out = torch.where(_are_equal(key_lengths, run.mesh), out, torch.nan)
+    return length_major(out, q.dtype), lse
+
+
+def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
+    """Return whether all ranks of a mesh hold the same integers, on the device: the host reads nothing."""
+    highest = torch.stack((numbers, -numbers))
+    for axis in mesh.axes:
+        if axis.group is not None:
+            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
+    return (highest.sum(0) == 0).all()
 
 
 @mesh_op.register_fake

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from attnmesh import errors
 from attnmesh.comm.p2p import all_gather_ints
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 SEPARATOR = "\x1f"
 
+MOST_KINDS = 1024
+"""Kinds of calls that one object knows."""
+
 
 def describe_call(name: str, /, **fields: object) -> str:
     """Return the text of a call that ranks compare: a line for each argument that must be equal.
@@ -41,11 +45,6 @@ def describe_call(name: str, /, **fields: object) -> str:
 def may_compare(device: torch.device) -> bool:
     """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
     return not (torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
-
-
-def compares_always(checked: bool | None, device: torch.device) -> bool:
-    """Return whether ranks compare every call: by default on CPUs, where that holds up no device."""
-    return checked is True or (checked is not False and device.type == "cpu")
 
 
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:
@@ -82,23 +81,11 @@ def run_agreed_with(
 def agree_on_call(
     mesh: Mesh, device: torch.device, checked: bool | None, check: Callable[[], None], describe: Callable[[], str]
 ) -> None:
-    """Run `check`, and compare the call of `describe` with that of the other ranks, as `checked` asks for.
-
-    With None, ranks compare every call on CPUs, and on GPUs the first call of each kind.
-    """
+    """Run `check`, and compare the call of `describe` with that of the other ranks, unless `checked` is False."""
     if mesh.shape.ranks == 1 or checked is False or not may_compare(device):
         check()
-    elif compares_always(checked, device):
-        run_agreed(mesh, check, lambda _: describe())
     else:
-        check()
-        _agree_once(mesh, describe())
-
-
-@cached_per_world(1024)
-def _agree_once(mesh: Mesh, call: str) -> None:
-    """Compare the first call of each kind."""
-    agree(mesh, call)
+        run_agreed(mesh, check, lambda _: describe())
 
 
 def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> list[list[int]]:
@@ -142,19 +129,53 @@ def _are_all(ranks: frozenset[int], mesh: Mesh, lines: Sequence[frozenset[int]])
 
 
 class CallChecker:
-    """Comparison of the calls on one object, by its `checked`: always, never, or at the first call of each kind."""
+    """Comparison of the calls on one object, by its `checked`: always, never, or when they are new.
+
+    On a GPU, ranks that know a call are already in its exchange, where a rank that compares alone would never meet
+    them. So there the first call on the object is compared at once, and a later one by `ask`.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.shape.ranks == 1
         self.kinds = set[Any]()  # kinds of calls that ranks have compared
+        self.last_exchange: Callable[[], Tensor] | None = None
+        """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
     def compares(self, name: str, *, must: bool = False) -> bool:
         """Return whether ranks compare the next call of this name."""
         if self.is_alone:
             return False
-        wanted = must or (name not in self.kinds if self.checked is None else self.checked)
+        is_new = not self.kinds if self.device.type == "cuda" else name not in self.kinds
+        wanted = must or (is_new if self.checked is None else self.checked)
         return wanted and may_compare(self.device)
+
+    def ask(self, call: str | InputError) -> bool:
+        """Compare a call that is new to this rank, if it is new to all ranks. Return False if some rank knows its own.
+
+        Ranks that know their call go on with the exchange of the last one, and look at nothing. This rank takes part in
+        it with a question instead of a checksum, so that they get NaN. If all ranks ask, all compare on the host.
+        """
+        if self.last_exchange is not None and float(self.last_exchange().sum()) != 0:
+            return False
+        agree(self.mesh, call)
+        return True
+
+    def report(self, error: InputError, poison: Callable[[], object], *, compares: bool) -> None:
+        """Raise this rank's error on all ranks, if the call is new to all and is compared. Else let them get NaN."""
+        if compares:
+            self.ask(error)
+        elif self.last_exchange is not None:
+            self.last_exchange()
+        else:
+            poison()
+
+    def learn(self, kind: object, last_exchange: Callable[[], Tensor] | None) -> None:
+        """Keep a kind of calls that was served, and its exchange if no host looked at it."""
+        if len(self.kinds) >= MOST_KINDS:
+            self.kinds.clear()
+        self.kinds.add(kind)
+        self.last_exchange = last_exchange
 
     def check(
         self,

@@ -10,6 +10,7 @@ A merge sends one message a step, of a size that does not depend on the context.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial as partial_of
 from typing import NoReturn
 from zlib import crc32
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import may_compare
+from attnmesh.comm.consensus import CallChecker, may_compare
 from attnmesh.comm.counters import timed_merge
 from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call
 from attnmesh.comm.merge_checks import (
@@ -38,13 +39,14 @@ from attnmesh.comm.merge_messages import (
     merge_messages,
     send_heads,
 )
-from attnmesh.comm.message import PartialMessage, checksum_of
+from attnmesh.comm.message import PartialMessage, checksum_of, question_like
 from attnmesh.comm.shared_memory import DIFFERENT, SLOT, CallsDifferError
 from attnmesh.comm.symmetric_memory import symmetric_memory_of
 from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError
 from attnmesh.kernels.merge import use_triton
+from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
@@ -63,7 +65,7 @@ def merge_across(
     """Return the merge of the partials of all ranks: attention over the keys of all of them, for any engine.
 
     Partials have no gradients here. Ranks whose calls differ all raise the same error, or get NaN where calls are not
-    compared: with `checked=False`, and by default where comparing would block a GPU.
+    compared: with `checked=False`, and by default on GPUs after the first call of a kind.
 
     Args:
         partial: `out` (batch, heads, length, dim) and `lse` (batch, heads, length) of this rank's keys.
@@ -73,7 +75,8 @@ def merge_across(
             `torch.tensor_split` cuts them.
         wire: Dtype in which `out` travels: float32 or wider unless it is given.
         base: Base of the logarithm of `lse`, "e" or "2", for the partial and the result.
-        checked: When ranks compare their calls: True always, False never, None where that blocks no device.
+        checked: When ranks compare their calls: True always, False never, None always on CPUs, and on GPUs at the first
+            call of each kind.
 
     Returns:
         The merged partial, with `out` in the dtype in which it came.
@@ -126,8 +129,13 @@ def raise_alike(
     error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
 ) -> NoReturn:
     """Raise this rank's error of a merge, on all ranks if they compare their calls."""
-    checker = MergeChecker(mesh_of(axis), how, _compares(partial, axis, how, checked), str)
-    checker.report(error, lambda: send_poison(axis, how, output))
+    lse = partial[-1] if isinstance(partial, tuple) and partial else None
+    device = lse.device if isinstance(lse, Tensor) else torch.device(device_type_of(axis.group))
+    poison, compares = partial_of(send_poison, axis, how, output), checked is not False
+    if not _asks(device):
+        MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
+    elif axis.size > 1 and may_compare(device):
+        _asker(axis).report(error, poison, compares=compares)
     raise error
 
 
@@ -157,25 +165,46 @@ def _merge(
 ) -> Partial:
     """Return the merge in new tensors."""
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base)
-    compares = axis.size > 1 and may_compare(partial.lse.device) and _compares(partial, axis, how, checked)
-    checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
-    checker.before()
+    compares = axis.size > 1 and checked is not False and may_compare(partial.lse.device)
+    asks = axis.size > 1 and _asks(partial.lse.device)
+    checker, asker = MergeChecker(mesh_of(axis), how, compares, lambda: text), _asker(axis) if asks else None
+    if asker is None:
+        checker.before()
+    elif compares and (checked or how == "allreduce" or text not in asker.kinds) and not asker.ask(text):
+        return _nan_like(partial, axis, output)
     checksum = checksum_of(crc32(text.encode()), partial.lse)
-    (out, lse), checksum = merge_ranks(partial, checksum, axis, how, output, wire)
-    if compares:
+    merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
+    if asker is not None:
+        like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
+        asker.learn(text, None if how == "allreduce" else partial_of(_ask_in_merge, *like, axis, how, output, wire))
+    elif compares:
         checker.after(checksum, "merge_across")
-    else:  # ranks whose calls differ get NaN
-        out = torch.where(checksum.sum() == 0, out, torch.nan)
-    return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in ((out, partial.out), (lse, partial.lse))))
+    pairs = zip(merged, partial, strict=True)
+    return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
 
-def _compares(partial: object, axis: Axis, how: str, checked: bool | None) -> bool:
-    """Return whether the host reads the merged checksum: by default where that blocks no device."""
-    if checked is None and how != "allreduce":
-        lse = partial[-1] if isinstance(partial, tuple) and partial else None
-        blocks = use_triton(lse) if isinstance(lse, Tensor) else device_type_of(axis.group) == "cuda"
-        return not blocks
-    return checked is not False
+def _asks(device: torch.device) -> bool:
+    """Return whether ranks ask before they compare a merge: where some may run it without a look at the host."""
+    return device.type != "cpu" or interpreted()
+
+
+@cached_per_world()
+def _asker(axis: Axis) -> CallChecker:
+    """Return the record of the merges along an axis that no host looks at."""
+    return CallChecker(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+
+
+def _ask_in_merge(
+    out: Tensor, lse: Tensor, shape: Sequence[int], axis: Axis, how: str, output: str, wire: torch.dtype | None
+) -> Tensor:
+    """Take part in a merge with no keys, and a question for a checksum. Return the merged checksum."""
+    nothing = Partial(out.new_zeros(shape), lse.new_full(shape[:-1], -torch.inf))
+    return merge_ranks(nothing, question_like(lse), axis, how, output, wire)[1]
+
+
+def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
+    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    return Partial(torch.full_like(partial.out[:, heads], torch.nan), partial.lse[:, heads].clone())
 
 
 # --- partials of a step of decoding, and of `merge_across` once its arguments are checked ---
@@ -192,9 +221,7 @@ def merge_ranks(
     canonical: bool = False,
     message: Tensor | None = None,
 ) -> tuple[Partial, Tensor]:
-    """Return the merge of the partials of all ranks, and the maximum of their checksums.
-
-    If the checksums of a long message differ, return this rank's own partial and that maximum.
+    """Return the merge of the partials of all ranks, and the maximum of their checksums. `out` is NaN if these differ.
 
     Args:
         partial: Attention over this rank's keys.
@@ -207,6 +234,8 @@ def merge_ranks(
     """
     if axis.size == 1:
         return partial, checksum
+    heads = axis.share_of(partial.out.shape[1]) if output == "heads" else slice(None)
+    own = Partial(*(x[:, heads] for x in partial))
     dtype = sum_dtype(partial.out.dtype)
     form = PartialMessage(tuple(partial.out.shape), dtype, wire or dtype)
     try:
@@ -215,7 +244,7 @@ def merge_ranks(
         if how not in COLLECTIVE and form.size > SLOT and checksum.device.type == "cpu":
             compared = exchange_checksums(axis, how, output, checksum, canonical=canonical)
             if float(compared.sum()) != 0:
-                return partial, compared
+                return nan_unless_equal(own, compared), compared
         with timed_merge():
             shared = (
                 symmetric_memory_of(axis, checksum.device) if how == "direct" and form.lse == torch.float32 else None
@@ -225,16 +254,24 @@ def merge_ranks(
                 message = form.message(checksum, partial) if message is None else message
                 checksum, whole = shared.merge(message, form.shape)
             elif how == "direct" and output == "heads" and not is_one_call(form, axis, checksum.device):
-                return send_heads(partial, checksum, form, axis)
+                own, checksum = send_heads(partial, checksum, form, axis)
+                return nan_unless_equal(own, checksum), checksum
             elif how == "allreduce":
                 checksum, whole = merge_by_allreduce(partial, checksum, form, axis)
             else:
                 message = form.message(checksum, partial) if message is None else message
                 checksum, whole = merge_messages(message, form, axis, how, canonical)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
-        return partial, torch.full_like(checksum, DIFFERENT)
-    heads = axis.share_of(form.shape[1]) if output == "heads" else slice(None)
-    return Partial(*(x[:, heads] for x in whole)), checksum
+        checksum = torch.full_like(checksum, DIFFERENT)
+        return nan_unless_equal(own, checksum), checksum
+    merged = Partial(*(x[:, heads] for x in whole))
+    by_kernel = use_triton(merged.lse) and how != "allreduce"
+    return (merged if by_kernel else nan_unless_equal(merged, checksum)), checksum
+
+
+def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:
+    """Return the partial, with NaN for `out` if the checksums of the ranks differ. The host reads nothing."""
+    return Partial(torch.where(checksum.sum() == 0, partial.out, torch.nan), partial.lse)
 
 
 def exchange_checksums(axis: Axis, how: str, output: str, checksum: Tensor, *, canonical: bool = False) -> Tensor:

@@ -20,6 +20,9 @@ from attnmesh.kernels.triton_runtime import interpreted
 MODULUS = (1 << 24) - 3
 """Modulus of checksums: float32 holds smaller integers exactly."""
 
+QUESTION = float(MODULUS)
+"""Checksum of no call: a rank sends it to find out whether all ranks ask to compare their calls."""
+
 
 @dataclass(frozen=True)
 class PartialMessage:
@@ -98,7 +101,8 @@ class PartialMessage:
 
 def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Tensor, into: Tensor | None) -> Tensor:
     """Return the checksum of a call on a cache, whose length is on the device, and of the bits of its tensors."""
-    if use_triton(like) and sum(x.numel() for x in tensors) <= ROW:  # where one program is faster than PyTorch
+    fits = len(tensors) <= 2 and sum(x.numel() for x in tensors) <= ROW  # one program is faster than PyTorch
+    if fits and use_triton(like):
         return launch_checksum(tensors, call, state, MODULUS, like.new_empty(2) if into is None else into)
     if state.device.type == "cpu":
         number: int | Tensor = wrapped(call + int(state.tolist()[0]) + sum(map(digest_on_host, tensors)))
@@ -106,6 +110,13 @@ def call_checksum(tensors: Sequence[Tensor], call: int, state: Tensor, like: Ten
         number = sum(map(digest, tensors), start=call + state[0])
     checksum = checksum_of(number, like)
     return checksum if into is None else into.copy_(checksum)
+
+
+def question_like(like: Tensor) -> Tensor:
+    """Return `QUESTION` as `checksum_of` returns a number: the maxima over all ranks sum to 0 if all ranks ask."""
+    checksum = like.new_full((2,), QUESTION)
+    checksum[1].neg_()
+    return checksum
 
 
 def checksum_of(number: int | Tensor, like: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ kernel can run in between. The other exchanges block. Messages hold only the tok
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
+from attnmesh.mesh.world import cached_per_world
 
 Wait = Callable[[], None]
 """Waits until a message has come or gone, and raises RankFailure at the deadline."""
@@ -74,15 +76,35 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
 
 def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
     """Return the int64 values of all ranks, by number of shard. `axes` go from the outermost to the innermost."""
-    by_host = all("cpu" in backends(axis.group) for axis in axes if axis.group is not None)
-    table = torch.tensor([numbers], dtype=torch.int64, device="cpu" if by_host else "cuda")
+    table = torch.tensor([numbers], dtype=torch.int64, device="cpu")
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(axis, "comparing calls", dist.all_gather, tables, table)
+            collective(on_host(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
+
+
+@cached_per_world()
+def on_host(axis: Axis) -> Axis:
+    """Return the axis with a group that sends what the host holds. All ranks make the first call at once.
+
+    A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
+    deadline.
+    """
+    if axis.group is None or "cpu" in backends(axis.group):
+        return axis
+    ranks = dist.get_process_group_ranks(axis.group)
+    return replace(axis, group=dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+
+@cached_per_world()
+def connect(axis: Axis, device: torch.device) -> None:
+    """Let all ranks of an axis join NCCL's communicator: messages between some of them would wait for the others."""
+    if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
+        mine = torch.zeros(1, device=device)
+        collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
 
 
 def take(x: Tensor, tokens: Tensor) -> Tensor:
@@ -100,6 +122,7 @@ def exchange_messages(
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
     """
+    connect(axis, device)
     packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
     outgoing = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
     boxes = {peer: torch.empty(bytes_of(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
@@ -129,7 +152,7 @@ def tree_exchange(
     `merge` takes the two messages as rows of bytes and returns one message of the same size.
     """
     size = len(message)
-    transport = Transport(axis, size, message.device.type, mailboxes)
+    transport = Transport(axis, size, message.device, mailboxes)
     boxes = [message.new_empty(2, transport.box_size(step.recv)) for step in rounds]
     arrivals: Iterable[Wait] = (transport.recv(step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True))
     if transport.by_gloo:  # all receives at once. Other backends would wait for all of them in the first round.
@@ -149,7 +172,7 @@ def tree_exchange(
 def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxes | None = None) -> Tensor:
     """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own message."""
     mine, others = messages[axis.index], [peer for peer in range(axis.size) if peer != axis.index]
-    transport = Transport(axis, len(mine), mine.device.type, mailboxes, max(map(len, messages)))
+    transport = Transport(axis, len(mine), mine.device, mailboxes, max(map(len, messages)))
     rows = mine.new_empty(axis.size, max([len(mine), *map(transport.box_size, others)]))
     arrivals = [transport.recv(peer, rows[peer]) for peer in others]
     sent = transport.send({peer: messages[peer] for peer in others})
@@ -193,11 +216,12 @@ class Transport:
     """Messages of one exchange with the ranks of an axis: `size` bytes to receive, `longest` to send or receive."""
 
     def __init__(
-        self, axis: Axis, size: int, device: str, mailboxes: Mailboxes | None, longest: int | None = None
+        self, axis: Axis, size: int, device: torch.device, mailboxes: Mailboxes | None, longest: int | None = None
     ) -> None:
         self.axis, self.size, self.mailboxes = axis, size, mailboxes
         self.longest = size if longest is None else longest
-        self.by_gloo = device == "cpu"
+        self.by_gloo = device.type == "cpu"
+        connect(axis, device)
         self._queued: list[Post] = []  # receives that other backends post together with the sends
         self._posted: list[Wait] = []
 

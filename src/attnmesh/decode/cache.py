@@ -36,10 +36,10 @@ class KVCache(PagedCache, SavedCache):
 
     A heads axis splits the key heads; tokens are sharded over the other axes together.
 
-    By default ranks compare their first `append`, `truncate` and `reorder`, and each `reserve`. They compare each
-    `decode` on a CPU, and on a GPU the first of each kind. Where calls differ, all ranks raise the same `MeshError`.
-    With checking off, a bad argument raises on its own rank only. `decode` still detects different lengths, padding
-    and orders. `truncate` makes lengths equal again.
+    By default ranks compare each `reserve`; on a CPU their first `append`, `truncate` and `reorder`, and each `decode`;
+    on a GPU their first call on the cache, and the first `decode` of each kind. Where calls differ, all ranks raise the
+    same `MeshError`. With checking off, a bad argument raises on its own rank only. `decode` still detects different
+    lengths, padding and orders. `truncate` makes lengths equal again.
 
     Args:
         mesh: Mesh of all ranks, or None for one device.

@@ -37,17 +37,18 @@ from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.known_steps import Known, attend_alone, attend_and_merge
 from attnmesh.decode.step import (
     DecodeStep,
+    ask_in_step,
     decode_op,
     highest_checksum,
-    nan_unless_equal,
     reads_length_on_device,
     run_step,
     tensors_of,
 )
 from attnmesh.decode.window import is_within
-from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, MeshError, ShapeError
+from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.kernels.native.digest import digest_on_host
+from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.planner.decode_cost import COLLECTIVE
 
 
@@ -123,8 +124,7 @@ def decode(
         check_checked("decode", checked)
         step = check_step(q, cache, sinks, key_lengths, step, unsupported)
     except InputError as error:
-        compares = checked is True or (checked is not False and not _stays_on_device(cache, step))
-        MergeChecker(cache.mesh, merge, compares, str).report(error, lambda: _send_poison(cache, step))
+        _report(error, cache, step, checked)
         raise
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
@@ -174,29 +174,43 @@ def _run_compared(
     checked: bool | None,
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    stays = _stays_on_device(cache, step)
-    kind = _kind(q, step, sinks, key_lengths)
-    wanted = (not stays or kind not in cache.checker.kinds) if checked is None else checked
-    compares = may_compare(cache.device) and wanted
+    kind, checker = _kind(q, step, sinks, key_lengths), cache.checker
+    stays, asks = _stays_on_device(cache, step), _asks(cache)
+    wanted = (not stays or kind not in checker.kinds) if checked is None else checked
+    compares = wanted and may_compare(cache.device) and not checker.is_alone
     agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, key_lengths, step))
-    agreement.before()
+    if asks and compares and not checker.ask(agreement.describe()):
+        return q.new_full(step.output_shape(q, cache.shard.values), torch.nan)
+    if not asks:
+        agreement.before()
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), cache.history_checksum)
     out, checksum = run_step(q, cache.view, sinks, step, number, key_lengths)
     if checksum is None:
         return out
-    if not compares:
-        shape = step.output_shape(q, cache.shard.values)
-        has_nan = stays and step.heads.size == 1 and out.shape == shape  # by the kernel
-        return out if has_nan else nan_unless_equal(out, checksum, shape)
-    if stays and not checked and float(checksum.sum()) == torch.inf:  # poison of a rank that compares nothing
-        given, fix = "an argument error on another rank", "see the error of that rank"
-        raise MeshError("decode", "the same call on every rank", given, fix)
-    agreement.after(checksum, "decode")
-    if stays:
-        cache.checker.kinds.add(kind)
+    if asks:
+        ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, cache.sizes.value_dim)
+        checker.learn(kind, ask if stays else None)
+    elif compares:
+        agreement.after(checksum, "decode")
     return out
+
+
+def _asks(cache: KVCache) -> bool:
+    """Return whether ranks ask before they compare a step: where some may run it without a look at the host."""
+    return cache.device.type != "cpu" or interpreted()
+
+
+def _report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
+    """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
+    if cache.checker.is_alone or not may_compare(cache.device):
+        return
+    poison, compares = functools.partial(_send_poison, cache, step), checked is not False
+    if _asks(cache):
+        cache.checker.report(error, poison, compares=compares)
+    else:
+        MergeChecker(cache.mesh, step.merge, compares, str).report(error, poison)
 
 
 @lru_cache(maxsize=64)

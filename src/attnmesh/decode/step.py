@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.merge import merge_ranks
-from attnmesh.comm.message import PartialMessage, call_checksum
+from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.comm.topology import mailboxes_of
@@ -82,7 +82,10 @@ def run_step(
     call_number: int,
     key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's output, and the merged checksum of the call if there are other ranks."""
+    """Return this rank's output, and the merged checksum of the call if there are other ranks.
+
+    The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+    """
     heads = step.heads.share_of(q.shape[1])
     rank_q, alone = q[:, heads], step.tokens.size == 1
     kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
@@ -96,19 +99,38 @@ def run_step(
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
-    block, merge = (step.block, "tree") if step.reproducible else (None, step.merge)
+    block = step.block if step.reproducible else None
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
     partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
-        tensors = [q] if sinks is None else [q, sinks]
+        on_device = key_lengths is not None and key_lengths.device.type != "cpu"  # else part of the number
+        tensors = [x for x in (q, sinks, key_lengths if on_device else None) if x is not None]
         checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
-        partial, checksum = merge_ranks(
-            partial, checksum, step.tokens, merge, step.output, canonical=step.reproducible, message=message
-        )
+        partial, checksum = _merge(partial, checksum, step, message)
     if step.reproducible:
         partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
     out = partial.out.to(q.dtype).contiguous()
-    return (out, None) if checksum is None else _gather_heads(out, checksum, step)
+    return (out, None) if checksum is None else _gather_heads(out, checksum, step, q.shape[1])
+
+
+def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
+    """Take part in a step with nothing to attend to, and a question for a checksum. Return the merged checksum.
+
+    `like` and `shape` are those of the step's queries. The messages have the sizes that the other ranks expect.
+    """
+    heads = step.heads.share_of(shape[1])
+    q = like.new_empty(1).expand(shape)[:, heads]
+    nothing = identity(q, value_dim, sum_dtype(q.dtype))
+    partial, checksum = _merge(nothing, question_like(nothing.lse), step)
+    return _gather_heads(partial.out.to(q.dtype).contiguous(), checksum, step, shape[1])[1]
+
+
+def _merge(
+    partial: Partial, checksum: Tensor, step: DecodeStep, message: Tensor | None = None
+) -> tuple[Partial, Tensor]:
+    """Return the merge of the partials of all ranks, and the maximum of their checksums."""
+    how, canonical = "tree" if step.reproducible else step.merge, step.reproducible
+    return merge_ranks(partial, checksum, step.tokens, how, step.output, canonical=canonical, message=message)
 
 
 def _finish_reproducible(partial: Partial, sinks: Tensor | None, step: DecodeStep) -> Partial:
@@ -122,16 +144,18 @@ def _finish_reproducible(partial: Partial, sinks: Tensor | None, step: DecodeSte
     return Partial(out + 0.0, lse)
 
 
-def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep) -> tuple[Tensor, Tensor]:
-    """Return the output with the heads of all ranks along the heads axis, if their calls are equal."""
+def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -> tuple[Tensor, Tensor]:
+    """Return the output with the heads of all ranks along the heads axis, or NaN if their calls differ."""
     axis = step.heads
     if axis.size == 1:
         return out, checksum
     checksum = highest_checksum(checksum, axis)
-    if step.output == "heads" or (out.device.type == "cpu" and float(checksum.sum()) != 0):
-        return out, checksum
-    shares = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
-    return torch.cat([share for (share,) in shares], 1), checksum
+    if step.output != "heads":
+        if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
+            return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
+        shares = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
+        out = torch.cat([share for (share,) in shares], 1)
+    return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
@@ -141,13 +165,6 @@ def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         return torch.full_like(checksum, DIFFERENT)
     return rows.view(checksum.dtype).amax(0)
-
-
-def nan_unless_equal(out: Tensor, checksum: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the output, or NaN where the checksums of the ranks differ. The host reads nothing."""
-    if out.shape != shape:  # ranks found that they differ before they exchanged heads
-        return out.new_full(shape, torch.nan)
-    return torch.where(checksum.sum() == 0, out, torch.nan)
 
 
 @torch.library.custom_op("attnmesh::decode", mutates_args=())
@@ -162,8 +179,7 @@ def decode_op(
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     step, view = DecodeStep.decode(names, numbers), view_of(cache)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, checksum = run_step(q, view, sinks, step, call_number, key_lengths)
-    out = out if checksum is None else nan_unless_equal(out, checksum, step.output_shape(q, view.values))
+    out, _ = run_step(q, view, sinks, step, call_number, key_lengths)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 

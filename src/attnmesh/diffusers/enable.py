@@ -45,8 +45,8 @@ def enable(
         mesh: The mesh whose ranks share the tokens; None for one rank.
         exchange: How keys travel: "bulk", "pipelined", "ring" or "auto", as in `attnmesh.attention`.
         kernel: Kernel of one device, as in `attnmesh.attention`.
-        checked: When ranks compare the inputs of the model. True: at every forward pass. False: never. None: at every
-            forward pass on CPUs, and on GPUs at the first one of each shape.
+        checked: How ranks compare the inputs of the model at every forward pass. True: by their values. False: not at
+            all. None: by their values on CPUs, by their shapes on GPUs, where the host would wait for values.
 
     Raises:
         ModelError: The model has no plan, is on a mesh already, or has layers that a mesh cannot serve.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from attnmesh.comm.consensus import CallChecker, compares_always
+from attnmesh.comm.consensus import CallChecker
 from attnmesh.core.digest import fingerprints
 from attnmesh.diffusers.plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Tokens
@@ -42,7 +42,8 @@ class MeshState:
     def __init__(self, model: nn.Module, plan: TokenPlan, place: Mesh, checked: bool | None) -> None:
         device = torch.device(place.kind)
         self.plan, self.tokens = plan, Tokens(place)
-        self.checker = CallChecker(place, device, True if compares_always(checked, device) else checked)
+        self.checker = CallChecker(place, device, checked is not False)
+        self.compares_values = checked is True or device.type == "cpu"  # elsewhere the host would wait for them
         self.processors: dict[Any, Any] = {module: module.processor for module in split_attention(model, plan).values()}
         self.modules = {name: modules_named(model, name) for name in (*plan.splits, *plan.gathers)}
         self.backend: Any = None
@@ -83,10 +84,9 @@ class MeshState:
         tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
         others = {name: repr(x) for name, x in inputs.items() if isinstance(x, PLAIN)}
         shapes = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
-        kind = f"{SUBJECT} of {type(model).__name__} {shapes if self.checker.checked is None else ''}"
-        self.checker.check(
-            kind, partial(self._check, model, list(tensors)), lambda: {**fingerprints(tensors), **others}
-        )
+        found = fingerprints(tensors) if self.compares_values else {"shapes": shapes}
+        check = partial(self._check, model, list(tensors))
+        self.checker.check(f"{SUBJECT} of {type(model).__name__}", check, lambda: {**found, **others})
 
     def _check(self, model: nn.Module, tensors: Sequence[str]) -> None:
         """Raise where the model has changed since it was put on the mesh, or cannot be served."""

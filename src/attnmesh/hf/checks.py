@@ -6,7 +6,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from attnmesh.comm.consensus import agree, compares_always, describe_call, may_compare
+from attnmesh.comm.consensus import agree, describe_call, may_compare
 from attnmesh.core.checks import require, short
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
 from attnmesh.core.mask import Causal, Full, Mask, Window
@@ -57,10 +57,10 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     """Raise the error on all ranks if they compare their calls at this point, else on this rank."""
     if pending is not None:
         checked = pending.layer.cache.checked
-        compares = None if shards is None else shards.has_prefix or compares_always(checked, query.device)
+        compares = None if shards is None else shards.has_prefix or checked is not False
         tokens = query.shape[2] if shards is None else shards.length
         pending.layer.raise_agreed(error, pending, tokens, compares=compares)
-    if shards is not None and compares_always(None, query.device):
+    if shards is not None and may_compare(query.device):
         agree(Mesh.of(shards.mesh), error)
     raise error
 
