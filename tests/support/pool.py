@@ -31,6 +31,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.generation",
     "transformers.trainer",
+    "tests.support.emulated_nccl",
     "tests.support.families",
     "tests.support.mesh_problems",
     "tests.support.tiny",
