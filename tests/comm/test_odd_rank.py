@@ -5,16 +5,18 @@ from typing import Any
 import pytest
 
 import attnmesh as am
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_nccl import world
 from tests.support.interpreted import interpreting
 from tests.support.odd_rank import BEFORE, attention_outcomes, check, decoding_outcomes, merge_outcomes
 from tests.support.pool import Pool
 
-STEPS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
-    ((1, 1, 3), {"merge": "tree"}),
-    ((1, 1, 3), {"merge": "direct"}),
-    ((2, 1, 2), {"merge": "tree"}),
+STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
+    ("nccl", (1, 1, 3), {"merge": "tree"}),
+    ("cpu:gloo,cuda:nccl", (1, 1, 3), {"merge": "direct"}),
+    ("nccl", (2, 1, 2), {"merge": "tree"}),
 ]
-"""Meshes and options of steps: along a tree, directly, and with a heads axis."""
+"""Backends, meshes and options of steps: along a tree, directly, and with a heads axis."""
 
 
 def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
@@ -24,8 +26,9 @@ def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(("shape", "options"), STEPS)
-@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize(
+    ("kernel", "shape", "options"), [("triton", *STEPS[0][1:]), *(("auto", *step[1:]) for step in STEPS)]
+)
 def test_steps(kernel: str, shape: tuple[int, int, int], options: dict[str, Any], before: int, pool: Pool) -> None:
     """With Triton's interpreter ranks follow the policy of GPUs."""
     ranks = shape[0] * shape[1] * shape[2]
@@ -50,7 +53,43 @@ def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize("how", ["tree", "direct"])
-@pytest.mark.parametrize("kernel", ["auto", "triton"])
+@pytest.mark.parametrize(("kernel", "how"), [("triton", "tree"), ("auto", "tree"), ("auto", "direct")])
 def test_merges(kernel: str, how: str, before: int, pool: Pool) -> None:
     check(pool.run(3, _merge, kernel, before, how), before, compares_all=kernel == "auto")
+
+
+def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+    am.set_deadline(60)
+    return decoding_outcomes("cuda", *arguments)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(("backend", "shape", "options"), STEPS)
+def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int) -> None:
+    ranks = shape[0] * shape[1] * shape[2]
+    found = world(ranks, _decode_on_gpu, shape, before, options, backend=backend)
+    check(found.results(), before, compares_all=False)
+
+
+def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+    am.set_deadline(60)
+    return attention_outcomes("cuda", *arguments)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(("backend", "shape"), [("nccl", (1, 3, 1)), ("cpu:gloo,cuda:nccl", (2, 1, 2))])
+def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: int) -> None:
+    """Hosts compare every call, except `key_lengths` that are on a device."""
+    found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
+    check(found.results(), before, compares_all=False)
+
+
+def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
+    am.set_deadline(60)
+    return merge_outcomes("cuda", 3, *arguments)
+
+
+@pytest.mark.parametrize("before", BEFORE)
+@pytest.mark.parametrize(("backend", "how"), [("nccl", "tree"), ("cpu:gloo,cuda:nccl", "direct")])
+def test_merges_on_gpus(backend: str, how: str, before: int) -> None:
+    check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

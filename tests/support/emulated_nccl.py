@@ -88,6 +88,7 @@ class NCCL:
         self.connection, self.config, self.issued = connection, config, 0
         names = ("batch_isend_irecv", "all_gather", "all_reduce", "broadcast")
         self.gloo = {name: getattr(dist, name) for name in names}
+        self.new_group, self.host_groups = dist.new_group, list[Any]()
 
     def ask(self, *request: Any) -> Any:
         """Send a request to the switch, and return its reply, which may take as long as other ranks do."""
@@ -99,7 +100,7 @@ class NCCL:
 
     def batch_isend_irecv(self, operations: Sequence[dist.P2POp]) -> list[Any]:
         """Issue messages together. One work stands for all of them."""
-        if not self._serves(operations[0].tensor):
+        if not self._serves(operations[0].tensor, operations[0].group):
             return self.gloo["batch_isend_irecv"](operations)
         ranks = _communicator(operations[0].group)[1]
         messages = []
@@ -115,7 +116,7 @@ class NCCL:
 
     def all_gather(self, tables: list[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
         """Gather a tensor of each rank."""
-        if not self._serves(x):
+        if not self._serves(x, group):
             return self.gloo["all_gather"](tables, x, group=group, async_op=async_op)
 
         def finish(arrived: dict[int, Any]) -> None:
@@ -126,7 +127,7 @@ class NCCL:
 
     def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         """Sum a tensor over the ranks, or take the maximum."""
-        if not self._serves(x):
+        if not self._serves(x, group):
             return self.gloo["all_reduce"](x, op, group=group, async_op=async_op)
         name = "MAX" if op == dist.ReduceOp.MAX else "SUM"
         return self._collective(f"all_reduce {name}", x, group, lambda arrived: _write(x, arrived[0]), async_op)
@@ -135,14 +136,25 @@ class NCCL:
         self, x: Tensor, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
     ) -> Any:
         """Send the tensor of one rank to all."""
-        if not self._serves(x):
+        if not self._serves(x, group):
             return self.gloo["broadcast"](x, src, group=group, async_op=async_op, group_src=group_src)
         source = _communicator(group)[1].index(src) if group_src is None else group_src
         return self._collective(f"broadcast {source}", x, group, lambda arrived: _write(x, arrived[0]), async_op)
 
-    def _serves(self, x: Tensor) -> bool:
+    def make_group(self, *arguments: Any, **named: Any) -> Any:
+        """Make a group. One that is made with gloo beside NCCL's serves the host alone."""
+        group = self.new_group(*arguments, **named)
+        if named.get("backend") == "gloo":
+            self.host_groups.append(group)
+        return group
+
+    def config_of(self, group: Any) -> str:
+        """Return the backends of a group by device."""
+        return "cpu:gloo,cuda:gloo" if group in self.host_groups else self.config
+
+    def _serves(self, x: Tensor, group: Any) -> bool:
         """Return whether a tensor is on the GPU. Raise as PyTorch does if nothing serves those of the CPU."""
-        if not isinstance(x, EmulatedTensor) and "cpu" not in self.config:
+        if not isinstance(x, EmulatedTensor) and "cpu" not in self.config_of(group):
             raise RuntimeError("No backend type associated with device type cpu")
         return isinstance(x, EmulatedTensor)
 
@@ -159,7 +171,8 @@ class NCCL:
         """Serve this process's groups, of which PyTorch says that they were made with NCCL."""
         stack.enter_context(patch.multiple(dist, **{name: getattr(self, name) for name in self.gloo}))
         stack.enter_context(patch.object(dist, "get_backend", lambda group=None: "nccl"))
-        stack.enter_context(patch("attnmesh.mesh.axes.get_backend_config", lambda group: self.config))
+        stack.enter_context(patch.object(dist, "new_group", self.make_group))
+        stack.enter_context(patch("attnmesh.mesh.axes.get_backend_config", self.config_of))
 
 
 def _communicator(group: Any) -> Communicator:
