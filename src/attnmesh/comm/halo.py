@@ -133,8 +133,7 @@ def _copy(x: Tensor, out: Tensor, segments: Sequence[tuple[Segment, Segment]], a
         elif target == mine:
             targets.setdefault(source, []).append(out.narrow(dim, place, count))
             wanted.setdefault(source, []).append(torch.empty_like(targets[source][-1], device="meta"))
-    if not sends and not wanted:
-        return
+    # Also with nothing to send: the first exchange along an axis is collective.
     finish = exchange_messages(_tuples(sends), _tuples(wanted), axis, x.device, "exchanging halos")
     for source, arrived in finish().items():
         for into, tokens in zip(targets[source], arrived, strict=True):

@@ -1,0 +1,145 @@
+"""Walks of steady calls: the frames, files and lines of attnmesh that one call runs through, by room.
+
+    python -m tests.tools.walk
+
+A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
+file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
+"""
+
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import attnmesh as am
+
+PACKAGE = Path(am.__file__).parent
+WARM = 5
+"""Calls before the one that is traced."""
+
+HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
+
+
+@dataclass
+class Walk:
+    """What one call ran through: the files of its frames in order, and its lines by room."""
+
+    files: list[str] = field(default_factory=list)
+    lines: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def changes(self) -> int:
+        """Frames in another file than the one before."""
+        return sum(one != other for one, other in pairwise(self.files))
+
+    def share(self, *rooms: str) -> float:
+        """Return the share of the lines that these rooms have."""
+        return sum(self.lines[room] for room in rooms) / max(1, self.lines.total())
+
+
+def walk(call: Callable[[], object]) -> Walk:
+    """Return the walk of a call that was made before."""
+    for _ in range(WARM):
+        call()
+    found = Walk()
+
+    def on_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            found.lines[_room(frame.f_code.co_filename)] += 1
+        return on_line
+
+    def on_call(frame: FrameType, event: str, _: Any) -> Any:
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+            return None
+        found.files.append(frame.f_code.co_filename)
+        return on_line
+
+    sys.settrace(on_call)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return found
+
+
+def _room(file: str) -> str:
+    """Return the room of a file: its folder, or its own name at the top."""
+    parts = Path(file).relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else Path(file).stem
+
+
+def attention_call(shape: tuple[int, int, int] | None) -> Callable[[], object]:
+    """Return a causal call of 64 tokens on a mesh, or on one rank."""
+    q = torch.randn(1, HEADS, TOKENS, DIM)
+    k, v = torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind()
+    if shape is None:
+        return lambda: am.attention(q, k, v, mesh=None)
+    mesh, layout = am.init_mesh(shape), am.Zigzag()
+    parts = [am.shard(x, mesh, layout=layout) for x in (q, k, v)]
+    return lambda: am.attention(*parts, mesh=mesh, layout=layout, length=TOKENS)
+
+
+def decode_call(shape: tuple[int, int, int] | None, *, sinks: bool = False) -> Callable[[], object]:
+    """Return a step of one token on a cache of 64, on a mesh or on one rank."""
+    mesh = None if shape is None else am.init_mesh(shape)
+    sizes = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
+    torch.manual_seed(0)
+    cache = am.KVCache(mesh, **sizes, dtype=torch.float32)
+    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind())
+    q, given = torch.randn(1, HEADS, 1, DIM), {"sinks": torch.zeros(HEADS)} if sinks else {}
+    return lambda: am.decode(q, cache, **given)
+
+
+ALONE: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention, 1 rank": lambda: attention_call(None),
+    "decode, 1 rank": lambda: decode_call(None),
+}
+ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
+    "attention, 2 ranks, keys": lambda: attention_call((1, 1, 2)),
+    "attention, 2 ranks, queries": lambda: attention_call((1, 2, 1)),
+    "attention, 2 ranks, heads": lambda: attention_call((2, 1, 1)),
+    "decode, 2 ranks": lambda: decode_call((1, 1, 2)),
+    "decode, 2 ranks, sinks": lambda: decode_call((1, 1, 2), sinks=True),
+}
+
+
+def walks_on_two() -> dict[str, Walk]:
+    """Return on a rank of two the walk of each call."""
+    return {name: walk(make()) for name, make in ON_TWO.items()}
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = walks_on_two()
+    if rank == 0:
+        _show(found)
+    dist.destroy_process_group()
+
+
+def _show(walks: dict[str, Walk]) -> None:
+    for name, found in walks.items():
+        most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
+        print(f"{name:<28} {len(found.files):>6} {len(set(found.files)):>5} {found.changes:>7}  {most}")
+
+
+def main() -> None:
+    """Print the table of walks."""
+    print(f"{'':<28} frames files changes  lines by room")
+    torch.set_num_threads(1)
+    _show({name: walk(make()) for name, make in ALONE.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (folder,), 2)
+
+
+if __name__ == "__main__":
+    main()
