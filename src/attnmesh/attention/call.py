@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attnmesh.comm.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
@@ -22,6 +23,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.known_calls import MOST_KINDS, is_traced
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -83,6 +85,18 @@ class Call(NamedTuple):
         """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
+    @property
+    def kind(self) -> tuple[Any, ...] | None:
+        """All that checks of this call depend on, and its text; None for a call that is checked each time."""
+        if self.key_lengths is not None or self.options.unsupported or is_traced():
+            return None
+        tensors = [x for x in (self.q, self.k, self.v, self.sinks) if x is not None]
+        if any(type(x) not in (Tensor, Parameter) for x in tensors):
+            return None
+        sizes = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in tensors]
+        # Options of equal values may differ in type, as 1 and True do.
+        return *sizes, torch.is_grad_enabled(), *self.options, *map(type, self.options)
+
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards, and key_lengths that a device holds."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -131,10 +145,8 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
         queries, keys = (count * mesh.shape.ranks for count in call.tokens)
         return _make_problem(mesh.shape, options, call.heads, (queries, keys))
     if options.length is None or (checked is not False and may_compare(device)):
-        _, table = run_agreed_with(
-            mesh, lambda: check_call(mesh, call, checked), lambda _: call.describe(), lambda _: call.tokens
-        )
-        return _problem_of_table(mesh, options, call.heads, table)
+        _, table = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
+        return _problem_of_table(mesh.shape, options, call.heads, tuple(map(tuple, table)))
     check_call(mesh, call, checked)
     problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
     try:
@@ -144,10 +156,35 @@ def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
     return problem
 
 
-def _problem_of_table(mesh: Mesh, options: Options, heads: Pair, table: Sequence[Sequence[int]]) -> Problem:
+@cached_per_world()
+def _texts(mesh: Mesh) -> dict[tuple[Any, ...], str]:
+    """Return the texts of checked calls on a mesh, by kind. No check is made twice."""
+    return {}
+
+
+def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
+    """Return the text of a call that ranks compare, or raise unless each argument can be served."""
+    known = _texts(mesh)
+    try:
+        key = None if (kind := call.kind) is None else (*kind, checked, type(checked))
+        text = known.get(key) if key is not None else None
+    except (AttributeError, TypeError):  # an argument that is no tensor, or an option that has no hash
+        key = text = None
+    if text is None:
+        check_call(mesh, call, checked)
+        text = call.describe()
+        if key is not None:
+            if len(known) >= MOST_KINDS:
+                known.clear()
+            known[key] = text
+    return text
+
+
+@lru_cache(maxsize=1024)
+def _problem_of_table(shape: Shape, options: Options, heads: Pair, table: tuple[Pair, ...]) -> Problem:
     """Return the problem whose tokens are counted by shard in `table`, (queries, keys) a row."""
     queries, keys = (sum(column) for column in zip(*table, strict=True))
-    return _make_problem(mesh.shape, options, heads, (queries, keys), table)
+    return _make_problem(shape, options, heads, (queries, keys), table)
 
 
 def _make_problem(

@@ -64,7 +64,7 @@ cached_per_world = WORLD.cached
 
 def decode_cached(decode: Callable[[str, tuple[int, ...]], R], names: str, numbers: Sequence[int]) -> R:
     """Return what a cached `decode` makes of the code of an operator; uncached where a compiler traces sizes."""
-    traced = any(type(number) is not int for number in numbers)  # SymInts, which have no hash
+    traced = not set(map(type, numbers)) <= {int}  # SymInts, which have no hash
     return getattr(decode, "__wrapped__", decode)(names, tuple(numbers)) if traced else decode(names, tuple(numbers))
 
 
