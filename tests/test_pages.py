@@ -57,6 +57,12 @@ def messages() -> set[str]:
     return found | {x.value for x in source() if isinstance(x, ast.Constant) and isinstance(x.value, str)}
 
 
+@cache
+def words() -> set[str]:
+    """All words of these strings: names of functions and arguments are among them."""
+    return {word for message in messages() for word in re.findall(r"[\w.]+", message)}
+
+
 def is_message(quote: str) -> bool:
     """Whether a quote is a string of the package; one that ends in "..." is the beginning of a string."""
     alike = [message for message in messages() if message[:8] == quote[:8]]
@@ -80,10 +86,9 @@ def quotes(name: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_quoted_messages_are_those_of_the_source(name: str) -> None:
-    words = {word for message in messages() for word in re.findall(r"[\w.]+", message)}
     for subject, expected in quotes(name):
         assert is_message(expected) or expected in NOT_QUOTED, expected
-        assert set(subject.replace("...", "").split()) <= words, subject
+        assert set(subject.replace("...", "").split()) <= words(), subject
 
 
 def test_quoted_warnings_are_those_of_the_source() -> None:
