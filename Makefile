@@ -39,7 +39,7 @@ test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about 40 minutes)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
 
-check: $(VENV)/ready           ## format, lint, types
+check: $(VENV)/ready           ## format, lint, types, sizes
 	$(RUN)/ruff format --check .
 	$(RUN)/ruff check .
 	$(RUN)/mypy
@@ -53,8 +53,9 @@ format: $(VENV)/ready
 docs: $(VENV)/ready            ## the documentation, in docs/_build
 	$(RUN)/python -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build
 
-wheel: $(VENV)/ready           ## a wheel of the package, in dist
+wheel: $(VENV)/ready           ## a wheel of the package, in dist, and a test of what is in it
 	$(RUN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(RUN)/pytest -m long tests/cli/test_wheel.py
 
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
 	$(RUN)/attnmesh bench kernel

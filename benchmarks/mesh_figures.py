@@ -1,15 +1,19 @@
-"""Figures of the documentation: the rank that computes each pair of query and key, and the messages of a merge tree."""
+"""Figures of the documentation: the rank that computes each pair of query and key, and the messages of a merge tree.
+
+`python -m benchmarks.mesh_figures` draws those that the pages show into docs/figures.
+"""
 
 import colorsys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.checks import check_count
-from attnmesh.core.layout import Layout, check_layout
-from attnmesh.core.mask import Mask, check_mask
+from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag, check_layout
+from attnmesh.core.mask import Causal, Mask, Window, check_mask
 from attnmesh.errors import LayoutError, MeshError
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import Problem, schedule
@@ -211,3 +215,20 @@ def draw_tree(hosts: Sequence[Sequence[int]]) -> "Figure":
             arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.1, "shrinkA": 0, "shrinkB": 1}
             axes.annotate("", (number + 0.6, y_of[receiver]), (number, y_of[sender]), arrowprops=arrow)
     return figure
+
+
+def draw_pages() -> None:
+    """Draw the figures that README and the pages of docs/ show."""
+    figures = {
+        "causal-2x2": draw_mesh(Causal(), Shape(1, 2, 2), [Zigzag(), Striped()], 48),
+        "layouts": draw_mesh(Causal(), Shape(1, 2, 2), [Contiguous(), Zigzag(), Striped()], 32),
+        "window": draw_mesh(Window(9), Shape(1, 4, 1), [Contiguous(), Zigzag()], 48),
+        "tree-7": draw_tree([[0, 1, 2, 3, 4, 5, 6]]),
+        "tree-hosts": draw_tree([[0, 1, 2, 3], [4, 5, 6, 7]]),
+    }
+    for name, figure in figures.items():
+        figure.savefig(Path(__file__).parents[1] / "docs" / "figures" / f"{name}.png", metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    draw_pages()

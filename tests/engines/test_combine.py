@@ -1,10 +1,13 @@
 """Merges for serving engines equal attention over the keys of all ranks."""
 
+import ast
 import functools
 import inspect
+import json
 import math
 import sys
 from enum import Enum
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -103,40 +106,60 @@ def test_tokens_beyond_the_last_sequence_are_ignored() -> None:
     assert _without_keys(4, lengths, None).tolist() == [True, False, False, False]
 
 
-# --- contracts: signatures recorded from vllm 0.33.0 and sglang 0.5.23, names and defaults in order ---
+# --- contracts: signatures that tests.tools.engine_signatures has read in the engines' sources ---
 
-RECORDED = {
-    vllm.cp_lse_ag_out_rs: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True,"
-    " seq_lens=None, query_start_loc=None",
-    vllm.cp_lse_ag_out_ar: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True,"
-    " seq_lens=None, query_start_loc=None",
-    sglang.cp_lse_ag_out_rs_mha: "cp_attn_out, cp_attn_lse, cp_group, return_lse=False",
-    sglang.cp_lse_ag_out_rs_mla: "cp_attn_out, cp_attn_lse, cp_group, ctx=None, is_lse_base_on_e=False",
-    sglang.dcp_a2a_lse_reduce: "cp_attn_out, cp_attn_lse, cp_group, is_lse_base_on_e=True, cuda_graph_buffers=None,"
-    " comm_backend='a2a'",
+RECORD = json.loads((Path(__file__).parent / "signatures.json").read_text())
+OURS = {
+    "vllm": (vllm.cp_lse_ag_out_rs, vllm.cp_lse_ag_out_ar),
+    "sglang": (sglang.cp_lse_ag_out_rs_mha, sglang.cp_lse_ag_out_rs_mla, sglang.dcp_a2a_lse_reduce),
 }
+PLACES = {"vllm": "vllm/v1/attention/ops/dcp.py", "sglang": sglang.MERGES.replace(".", "/") + ".py"}
+HOOKS = "sglang/srt/plugins/hook_registry.py"
 
 
-@pytest.mark.parametrize("function", RECORDED, ids=lambda function: function.__name__)
-def test_signatures_are_those_of_the_engines(function: Any) -> None:
-    empty = inspect.Parameter.empty
-    parts = [
-        name if parameter.default is empty else f"{name}={parameter.default!r}"
-        for name, parameter in inspect.signature(function).parameters.items()
+def recorded(engine: str, file: str, name: str) -> ast.arguments:
+    """Return the parameters of an engine's function, without annotations."""
+    (node,) = ast.parse(f"def f({RECORD[engine]['files'][file][name]}): ...").body
+    assert isinstance(node, ast.FunctionDef)
+    for parameter in (*node.args.args, *node.args.kwonlyargs):
+        parameter.annotation = None
+    return node.args
+
+
+@pytest.mark.parametrize(("engine", "function"), [(engine, one) for engine in OURS for one in OURS[engine]])
+def test_signatures_are_those_of_the_engines(engine: str, function: Any) -> None:
+    """Names, order and defaults: an engine may pass each argument by position or by name."""
+    ours = [
+        parameter.replace(annotation=inspect.Parameter.empty)
+        for parameter in inspect.signature(function).parameters.values()
     ]
-    assert ", ".join(parts) == RECORDED[function]
+    theirs = recorded(engine, PLACES[engine], function.__name__)
+    assert str(inspect.Signature(ours)) == f"({ast.unparse(theirs)})"
+
+
+@pytest.mark.parametrize("engine", OURS)
+def test_pages_name_the_versions_that_were_read(engine: str) -> None:
+    version = f"{engine} {RECORD[engine]['version']}"
+    assert version in (vllm if engine == "vllm" else sglang).__doc__
+    assert version in (Path(__file__).parents[2] / "docs" / "engines.md").read_text().lower()
 
 
 def test_combine_follows_the_protocol_of_vllm() -> None:
-    call = functools.partial(combine, cp_group=None)
-    inspect.signature(call).bind(
-        torch.zeros(1), torch.zeros(1), seq_lens=torch.zeros(1), query_start_loc=torch.zeros(1)
-    )
+    theirs = recorded("vllm", PLACES["vllm"], "DCPCombine.__call__")
+    by_position, by_name = len(theirs.args) - 1, [parameter.arg for parameter in theirs.kwonlyargs]  # without self
+    inspect.signature(functools.partial(combine, cp_group=None)).bind(*[None] * by_position, **dict.fromkeys(by_name))
+    assert [parameter.arg for parameter in theirs.args[1:]] == [*inspect.signature(combine).parameters][:by_position]
+
+
+def test_hooks_are_registered_as_sglang_declares() -> None:
+    theirs = recorded("sglang", HOOKS, "HookRegistry.register")
+    assert [parameter.arg for parameter in theirs.args] == ["cls", "target", "hook", "hook_type"]
+    assert f"{sglang.HOOKS.replace('.', '/')}.py" == HOOKS
 
 
 def test_the_plugin_replaces_the_merges_of_sglang_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[tuple[str, Any, Any]] = []
-    hooks = ModuleType("sglang.srt.plugins.hook_registry")
+    hooks = ModuleType(sglang.HOOKS)
     kinds = Enum("HookType", ["AROUND", "REPLACE"])
     registry = type("HookRegistry", (), {"register": staticmethod(lambda *call: registered.append(call))})
     vars(hooks).update(HookType=kinds, HookRegistry=registry)
@@ -148,9 +171,11 @@ def test_the_plugin_replaces_the_merges_of_sglang_when_it_is_asked_to(monkeypatc
     assert not registered
     monkeypatch.setenv("ATTNMESH_SGLANG", "1")
     sglang.load_plugin()
-    place = "sglang.srt.layers.dcp.comm"
-    merges = (sglang.cp_lse_ag_out_rs_mha, sglang.cp_lse_ag_out_rs_mla, sglang.dcp_a2a_lse_reduce)
-    assert registered == [(f"{place}.{merge.__name__}", merge, kinds["REPLACE"]) for merge in merges]
+    places = {
+        function: f"{PLACES['sglang'].removesuffix('.py').replace('/', '.')}.{function.__name__}"
+        for function in OURS["sglang"]
+    }
+    assert registered == [(place, merge, kinds["REPLACE"]) for merge, place in places.items()]
 
 
 # --- bad input ---

@@ -1,7 +1,7 @@
 """Plug-in of SGLang: its merges of decode context parallelism become merges of attnmesh.
 
 Installing attnmesh registers the entry point. It acts in a server that is started with ATTNMESH_SGLANG=1. Signatures
-are those of sglang 0.5.23, sglang/srt/layers/dcp/comm.py.
+are those of sglang 0.5.23.
 """
 
 import os
@@ -15,12 +15,15 @@ from attnmesh.engines.combine import combine
 MERGES = "sglang.srt.layers.dcp.comm"
 """Module of SGLang with the functions that the plug-in replaces."""
 
+HOOKS = "sglang.srt.plugins.hook_registry"
+"""Module of SGLang where the plug-in registers them."""
+
 
 def load_plugin() -> None:
     """Register the merges with SGLang's hooks if ATTNMESH_SGLANG is 1. SGLang calls it before the engine starts."""
     if os.environ.get("ATTNMESH_SGLANG") != "1":
         return
-    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks = import_module(HOOKS)
     for merge in (cp_lse_ag_out_rs_mha, cp_lse_ag_out_rs_mla, dcp_a2a_lse_reduce):
         hooks.HookRegistry.register(f"{MERGES}.{merge.__name__}", merge, hooks.HookType.REPLACE)
 

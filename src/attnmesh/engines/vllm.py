@@ -1,7 +1,6 @@
-"""The merge of vLLM's decode context parallelism, with the signature of its own functions.
+"""Merges of vLLM's decode context parallelism, with the signatures of vllm 0.33.0, vllm/v1/attention/ops/dcp.py.
 
-Recorded from vllm 0.33.0, vllm/v1/attention/ops/dcp.py: `cp_lse_ag_out_rs`, `cp_lse_ag_out_ar`, `dcp_a2a_lse_reduce`
-and the protocol `DCPCombine`, which `functools.partial(attnmesh.engines.combine, cp_group=group)` follows.
+`functools.partial(attnmesh.engines.combine, cp_group=group)` follows the protocol `DCPCombine` of the same file.
 """
 
 from typing import Any

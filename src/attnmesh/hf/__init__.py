@@ -4,7 +4,8 @@
         tokens = attnmesh.hf.generate(model, input_ids, mesh=mesh, max_new_tokens=100)      # decoding over the mesh
         loss = model(**attnmesh.hf.shard_batch(batch, mesh)).loss                           # training over the mesh
 
-Importing this package registers the name with transformers' attention and mask functions. No code is patched.
+Importing this package registers the name with transformers' attention and mask functions, and replaces nothing.
+`generate`, `on_mesh` and others change the model that they are given: docs/models.md lists what they replace.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface

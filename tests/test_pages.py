@@ -1,0 +1,142 @@
+"""What README and the pages of docs/ name exists: files, pictures, messages, public names, environment variables."""
+
+import ast
+import re
+import subprocess
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+@cache
+def tracked() -> set[Path]:
+    """The files and folders of this checkout that git tracks; in a source distribution, all of them."""
+    if not (ROOT / ".git").exists():
+        return set(ROOT.rglob("*"))
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in done.stdout.splitlines()]
+    return {*files, *(folder for file in files for folder in file.parents)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linked_files_and_pictures_are_tracked_by_git(name: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page(name))
+    files = {((ROOT / name).parent / link).resolve() for link in links if "://" not in link}
+    assert not files - tracked()
+
+
+# --- messages ---
+
+VALUE = "\0"
+"""Stands in a message for a value that is known when it is raised."""
+
+NOT_QUOTED = {"X": "the form of all messages", "Window(15)": "the text of a mask"}
+
+
+@cache
+def source() -> list[ast.AST]:
+    """All nodes of the package's syntax trees."""
+    return [node for file in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+
+
+@cache
+def messages() -> set[str]:
+    """All strings of the package."""
+    filled = [node.values for node in source() if isinstance(node, ast.JoinedStr)]
+    found = {"".join(str(x.value) if isinstance(x, ast.Constant) else VALUE for x in parts) for parts in filled}
+    return found | {x.value for x in source() if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+
+
+@cache
+def words() -> set[str]:
+    """All words of these strings: names of functions and arguments are among them."""
+    return {word for message in messages() for word in re.findall(r"[\w.]+", message)}
+
+
+def is_message(quote: str) -> bool:
+    """Whether a quote is a string of the package; one that ends in "..." is the beginning of a string."""
+    alike = [message for message in messages() if message[:8] == quote[:8]]
+    if not quote.endswith("..."):
+        return any(re.fullmatch(pattern(message), quote) for message in alike)
+    beginning = quote.removesuffix("...").rstrip()
+    cuts = {message[:length] for message in alike for length in range(8, len(message) + 1)}
+    return any(re.fullmatch(pattern(cut), beginning) for cut in cuts)
+
+
+def pattern(message: str) -> str:
+    return ".+".join(map(re.escape, message.split(VALUE)))
+
+
+def quotes(name: str) -> list[tuple[str, str]]:
+    """The messages that a page quotes: the function and argument, and what is expected."""
+    found = re.findall(r"((?:\w[\w.]*)(?: \w+)*|\.\.\.): expected ([^`|\n]+)", page(name))
+    cut = [(subject, re.sub(r"(\.\.\.)?,? given.*", r"\1", text).rstrip()) for subject, text in found]
+    return [(subject, text if text.endswith("...") else text.rstrip(".")) for subject, text in cut]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quoted_messages_are_those_of_the_source(name: str) -> None:
+    for subject, expected in quotes(name):
+        assert is_message(expected) or expected in NOT_QUOTED, expected
+        assert set(subject.replace("...", "").split()) <= words(), subject
+
+
+def test_quoted_warnings_are_those_of_the_source() -> None:
+    table = page("docs/troubleshooting.md").split("## Warnings")[1].split("## ")[0]
+    warnings = re.findall(r"^\| `(?:\w+: )?(.+?)` \|", table, re.MULTILINE)
+    assert len(warnings) == len(table.split("\n| ")) - 2 >= 3
+    assert not [text for text in warnings if not is_message(text)]
+
+
+# --- names ---
+
+PACKAGES = ("attnmesh", "attnmesh.hf", "attnmesh.diffusers", "attnmesh.engines")
+
+
+def public_names(package: str) -> list[str]:
+    """Names that a package exports as `X as X`."""
+    tree = ast.parse((ROOT / "src" / package.replace(".", "/") / "__init__.py").read_text())
+    lines = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [f"{package}.{name.name}" for line in lines for name in line.names if name.asname == name.name]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_all_public_names(package: str) -> None:
+    documented = re.findall(r"^\.\. auto\w+:: (\S+)$", page("docs/api.md"), re.MULTILINE)
+    assert not set(public_names(package)) - set(documented)
+
+
+def test_the_reference_has_all_errors() -> None:
+    errors = import_module("attnmesh.errors")
+    found = [name for name, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__]
+    classes = [f"attnmesh.errors.{name}" for name in found if isinstance(vars(errors)[name], type)]
+    assert classes
+    assert not [name for name in classes if f".. autoclass:: {name}\n" not in page("docs/api.md")]
+
+
+@pytest.mark.parametrize("name", ["attnmesh.KVCache", "attnmesh.hf.ShardedCache"])
+def test_the_reference_has_the_methods_that_pages_call(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    methods = {method for method in dir(getattr(import_module(module), kind)) if not method.startswith("_")}
+    pages = "".join(map(page, NAMES))
+    called = {*re.findall(r"(?<!\bam)\.(\w+)\(", pages), *re.findall(r"`(\w+)\(", pages)} & methods
+    (members,) = re.findall(rf"autoclass:: {re.escape(name)}\n   :members: (.+)", page("docs/api.md"))
+    assert called
+    assert not called - set(members.split(", "))
+
+
+def test_the_environment_variables_of_the_library_are_listed() -> None:
+    strings = [node.value for node in source() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    variables = {text for text in strings if re.fullmatch("ATTNMESH_[A-Z]+", text)}
+    listed = re.findall(r"^\| `(ATTNMESH_\w+)", page("docs/machines.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(variables)
