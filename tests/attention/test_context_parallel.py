@@ -1,6 +1,7 @@
 """`ContextParallel` and `split_mesh`: attention of plain models on a mesh equals PyTorch's on one device."""
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import attnmesh as am
 from attnmesh import errors
 from attnmesh.mesh.axes import Mesh
 from tests.support.pool import Pool
+
+HOW_TO = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
 class Layer(nn.Module):
@@ -94,6 +97,53 @@ def test_a_plain_model_on_a_mesh_named_cp(
         torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-11)
         for mine, theirs in zip(given, gradients, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+class LanguageModel(nn.Module):
+    """A model of tokens, which rotates nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(50, 24), Layer(causal=True), nn.Linear(24, 50)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        assert ids.shape[1:] == positions.shape
+        return self.head(self.layer(self.embed(ids)))  # type: ignore[no-any-return]
+
+
+def recipe(world: Any, layout: Any) -> tuple[Tensor, list[Tensor]]:
+    """Return the loss and the gradients of this rank, by the lines of the how-to."""
+    (lines,) = [part for part in HOW_TO.read_text().split("```python\n") if part.startswith("losses = ")]
+    with torch.random.fork_rng():
+        torch.manual_seed(6)
+        model, length = LanguageModel().double(), 1000
+        rows = torch.randint(50, (2, length + 1))
+    context = world["cp"]
+    if dist.get_world_size(context.get_group()) > 1:
+        parallelize_module(model, context, {"layer.inner": am.ContextParallel(layout=layout, q_heads=6, kv_heads=2)})
+    ids, targets = (am.shard(x, context, layout=layout, dim=1) for x in (rows[:, :-1], rows[:, 1:]))
+    positions = am.shard(torch.arange(length), context, layout=layout, dim=0)
+    names = {"model": model, "ids": ids, "targets": targets, "positions": positions, "length": length, "world": world}
+    names["cross_entropy"] = nn.functional.cross_entropy
+    exec(lines.partition("```")[0], names)
+    return names["loss"].detach(), [parameter.grad for parameter in model.parameters()]  # type: ignore[attr-defined,misc]
+
+
+def by_the_recipe() -> list[Tensor]:
+    """Return the mean over the ranks of a loss and its gradients."""
+    world = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+    loss, gradients = recipe(world, am.Striped(16))
+    for x in (loss, *gradients):
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return [loss, *gradients]
+
+
+def test_the_loss_of_the_how_to_is_that_of_one_device_on_uneven_shards(pool: Pool) -> None:
+    (alone,) = pool.run(1, by_the_recipe)
+    for given in pool.run(4, by_the_recipe):
+        for mine, theirs in zip(given, alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 def other_uses() -> list[bool]:
