@@ -1,22 +1,15 @@
 """Trainers on a mesh have the losses, metrics and weights of one process."""
 
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
-from importlib import import_module
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
 from attnmesh import errors
@@ -25,233 +18,18 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-
-STEPS, LENGTH = 5, 61
-
-
-@contextmanager
-def launched() -> Iterator[None]:
-    """Give this rank the variables of torchrun, and forget accelerate's state at the end."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        from accelerate.state import AcceleratorState, GradientState, PartialState
-
-        AcceleratorState._reset_state()
-        PartialState._shared_state.clear()
-        GradientState._reset_state()
-        for name in variables:
-            os.environ.pop(name)
-
-
-def mesh_of(data: int, shape: Shape) -> Any:
-    """Return this rank's mesh, of several in a world of `data` times its ranks."""
-    if data == 1:
-        return named_mesh(shape, AXES)
-    return init_device_mesh("cpu", (data, *shape), mesh_dim_names=("data", *AXES))[AXES]
-
-
-def examples(count: int = 4 * STEPS, first: int = 0) -> list[dict[str, Any]]:
-    """Return sequences of several lengths with different numbers of labels."""
-    sequences = []
-    for number in range(first, first + count):
-        ids = prompt(LENGTH - 7 * (number % 4), seed=number)[0]
-        labels = ids.clone()
-        labels[: 3 * (number % 5)] = -100
-        sequences.append({"input_ids": ids, "labels": labels})
-    return sequences
-
-
-def collate(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad the sequences of a batch on the right."""
-    size = max(len(row["input_ids"]) for row in batch)
-
-    def padded(name: str, value: int) -> Tensor:
-        return torch.stack([torch.nn.functional.pad(x[name], (0, size - len(x[name])), value=value) for x in batch])
-
-    mask = torch.stack([torch.arange(size) < len(row["input_ids"]) for row in batch]).long()
-    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 97 words, which only names the special tokens: the data are token ids."""
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(97)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", bos_token="w1", eos_token="w2")
-
-
-class Counting:
-    """Tokens that a model has embedded on this rank, in evaluation."""
-
-    def __init__(self, model: Any) -> None:
-        self.tokens = 0
-        model.get_input_embeddings().register_forward_hook(self._count)
-
-    def _count(self, module: torch.nn.Module, args: Any, output: Tensor) -> None:
-        self.tokens += 0 if module.training else output.shape[0] * output.shape[1]
-
-
-LOGGED = (
-    *("loss", "grad_norm", "train_loss", "num_input_tokens_seen", "num_tokens", "entropy", "mean_token_accuracy"),
-    *("eval_loss", "eval_exact", "rewards/margins", "logps/chosen", "logits/chosen", "accuracy", "margin"),
+from tests.support.trainers import (
+    FSDP,
+    STEPS,
+    collate,
+    examples,
+    fsdp_on_cpus,
+    launched,
+    on_rank,
+    settings,
+    train,
+    trainer_class,
 )
-
-
-def settings(kind: Any, folder: str, **options: Any) -> Any:
-    """Return arguments of a trainer of five steps, with two micro-batches each.
-
-    The first steps of Adam are signs of gradients, which rounding turns where they are almost 0: its epsilon smooths
-    them.
-    """
-    return kind(
-        **{
-            "output_dir": folder, "use_cpu": True, "max_steps": STEPS, "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [], "save_strategy": "no",
-            "disable_tqdm": True, "learning_rate": 1e-3, "seed": 1, "max_grad_norm": 0.5, "bf16": False,
-            "adam_epsilon": 1e-2, **options,
-        }
-    )  # fmt: skip
-
-
-Make = Callable[..., Trainer]
-
-
-def plain(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
-    """Return a `Trainer` of padded sequences, which also computes a metric from whole logits."""
-    evaluation = {"eval_strategy": "steps", "eval_steps": 3, "include_num_input_tokens_seen": "non_padding"}
-    evaluation |= {"per_device_eval_batch_size": 2}
-    data_of = Stream if options.pop("stream", False) else list
-    made: Trainer = trainer(
-        model=model, args=settings(TrainingArguments, folder, **evaluation | options),
-        train_dataset=data_of(examples()),
-        eval_dataset=examples(8, 100), data_collator=collate, compute_metrics=exact,
-    )  # fmt: skip
-    return made
-
-
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Sequences without a length."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
-
-
-def exact(outputs: Any) -> dict[str, float]:
-    """Return the share of tokens that the logits predict."""
-    several = isinstance(outputs.predictions, tuple)  # beside the logits, those of routers
-    logits = next(x for x in outputs.predictions if x.ndim == 3) if several else outputs.predictions
-    predicted, labels = logits[:, :-1].argmax(-1), outputs.label_ids[:, 1:]
-    return {"exact": float((predicted == labels)[labels != -100].mean()), "logits": float(logits.std())}
-
-
-def lists(rows: list[dict[str, Any]]) -> Any:
-    """Return a dataset of token ids."""
-    return Dataset.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
-
-
-def sft(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
-    """Return a `SFTTrainer`."""
-    from trl import SFTConfig
-
-    common: dict[str, Any] = {
-        "max_length": LENGTH,
-        "gradient_checkpointing": False,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-    }
-    options = {**common, "per_device_eval_batch_size": 2, **options}
-    rows = {"train_dataset": lists(examples()), "eval_dataset": lists(examples(8, 100))}
-    if options.pop("lora", False):
-        from peft import LoraConfig
-
-        rows["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    given = settings(SFTConfig, folder, **options)
-    made: Trainer = trainer(model=model, args=given, processing_class=tokenizer(), **rows)
-    return made
-
-
-def pairs() -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return prompts with a chosen and a rejected answer."""
-    lengths = [(20 + 3 * (number % 5), 17 + number, 29) for number in range(20)]
-    return [
-        (prompt(first, seed=n)[0], prompt(good, seed=n + 90)[0], prompt(bad, seed=n + 60)[0])
-        for n, (first, good, bad) in enumerate(lengths)
-    ]
-
-
-def dpo(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
-    """Return a `DPOTrainer` with a reference model of its own."""
-    from trl import DPOConfig
-
-    rows = [["".join(f" w{token}" for token in part) for part in row] for row in pairs()]
-    texts = Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows])
-    given = settings(DPOConfig, folder, max_length=LENGTH, gradient_checkpointing=False, **options)
-    made: Trainer = trainer(
-        model=model, ref_model=deepcopy(model), args=given, train_dataset=texts, processing_class=tokenizer()
-    )
-    return made
-
-
-def reward(trainer: Any, model: Any, folder: str, **options: Any) -> Trainer:
-    """Return a `RewardTrainer`, whose model has one class."""
-    from trl import RewardConfig
-
-    rows = [{"chosen_ids": torch.cat(row[:2]), "rejected_ids": torch.cat(row[::2])} for row in pairs()]
-    given = settings(RewardConfig, folder, max_length=LENGTH, gradient_checkpointing=False, **options)
-    made: Trainer = trainer(model=model, args=given, train_dataset=lists(rows), processing_class=tokenizer())
-    return made
-
-
-TRAINERS: dict[str, Make] = {"Trainer": plain, "SFTTrainer": sft, "DPOTrainer": dpo, "RewardTrainer": reward}
-
-
-def trainer_class(kind: str) -> type[Trainer]:
-    if kind == "Trainer":
-        return Trainer
-    found: type[Trainer] = getattr(import_module("trl"), kind)
-    return found
-
-
-def train(kind: str, trainer: Any, family: str, attention: str, folder: str, options: dict[str, Any]) -> Any:
-    """Train, and return what was logged, the tokens of evaluation on this rank, and the weights."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL's own
-        changes = options.pop("changes", {})
-        model = made(kind, family, attention, changes).train()
-        counting, resume = Counting(model), options.pop("resume", None)
-        evaluates = options.pop("evaluates", False)
-        torch.manual_seed(7)  # of adapters
-        made_trainer = TRAINERS[kind](trainer, model, folder, **options)
-        if evaluates:
-            made_trainer.evaluate()
-        made_trainer.train(resume_from_checkpoint=resume)
-    log = made_trainer.state.log_history
-    logged = {name: [entry[name] for entry in log if name in entry] for name in LOGGED}
-    weights = {name: getattr(x, "full_tensor", x.clone)().detach() for name, x in model.named_parameters()}
-    return logged, counting.tokens, weights
-
-
-def made(kind: str, family: str, attention: str, changes: dict[str, Any]) -> Any:
-    if kind != "RewardTrainer":
-        # Rounding in float32 moves gradient norms of gpt-oss by 3e-5 in one process, ten times as far as Llama's.
-        kind = {"dtype": torch.float64 if family == "gpt-oss" else torch.float32}
-        return families.model(family, attention, **kind | changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        config = type(families.CONFIGS[family])(**{**families.CONFIGS[family].to_dict(), "num_labels": 1})
-        return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
-
-
-def on_rank(kind: str, family: str, data: int, shape: Shape, folder: str, options: dict[str, Any]) -> Any:
-    with launched():
-        mesh = mesh_of(data, shape)
-        return train(kind, hf.on_mesh(trainer_class(kind), mesh), family, "attnmesh", folder, dict(options))
 
 
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
@@ -329,13 +107,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 WIDE = {"dtype": torch.float64, "router_aux_loss_coef": 0.9}
 """Rounding in float32 changes the choice of experts."""
 
-VARIANTS["fsdp"] = "Trainer", {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+VARIANTS["fsdp"] = "Trainer", FSDP
+VARIANTS["fsdp recipe"] = "Trainer", {**FSDP, **RECIPE, "tolerance": 2e-2, "data": 2}
 VARIANTS["routers"] = "Trainer", {"family": "gpt-oss", "changes": {**WIDE, "output_router_logits": True}}
 VARIANTS["routers of TRL"] = "SFTTrainer", {"family": "gpt-oss", "changes": WIDE, "packing": True}
 VARIANTS["evaluation first"] = "Trainer", {"evaluates": True}
 VARIANTS["stream"] = "Trainer", {"stream": True, "data": 2}
 
-LONG = ("three heads", "smooth labels")
+LONG = ("three heads", "smooth labels", "fsdp recipe")
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
@@ -360,17 +139,6 @@ def packed_logits(family: str) -> list[bool]:
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
 def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool) -> None:
     assert pool.run(2, packed_logits, family) == [[False, True]] * 2
-
-
-@pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_resumed_training_continues_as_if_it_had_not_stopped(data: int, pool: Pool, tmp_path: Path) -> None:
-    shape, saving = Shape(1, 1, 2), {"save_strategy": "steps", "save_steps": 2}
-    whole = pool.run(data * 2, on_rank, "Trainer", "llama", data, shape, str(tmp_path), saving)
-    resumed = {**saving, "resume": str(tmp_path / "checkpoint-2")}
-    again = pool.run(data * 2, on_rank, "Trainer", "llama", data, shape, str(tmp_path), resumed)
-    for (logged, _, weights), (later, _, loaded) in zip(whole, again, strict=True):
-        assert later["loss"] == logged["loss"]
-        assert all(torch.equal(loaded[name], x) for name, x in weights.items())
 
 
 # --- accelerate ---
@@ -445,15 +213,18 @@ def bad_call(name: str) -> str:
             options["parallelism_config"] = ParallelismConfig(**size)
         case "half compiled":
             model.model = torch.compile(model.model, backend="eager")
-        case "compiled" | "objects" | "dispatch":
+        case "compiled" | "objects" | "dispatch" | "FSDP1" | "evaluation first":
             options = case["options"]
     try:
-        with launched(), warnings.catch_warnings():
+        with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = settings(TrainingArguments, "/nonexistent", max_steps=1, **options)
             rows: dict[str, Any] = {"train_dataset": data, "data_collator": collator}
             made: Any = hf.on_mesh(Trainer, mesh)
-            loss = made(model=model, args=given, **rows).train().training_loss
+            trainer = made(model=model, args=given, **rows)
+            if name == "evaluation first":
+                trainer.evaluate(data[:2])
+            loss = trainer.train().training_loss
     except errors.InputError as error:
         return f"{type(error).__name__}: {error}"
     return f"trained to a loss of {loss:.6f}"
@@ -499,6 +270,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dispatch": (
         {"options": {"accelerator_config": {"dispatch_batches": True}}},
         "KernelError: on_mesh: expected data that each rank reads, given dispatch_batches or split_batches. Fix",
+    ),
+    "FSDP1": (
+        {"options": {"fsdp": True, "fsdp_config": {"version": 1, "sync_module_states": False}}},
+        "KernelError: on_mesh: expected DDP, FSDP2 or one process, given FSDP1. Fix: use DDP or FSDP2",
+    ),
+    "evaluation first": (
+        {"options": FSDP},
+        "KernelError: evaluate: expected a model whose weights train() has sharded, given one before train(). Fix: ",
     ),
     "stock attention": ({"attention": "sdpa"}, "KernelError: on_mesh: expected a model with attn_implementation 'attn"),
     "half compiled": ({}, "trained to a loss of 8.04746"),

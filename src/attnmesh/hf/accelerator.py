@@ -1,15 +1,17 @@
 """Accelerators whose processes are meshes: the ranks of a mesh get the same batches, and metrics count them once.
 
 A model that such an accelerator prepares computes each batch in shards, see `sharded_calls`. DDP or FSDP2 averages its
-gradients over all ranks.
+gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP2 each rank holds a part of the weights.
 """
 
+import os
+import warnings
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,6 +79,7 @@ def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
         return
     replicas = _replicas(calls.mesh, accelerator.state.num_processes)
     _check_alone(accelerator)
+    _warn_if_weights_are_whole(accelerator)
     accelerator.__class__ = _accelerator_class(type(accelerator))
     accelerator.replicas, accelerator.calls = replicas, calls
     if accelerator.dataloader_config.dispatch_batches is None:
@@ -87,11 +90,20 @@ def _check_alone(accelerator: Any) -> None:
     """Raise if accelerate deals out batches, sequences or weights in a way that does not know the mesh."""
     check_parallelism(getattr(accelerator, "parallelism_config", None))
     given, fix = str(accelerator.distributed_type).rsplit(".", 1)[-1], "use DDP or FSDP2"
+    given = "FSDP1" if given == "FSDP" and not accelerator.is_fsdp2 else given
     supported = given in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
     require(supported, KernelError, "on_mesh", "DDP, FSDP2 or one process", given, fix)
     dispatches = accelerator.dataloader_config.dispatch_batches or accelerator.dataloader_config.split_batches
     given, fix = "dispatch_batches or split_batches", "leave them out of accelerator_config"
     require(not dispatches, KernelError, "on_mesh", "data that each rank reads", given, fix)
+
+
+def _warn_if_weights_are_whole(accelerator: Any) -> None:
+    """Warn if FSDP was asked for on CPUs, where accelerate does without it and says nothing."""
+    asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    on_cpus = str(accelerator.distributed_type).endswith("MULTI_CPU")
+    if asked and on_cpus and accelerator.is_main_process:
+        warnings.warn("accelerate ignores FSDP on CPUs: DDP keeps all weights on each rank", stacklevel=2)
 
 
 def check_parallelism(parallel: Any) -> None:
@@ -126,16 +138,45 @@ class MeshAccelerator:
 
     replicas: Replicas
     calls: ShardedCalls
+    _deals_batches = False
 
     @property
     def num_processes(self) -> int:
-        """Meshes in the world."""
-        return self.replicas.groups
+        """Meshes where batches are dealt out and losses are weighed, and ranks where files are saved and loaded."""
+        ranks: int = super().num_processes  # type: ignore[misc]
+        return self.replicas.groups if self._deals_batches or self.calls.is_active else ranks
 
     @property
     def process_index(self) -> int:
-        """Index of this rank's mesh."""
-        return self.replicas.own
+        """This rank: one rank writes a file. Where batches are dealt out, the index of its mesh."""
+        rank: int = super().process_index  # type: ignore[misc]
+        return self.replicas.own if self._deals_batches else rank
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader that gives the ranks of a mesh the same batches."""
+        self._deals_batches = True
+        try:
+            return super().prepare_data_loader(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._deals_batches = False
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the state of training, of which each rank holds a part."""
+        with self.calls.active(False):
+            return super().save_state(*args, **kwargs)  # type: ignore[misc]
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load the state of training, of which each rank holds a part."""
+        with self.calls.active(False):
+            super().load_state(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare as accelerate does. FSDP2 adds hooks to a model."""
+        prepared: Any = super().prepare(*args, **kwargs)  # type: ignore[misc]
+        for one in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            if isinstance(one, nn.Module):
+                self.calls.install(one)
+        return prepared
 
     def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         """Wrap the model as accelerate does, over all ranks, and install the calls on it."""

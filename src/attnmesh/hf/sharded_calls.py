@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Self, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.checks import require, short
@@ -41,11 +42,12 @@ class ShardedCalls:
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
         self.models: WeakSet[nn.Module] = WeakSet()
+        self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Shard the calls of installed models in this context."""
-        before, self.is_active = self.is_active, True
+    def active(self, is_active: bool = True) -> Iterator[None]:
+        """Shard the calls of installed models in this context, or do not."""
+        before, self.is_active = self.is_active, is_active
         try:
             yield
         finally:
@@ -63,10 +65,19 @@ class ShardedCalls:
             if module not in self.models:
                 self.models.add(module)
                 module.register_forward_pre_hook(self._begin, with_kwargs=True)
-                module.register_forward_hook(self._end, with_kwargs=True)
+            self._return_last(module)
         if not heads and inner.base_model not in self.models and inner.base_model is not inner:
             self.models.add(inner.base_model)
             inner.base_model.register_forward_hook(self._gather_routers)
+
+    def _return_last(self, module: nn.Module) -> None:
+        """Return whole outputs after all other hooks. FSDP2's hooks read each output, which would gather the logits."""
+        hook = self.last_hooks.get(module)
+        if hook is not None and hook.id == next(reversed(module._forward_hooks), None):
+            return
+        if hook is not None:
+            hook.remove()
+        self.last_hooks[module] = module.register_forward_hook(self._end, with_kwargs=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments with this rank's tokens, unless a module around this one has done so."""

@@ -97,6 +97,29 @@ class MeshTrainer:
         with self.calls.active():
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on shards. FSDP2 shards the weights together with an optimizer, in training."""
+        fits, given = not self.accelerator.is_fsdp2 or bool(self.accelerator._models), "one before train()"
+        fix = "train first, or pass eval_on_start=True in the arguments"
+        require(fits, KernelError, "evaluate", "a model whose weights train() has sharded", given, fix)
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model, as `from_pretrained` loads it.
+
+        transformers would save nothing here, and not say so, if the checkpoints in training are in shards.
+        """
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is None or _internal_call:  # for a checkpoint in training
+            return super().save_model(output_dir, _internal_call)  # type: ignore[misc,no-any-return]
+        kind = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            plugin.set_state_dict_type(kind)
+        return None
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the sequences of an optimizer step."""
         total: int = super().get_total_train_batch_size(args)  # type: ignore[misc]

@@ -1,0 +1,164 @@
+"""Training on a mesh that stops and goes on from its files has the losses and weights of one that did not stop."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import attnmesh.hf as hf
+from attnmesh.mesh.shapes import Shape
+from tests.support import families
+from tests.support.pool import Pool
+from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launched, mesh_of, on_rank
+
+PAIR = Shape(1, 1, 2)
+
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+
+
+def saves_of(kind: str) -> dict[str, Any]:
+    """Return the settings of a trainer that saves: "DDP", or FSDP2 with this kind of state dict."""
+    if kind == "DDP":
+        return SAVES
+    return {**SAVES, **FSDP, "fsdp_config": {**FSDP["fsdp_config"], "state_dict_type": f"{kind}_STATE_DICT"}}
+
+
+def check_equal(given: list[Any], expected: list[Any], tolerance: float) -> None:
+    """Assert that the ranks of a training logged these losses and hold these weights."""
+    logged, _, weights = expected[0]
+    for losses, _, trained in given:
+        assert losses["loss"] == pytest.approx(logged["loss"], rel=tolerance, abs=0)
+        assert all(torch.allclose(trained[name], x, rtol=0, atol=tolerance) for name, x in weights.items())
+
+
+RESUMED = {
+    "DDP": ("Trainer", 1, saves_of("DDP")),
+    "DDP, 2 meshes": ("Trainer", 2, saves_of("DDP")),
+    "FULL": ("Trainer", 1, saves_of("FULL")),
+    "FULL, 2 meshes": ("Trainer", 2, saves_of("FULL")),
+    "SHARDED": ("Trainer", 2, saves_of("SHARDED")),
+    "adapters, DDP": ("SFTTrainer", 1, {**saves_of("DDP"), "lora": True}),
+    "adapters, FULL": ("SFTTrainer", 2, {**saves_of("FULL"), "lora": True}),
+    "adapters, SHARDED": ("SFTTrainer", 1, {**saves_of("SHARDED"), "lora": True}),
+}
+"""Trainer, number of meshes and settings."""
+
+LONG = ("DDP, 2 meshes", "FULL", "SHARDED", "adapters, DDP", "adapters, SHARDED")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in RESUMED])
+def test_a_resumed_training_continues_as_if_it_had_not_stopped(name: str, pool: Pool, tmp_path: Path) -> None:
+    kind, data, options = RESUMED[name]
+    call = on_rank, kind, "llama", data, PAIR
+    whole = pool.run(data * 2, *call, str(tmp_path), options)
+    resumed = {**options, "resume": str(tmp_path / "checkpoint-2")}
+    check_equal(pool.run(data * 2, *call, str(tmp_path / "again"), resumed), whole, 0)
+
+
+@pytest.mark.parametrize("kind", ["FULL", pytest.param("SHARDED", marks=pytest.mark.long)])
+def test_checkpoints_pass_between_meshes_and_stock_transformers(kind: str, pool: Pool, tmp_path: Path) -> None:
+    """Train on two meshes of two ranks, on two processes of stock transformers, and on one mesh of four ranks."""
+    options = saves_of(kind)
+    runs: dict[str, tuple[int, int, Shape | None, dict[str, Any]]] = {
+        "meshes": (4, 2, PAIR, {}),
+        "stock": (2, 2, None, {}),
+        "mesh": (4, 1, Shape(1, 2, 2), {"per_device_train_batch_size": 4}),
+    }
+
+    def trained(name: str, folder: str, **more: Any) -> list[Any]:
+        ranks, data, shape, own = runs[name]
+        return pool.run(ranks, on_rank, "Trainer", "llama", data, shape, str(tmp_path / folder), options | own | more)
+
+    whole = trained("stock", "stock")
+    check_equal(trained("meshes", "meshes"), whole, 1e-5)
+    for saved, name in (("meshes", "stock"), ("stock", "meshes"), ("meshes", "mesh")):
+        resumed = trained(name, f"{name} from {saved}", resume=str(tmp_path / saved / "checkpoint-2"))
+        check_equal(resumed, whole, 1e-5)
+
+
+def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
+    best |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
+    for kind in ("FULL", "SHARDED"):
+        options = {**saves_of(kind), **best, "final": str(tmp_path / kind / "final")}
+        answers = pool.run(4, on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)
+        first, last = (load_file(tmp_path / "FULL" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 5))
+        saved = load_file(tmp_path / kind / "final" / "model.safetensors")
+        assert max(float((first[name] - x).abs().max()) for name, x in last.items()) > 0.1
+        for _, _, weights in answers:
+            assert all(torch.equal(weights[name], x) and torch.equal(saved[name], x) for name, x in first.items())
+
+
+# --- accelerate ---
+
+
+def looped(mesh: Any, folder: str, first: int = 0) -> tuple[list[float], Any, Any]:
+    """Return the losses of four steps, or of the last ones from a saved state, with the accelerator and the model."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16")
+    model = hf.prepare(accelerator, families.model("qwen3", "attnmesh").train(), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-2)
+    loader = torch.utils.data.DataLoader(examples(16), batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if first:
+        accelerator.load_state(folder)
+    losses = []
+    for step, batch in enumerate(loader):
+        if step < first:
+            continue
+        outputs = model(**batch)
+        loss, gathers = outputs.loss, outputs.logits.gathered is not None
+        assert not gathers, "FSDP2 gathers logits that nobody reads"
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if step == 1:
+            accelerator.save_state(folder)
+    return losses, accelerator, model
+
+
+def saved_in_a_loop(folder: str) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Return the losses of a whole and of a resumed loop, and the weights."""
+    from accelerate.utils import save_fsdp_model
+
+    mesh = mesh_of(2, PAIR)
+    with launched(), fsdp_on_cpus():
+        whole, accelerator, model = looped(mesh, folder)
+        assert all(isinstance(x, DTensor) for x in model.parameters())
+        save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, model, f"{folder}/by hand")
+    with launched(), fsdp_on_cpus():
+        resumed, _, model = looped(mesh, folder, 2)
+    return whole, resumed, {name: x.full_tensor() for name, x in model.state_dict().items()}
+
+
+def test_a_loop_with_accelerate_continues_from_its_state(pool: Pool, tmp_path: Path) -> None:
+    answers = pool.run(4, saved_in_a_loop, str(tmp_path))
+    by_hand = torch.load(tmp_path / "by hand" / "pytorch_model_fsdp.bin", weights_only=True)
+    for whole, resumed, weights in answers:
+        assert resumed == whole[2:]
+        assert all(torch.equal(by_hand[name], x) for name, x in weights.items())
+
+
+def warned(asked: bool) -> list[str]:
+    """Return the warnings of attnmesh when an accelerator on CPUs is put on a mesh."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if asked else None
+    with launched(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hf.prepare(Accelerator(cpu=True, fsdp_plugin=plugin), families.model("qwen3", "attnmesh"), mesh_of(1, PAIR))
+    return [str(one.message) for one in caught if "attnmesh" in one.filename or "FSDP" in str(one.message)]
+
+
+def test_a_user_hears_once_that_weights_are_whole_on_cpus(pool: Pool) -> None:
+    message = "accelerate ignores FSDP on CPUs: DDP keeps all weights on each rank"
+    assert pool.run(2, warned, True) == [[message], []]
+    assert pool.run(2, warned, False) == [[], []]
