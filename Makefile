@@ -4,7 +4,7 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo quick test long check format docs wheel bench fuzz chaos gpu packages clean
+.PHONY: demo quick test long versions check format docs wheel bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -38,6 +38,9 @@ test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids 
 
 long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about 40 minutes)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
+
+versions: $(VENV)/ready        ## the tests of transformers, trainers and diffusers on the oldest versions that are allowed, and on the pinned ones
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/python -m tests.tools.versions --workers $(WORKERS)
 
 check: $(VENV)/ready           ## format, lint, types, sizes
 	$(RUN)/ruff format --check .

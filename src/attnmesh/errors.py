@@ -74,6 +74,10 @@ class StoreError(InputError):
     """Raised when files are damaged, or are not those of a cache."""
 
 
+class VersionError(InputError, ImportError):
+    """Raised when an installed package lacks what attnmesh uses of it; also an `ImportError`."""
+
+
 class ClusterError(InputError):
     """Raised when hosts, links or devices are not possible, or a workload does not fit them."""
 

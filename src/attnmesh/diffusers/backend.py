@@ -4,11 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import (
-    AttentionBackendName,
-    _AttentionBackendRegistry,
-    dispatch_attention_fn,
-)
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,6 +13,7 @@ from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full, Mask
 from attnmesh.diffusers.tokens import Tokens
+from attnmesh.diffusers.upstream import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.errors import KernelError, MaskError
 
 SUBJECT = "attnmesh.diffusers attention"
@@ -25,23 +21,22 @@ SUBJECT = "attnmesh.diffusers attention"
 Backend = Callable[..., Tensor]
 
 
-def register(name: str, backend: Backend) -> AttentionBackendName:
+def register(name: str, backend: Backend) -> Any:
     """Add a backend to diffusers' registry. Return its name, in the type that diffusers asks for.
 
     The names that diffusers knows are fixed, so this one is made beside them.
     """
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name.upper(), name
-    _AttentionBackendRegistry.register(member, supports_context_parallel=True)(backend)
+    BackendRegistry.register(member, supports_context_parallel=True)(backend)
     return member
 
 
-def unregister(member: AttentionBackendName) -> None:
+def unregister(member: Any) -> None:
     """Remove a backend from diffusers' registry."""
-    registry = _AttentionBackendRegistry
-    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+    for table in (BackendRegistry._backends, BackendRegistry._constraints, BackendRegistry._supported_arg_names):
         table.pop(member, None)
-    registry._supports_context_parallel.discard(member.value)
+    BackendRegistry._supports_context_parallel.discard(member.value)
 
 
 def backend_of(mesh: DeviceMesh | None, tokens: Tokens, exchange: str, kernel: str, checked: bool | None) -> Backend:

@@ -5,7 +5,6 @@ from itertools import count
 from typing import Any
 
 from diffusers import ModelMixin
-from diffusers.utils.torch_utils import unwrap_module
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed
@@ -13,6 +12,7 @@ from attnmesh.core.checks import check_checked, require
 from attnmesh.diffusers.backend import backend_of, register, unregister
 from attnmesh.diffusers.plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
+from attnmesh.diffusers.upstream import unwrap_module
 from attnmesh.errors import ModelError
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh

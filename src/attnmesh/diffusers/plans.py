@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from torch import nn
 
+from attnmesh.diffusers.upstream import ContextParallelInput, ContextParallelOutput
 from attnmesh.errors import ModelError
 
 STREAM = "hidden_states"

@@ -6,8 +6,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from diffusers.models.attention import AttentionModuleMixin
-from diffusers.models.attention_processor import Attention, MochiAttention
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -16,6 +14,7 @@ from attnmesh.comm.consensus import CallChecker
 from attnmesh.core.digest import fingerprints
 from attnmesh.diffusers.plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Tokens
+from attnmesh.diffusers.upstream import Attention, AttentionModuleMixin, MochiAttention
 from attnmesh.errors import KernelError, ModelError, ShapeError
 from attnmesh.mesh.axes import Mesh
 

@@ -6,7 +6,6 @@ gradients over all ranks. Files are saved and loaded by all ranks too: with FSDP
 
 import os
 import warnings
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import KernelError, MeshError
 from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.hf.upstream import ACCELERATE
 from attnmesh.mesh.world import cached_per_world
 
 
@@ -77,6 +77,7 @@ def as_one_process(accelerator: Any, calls: ShardedCalls) -> None:
     """Make the ranks of each mesh one process of this accelerator, which installs the calls on models it prepares."""
     if isinstance(accelerator, MeshAccelerator):
         return
+    ACCELERATE.check()
     replicas = _replicas(calls.mesh, accelerator.state.num_processes)
     _check_alone(accelerator)
     _warn_if_weights_are_whole(accelerator)
@@ -199,8 +200,7 @@ class MeshAccelerator:
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all meshes, from one rank of each."""
-        recursively_apply = import_module("accelerate.utils.operations").recursively_apply
-
+        recursively_apply = ACCELERATE.find("accelerate.utils.operations:recursively_apply")
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-from transformers.cache_utils import CacheLayerMixin
 
 from attnmesh.attention.latent import Latents, Projection
 from attnmesh.comm.consensus import agree
@@ -20,6 +19,7 @@ from attnmesh.decode.window import longest_row
 from attnmesh.errors import InputError, KernelError, ShapeError
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
+from attnmesh.hf.upstream import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
 from attnmesh.errors import MaskError
 from attnmesh.hf.models import Opaque, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
+from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
 
 
 @dataclass(frozen=True)

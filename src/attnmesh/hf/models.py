@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, ShapeError
+from attnmesh.hf.upstream import PEFT
 
 NAME = "attnmesh"
 """Name of the attention and mask functions in transformers' registries."""
@@ -98,9 +99,7 @@ def check_model(model: PreTrainedModel) -> None:
     )
     given, expected = f"{given} with built-in attention", "a model with selectable attention"
     require(selectable, KernelError, "generate", expected, given, USE_SUPPORTED)
-    renamed = hasattr(type(model), "is_activation_checkpointing")  # since transformers 5.22
-    checkpointing = "is_activation_checkpointing" if renamed else "is_gradient_checkpointing"
-    drops_cache = model.training and getattr(model, checkpointing, False)
+    drops_cache = model.training and model.is_activation_checkpointing
     given = "one in training with gradient checkpointing, which drops the cache"
     require(not drops_cache, KernelError, "generate", "a model that uses its cache", given, "call model.eval()")
     check_implementation("generate", model.config)
@@ -157,6 +156,12 @@ def mixing_layers(config: PreTrainedConfig) -> int:
     return sum(kind not in OTHER_LAYERS for kind in layer_types) + layer_types.count("hybrid")
 
 
+def recurrent_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    return sum(kind in RECURRENT_LAYERS for kind in kinds) if is_recurrent(config) else 0
+
+
 def check_keys(config: PreTrainedConfig) -> None:
     """Raise unless the layers compute keys that a cache can keep, and the last ones at most share those of others."""
     config = config.get_text_config(decoder=True)
@@ -191,6 +196,7 @@ def unwrap(model: Any) -> Any:
     given, fix = type(model).__name__, "use adapters that change weights, such as LoRA"
     require(not virtual, KernelError, "generate", "adapters without virtual tokens", given, fix)
     if adapters:
+        PEFT.check()
         base: Any = model.get_base_model  # LoRA layers are inside the base model
         return base()
     inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from inspect import signature, unwrap
-from types import FunctionType
+from inspect import signature
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +21,21 @@ from transformers import PreTrainedModel
 
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Full
-from attnmesh.errors import MaskError
-from attnmesh.hf.chain import Chain, HeadChain, current_chain, parts_of, running
+from attnmesh.errors import KernelError, MaskError
+from attnmesh.hf.chain import Chain, HeadChain, parts_of, running
 from attnmesh.hf.checks import check_same_weights
-from attnmesh.hf.head_rules import HEAD_RULES, run_by_heads
-from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers
-from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru, lightning, run_link
+from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
+from attnmesh.hf.recurrent_functions import forward_on_shards, kind_of, refusal_of
+from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent_prefill import PrefillStates
-from attnmesh.hf.recurrent_rules import RULES
 from attnmesh.hf.shards import ForwardPass, ShardIds, ShardPositions, Shards, ShardTensor
-
-PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
-"""Arguments of recurrent layers with one value per token, along dim 1."""
+from attnmesh.hf.upstream import CACHES, PER_TOKEN, TRANSFORMERS
 
 CODE = [
     f"transformers.models.{name}.modeling_{name}"
     for name in sorted({x.removesuffix("_text") for x in RECURRENT_MODELS})
 ]
 """Modules of transformers with the code of models with recurrent layers."""
-
-CACHES = ("cache_params", "past_key_values")
-"""Names of the cache among the arguments of recurrent layers."""
-
-WHOLE = {"MiniMaxLightningAttention": lightning, "RecurrentGemmaRecurrentBlock": None}
-"""Layers whose recurrence is no function, with the `forward` that replaces theirs, if any."""
-
-FUSED = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn", "mamba_split_conv1d_scan_combined")
-"""Functions of a convolution and a rule together. They return None where there is no such kernel."""
 
 
 class ShardedLayer:
@@ -77,7 +64,7 @@ class ShardedLayer:
         if not shards.cached:
             check_same_weights(layer, shards, next(iter(named.values())).device)
         named = {name: x.plain() if isinstance(x, ShardTensor) else x for name, x in named.items()}
-        run = partial(_own_forward(stock), layer)
+        run = partial(forward_on_shards(stock), layer)
         if shards.cached:
             return _prefill(run, layer, named, shards)
         named["attention_mask"] = None  # padding is on the right
@@ -87,10 +74,18 @@ class ShardedLayer:
 class ModelCall:
     """The present call of a model, as hooks before its `forward` and that of the models inside of it find it."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], refusal: KernelError | None = None) -> None:
         self.shards: Shards | None = None
         """The shards that the model was called with."""
+        self.refusal = refusal
+        """Why the model cannot run on shards; None if it can."""
         self._hooks = [model.register_forward_pre_hook(self._before, with_kwargs=True) for model in models]
+
+    def begin(self, shards: Shards | None) -> None:
+        """Begin a call. Raise if the model cannot run on these shards."""
+        if shards is not None and self.refusal is not None:
+            raise KernelError(*self.refusal.args)
+        self.shards = shards
 
     def remove_hooks(self) -> None:
         """Forget the model."""
@@ -98,7 +93,11 @@ class ModelCall:
             hook.remove()
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.shards = next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None)
+        self.begin(next((x for x in map(_shards_of, (*args, *kwargs.values())) if x is not None), None))
+
+
+REFUSED: WeakKeyDictionary[nn.Module, ModelCall] = WeakKeyDictionary()
+"""Calls of models that cannot run on shards."""
 
 
 def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
@@ -159,30 +158,57 @@ def _check_shards(shards: Shards) -> None:
     require(fits, MaskError, f"{SUBJECT} position_ids", expected, "packed sequences", fix)
 
 
-def prepare(model: nn.Module) -> None:
-    """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models."""
+def prepare(model: nn.Module) -> list[ModelCall]:
+    """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
+
+    Returns:
+        A call for each model that was not prepared before. Of a model that cannot run on shards no layer is changed.
+    """
     outer: list[Any] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and all(module not in set(other.modules()) for other in outer):
             outer.append(module)
-    for one in outer or [model]:
-        modules: list[Any] = [*one.modules()]
-        layers = [x for x in modules if _base(x.__class__) and not isinstance(x, (ShardedLayer, ShardedRglru))]
-        if layers:
-            count = mixing_layers(one.config) if isinstance(one, PreTrainedModel) else 1
-            _prepare_layers(
-                layers, ModelCall([x for x in modules if x is one or isinstance(x, PreTrainedModel)]), count
-            )
+    return [call for one in outer or [model] if (call := _prepare_model(one)) is not None]
 
 
-def _prepare_layers(layers: list[Any], call: "ModelCall", count: int) -> None:
-    for layer in layers:
-        kind: Any = type(layer)
-        layer.__class__ = _subclass(kind, _base(kind))
-        layer.layers_of_model, layer.call = count, call
-        children: list[Any] = [child for child in layer.children() if type(child) is nn.Conv1d]
-        for child in children:
-            child.__class__ = ShardedConv1d
+def _prepare_model(model: Any) -> ModelCall | None:
+    layers = [layer for layer in model.modules() if kind_of(type(layer))]
+    new = [layer for layer in layers if not isinstance(layer, (ShardedLayer, ShardedRglru))]
+    refusal = next(filter(None, (refusal_of(layer) for layer in new)), None) or _refusal_of_model(model, layers)
+    if not new and refusal is None:
+        return None
+    models = [x for x in model.modules() if x is model or isinstance(x, PreTrainedModel)]
+    _forget_refusal(model)
+    call = ModelCall(models, refusal)
+    if refusal is None:
+        for layer in new:
+            _prepare_layer(layer, call, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
+    else:
+        REFUSED[model] = call
+    return call
+
+
+def _refusal_of_model(model: Any, layers: list[Any]) -> KernelError | None:
+    """Return an error if a model has fewer layers of known classes than its configuration says."""
+    expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
+    known = sum(not _is_rglru(type(layer)) for layer in layers)
+    given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
+    error = KernelError(SUBJECT, "recurrent layers of known classes", given, TRANSFORMERS.fix)
+    return error if known < expected else None
+
+
+def _prepare_layer(layer: Any, call: ModelCall, layers: int) -> None:
+    stock: type = type(layer)
+    convolution = kind_of(stock).convolution  # type: ignore[union-attr]
+    layer.__class__ = _subclass(stock)
+    layer.layers_of_model, layer.call = layers, call
+    if convolution is not None:
+        getattr(layer, convolution).__class__ = ShardedConv1d
+
+
+def _forget_refusal(model: nn.Module) -> None:
+    if model in REFUSED:
+        REFUSED.pop(model).remove_hooks()
 
 
 def restore(model: nn.Module) -> None:
@@ -201,6 +227,7 @@ def restore(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
         PREPARATION.forget(module)
+        _forget_refusal(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (ShardedLayer, ShardedRglru)):
@@ -213,7 +240,9 @@ def restore(model: nn.Module) -> None:
 def prepared(model: nn.Module) -> Iterator[None]:
     """Run the model's recurrent layers on shards. They get the classes back that they had."""
     was_prepared = any(isinstance(module, ShardedLayer) for module in model.modules())
-    prepare(model)
+    for call in prepare(model):
+        if call.refusal is not None:
+            raise call.refusal
     try:
         yield
     finally:
@@ -254,12 +283,11 @@ class Preparation:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if module not in self._seen:
-            prepare(module)
+            self._new = prepare(module)
             self._seen.update(module.modules())
-            self._new = [x.call for x in module.modules() if isinstance(x, ShardedLayer)]
         if self._new and isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
             for call in self._new:
-                call.shards = call.shards or args[0].shards
+                call.begin(call.shards or args[0].shards)
             self._new = []
 
     def forget(self, module: nn.Module) -> None:
@@ -270,69 +298,11 @@ class Preparation:
 PREPARATION = Preparation()
 
 
-@cache
-def _base(layer: Any) -> type | None:
-    """Return the first base of the subclass that runs on shards; None for layers that are not recurrent."""
-    if layer.__name__ == "RecurrentGemmaRglru":
-        return ShardedRglru
-    return ShardedLayer if layer.__name__ in WHOLE or _replaced(layer) else None
+def _is_rglru(layer: type) -> bool:
+    return any(each.__name__ == "RecurrentGemmaRglru" for each in layer.__mro__)
 
 
 @cache
-def _subclass(layer: type, base: type) -> type:
+def _subclass(layer: type) -> type:
+    base = ShardedRglru if _is_rglru(layer) else ShardedLayer
     return type(layer.__name__, (base, layer), {"__module__": layer.__module__})
-
-
-@cache
-def _own_forward(layer: type) -> Callable[..., Any]:
-    """Return the layer's own `forward`, with its convolutions and rules replaced."""
-    if WHOLE.get(layer.__name__) is not None:
-        return WHOLE[layer.__name__]  # type: ignore[return-value]
-    forward = unwrap(layer.forward)  # type: ignore[attr-defined]
-    names = {**forward.__globals__, **_replaced(layer)}
-    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return copied
-
-
-def _replaced(layer: type) -> dict[str, Callable[..., Any]]:
-    """Return the functions that replace those of the layer's `forward`, by name."""
-    forward = unwrap(getattr(layer, "forward", None) or len)
-    if not isinstance(forward, FunctionType):
-        return {}
-    used = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    found: dict[str, Callable[..., Any]] = {}
-    for name, function in used.items():
-        known = getattr(unwrap(function), "__name__", "") if callable(function) else ""
-        if known == "causal_conv1d_fn":
-            found[name] = _convolution(function)
-        elif known in RULES:
-            found[name] = _rule(known, function)
-        elif known in FUSED:
-            found[name] = lambda *_, **__: None
-    return found
-
-
-def _convolution(stock: Any) -> Callable[..., Any]:
-    """Return the convolution with a halo."""
-
-    def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-        size = weight.shape[-1] - 1
-        valid = lambda x: stock(x, weight, *args, **kwargs)[:, :, size:]  # noqa: E731
-        return current_chain.get().convolve(hidden_states, size, valid)
-
-    return convolution
-
-
-def _rule(name: str, stock: Any) -> Callable[..., Any]:
-    """Return the rule with the state that earlier parts leave, or by heads."""
-    rule = RULES[name]
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        chain = current_chain.get()
-        if isinstance(chain, HeadChain) and name in HEAD_RULES:
-            return run_by_heads(name, stock, chain, *args, **kwargs)
-        out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
-        return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
-
-    return run

@@ -294,4 +294,4 @@ RULES: dict[str, Rule] = {
         lambda state: state.unsqueeze(-1),
     ),
 }
-"""Rules by the `__name__` of transformers' function; the same name has the same signature in all models."""
+"""Rules by the name of transformers' function; the same name has the same signature in all models."""

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
 
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache_layer import ShardedLayer
 from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent
+from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.init_mesh import everyone
@@ -23,6 +22,7 @@ from attnmesh.core.checks import check_choice, require, short
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import check_model, unwrap
+from attnmesh.hf.upstream import apply_tensor_parallelism
 from attnmesh.mesh.shapes import share_evenly
 
 AXIS = "tp"

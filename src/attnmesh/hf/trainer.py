@@ -15,6 +15,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.hf.upstream import check_trainer
 from attnmesh.mesh.axes import Mesh
 
 
@@ -48,6 +49,7 @@ def on_mesh(trainer_class: type, mesh: DeviceMesh | None, layout: Layout = Zigza
     require(is_class, ArgumentError, subject, "a subclass of transformers.Trainer", repr(trainer_class), fix)
     again = issubclass(trainer_class, MeshTrainer)
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
+    check_trainer(trainer_class)
     check_layout("on_mesh layout", layout)
     Mesh.of(mesh)
 

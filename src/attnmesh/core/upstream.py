@@ -1,0 +1,74 @@
+"""Packages that attnmesh builds on: the versions that it is tested with, and the names that it takes from them."""
+
+import warnings
+from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import resolve_name
+from typing import Any
+
+from attnmesh.errors import VersionError
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """What a room of attnmesh uses of one package beyond its stable interface.
+
+    Args:
+        package: Name of the package.
+        floor: First version that is tested.
+        ceiling: First version that is not tested yet.
+        names: Names that must exist, as "module:name" or "module:Class.attribute".
+
+    >>> Upstream("torch", "2.11", "99", ("torch.nn:Module.forward",)).check()
+    >>> Upstream("torch", "2.11", "99", ("torch.nn:Molecule",)).check()  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    attnmesh.errors.VersionError: torch: expected torch>=2.11,<99 with torch.nn:Molecule, given torch 2... without it...
+    """
+
+    package: str
+    floor: str
+    ceiling: str
+    names: tuple[str, ...] = ()
+
+    @property
+    def requirement(self) -> str:
+        """The versions that are tested, as pip reads them."""
+        return f"{self.package}>={self.floor},<{self.ceiling}"
+
+    @property
+    def fix(self) -> str:
+        """Fix in errors about another version."""
+        return f'run pip install "{self.requirement}"'
+
+    @property
+    def version(self) -> str:
+        """Version of the installed package."""
+        return str(import_module(self.package).__version__)
+
+    @property
+    def installed(self) -> str:
+        """Name and version of the installed package."""
+        return f"{self.package} {self.version}"
+
+    def find(self, name: str) -> Any:
+        """Return what has this name. Raise if the installed version does not have it."""
+        try:
+            return resolve_name(name)
+        except (ImportError, AttributeError) as error:
+            expected, given = f"{self.requirement} with {name}", f"{self.installed} without it"
+            raise VersionError(self.package, expected, given, self.fix) from error
+
+    def check(self) -> None:
+        """Raise unless all names exist. Warn if the installed version is not tested."""
+        for name in self.names:
+            self.find(name)
+        if not _numbers(self.floor) <= _numbers(self.version) < _numbers(self.ceiling):
+            text = f"attnmesh is tested with {self.requirement}, and this is {self.installed}. Fix: {self.fix}."
+            warnings.warn(text, stacklevel=3)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version, which compare as versions do: up to the first part that is not a number."""
+    parts = text.split(".")
+    count = next((place for place, part in enumerate(parts) if not part.isdigit()), len(parts))
+    return tuple(map(int, parts[:count]))

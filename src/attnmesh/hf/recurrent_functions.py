@@ -1,0 +1,148 @@
+"""Functions of recurrent layers that are replaced on shards. A layer that lacks one of them is refused.
+
+`upstream.RECURRENT` states what each class of layers must have.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from inspect import Parameter, isclass, signature, unwrap
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from attnmesh.errors import KernelError
+from attnmesh.hf import upstream
+from attnmesh.hf.chain import HeadChain, current_chain
+from attnmesh.hf.head_rules import HEAD_RULES, run_by_heads
+from attnmesh.hf.models import SUBJECT
+from attnmesh.hf.recurrent_layers import lightning, run_link
+from attnmesh.hf.recurrent_rules import RULES
+from attnmesh.hf.upstream import RecurrentKind
+
+WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning}
+"""Kinds of layers whose recurrence is no function, with the `forward` that replaces theirs."""
+
+
+def kind_of(layer: type) -> RecurrentKind | None:
+    """Return what a class of layers must have on shards; None if it is not recurrent.
+
+    Subclasses of a class of transformers are of its kind. So are copies of one, as models with code of their own have.
+    """
+    known = (each for each in layer.__mro__ if each.__name__ in upstream.RECURRENT)
+    return next((upstream.RECURRENT[x.__name__] for x in known if x.__module__.startswith("transformers")), None)
+
+
+def refusal_of(layer: nn.Module) -> KernelError | None:
+    """Return an error unless the layer has all that is replaced on shards, and nothing that is unknown."""
+    misfit = next(_misfits(layer, kind_of(type(layer)) or RecurrentKind()), None)
+    return None if misfit is None else KernelError(f"{SUBJECT} {type(layer).__name__}", *misfit)
+
+
+def _misfits(layer: nn.Module, kind: RecurrentKind) -> Iterator[tuple[str, str, str]]:
+    """Yield what was expected of a layer, what it has, and a fix."""
+    installed, fix = upstream.TRANSFORMERS.installed, upstream.TRANSFORMERS.fix
+    if "forward" in vars(layer):
+        given = "another one on the layer, as kernels and offloading put there"
+        yield "the forward of its class", given, "load the model without use_kernels and device_map"
+    forward = unwrap(type(layer).forward)
+    if not isinstance(forward, FunctionType):
+        yield "a forward in Python", f"{installed} with {type(forward).__name__}", fix
+        return
+    names, called = _names(forward.__code__), _functions(forward)
+    for name in (name for name in kind.functions if name not in called):
+        yield f"a forward that calls {name}", f"{installed}, in which it does not", fix
+    for name in (name for name in kind.reads if name not in names):
+        yield f"a forward that reads {name}", f"{installed}, in which it does not", fix
+    for name in called.keys() & upstream.PARAMETERS.keys():
+        known, found = upstream.PARAMETERS[name], _parameters(called[name])
+        if found != known:
+            yield f"{name}({', '.join(known)})", f"{installed} with {name}({', '.join(found)})", fix
+    for name in sorted(called.keys() - {*kind.functions, *upstream.UNCHANGED}):
+        yield "a forward of known functions", f"{installed}, in which it calls {name}", fix
+    for name in sorted(signature(forward).parameters.keys() - {*upstream.ARGUMENTS}):
+        yield "a forward of known arguments", f"{installed}, in which it takes {name}", fix
+    if kind in WHOLE:
+        for name in sorted({name for name, _ in layer.named_children()} - {*kind.reads}):
+            yield "a layer of known parts", f"{installed}, in which it has {name}", fix
+    if kind.convolution is not None and not _is_causal(getattr(layer, kind.convolution, None)):
+        given = repr(getattr(layer, kind.convolution, None))
+        yield f"a causal nn.Conv1d as {kind.convolution}", given, "leave adapters and quantization off it"
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function reads, also in the functions inside of it."""
+    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*inner)
+
+
+def _functions(forward: FunctionType) -> dict[str, Callable[..., Any]]:
+    """Return the functions of its module that a `forward` calls, by the names that it calls them by.
+
+    Beside the package `kernels` they are modules that call the function, without its name.
+    """
+    found = {name: forward.__globals__.get(name) for name in _names(forward.__code__)}
+    return {name: value for name, value in found.items() if callable(value) and not isclass(value)}
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a function's parameters before its `**kwargs`."""
+    described = type(function).forward if isinstance(function, nn.Module) else function
+    parameters = signature(described).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is not Parameter.VAR_KEYWORD and p.name != "self")
+
+
+def _is_causal(convolution: Any) -> bool:
+    """Return whether this is a plain convolution of one channel each, over a token and those before it."""
+    if type(convolution) is not nn.Conv1d:
+        return False
+    (size,), channels = convolution.kernel_size, convolution.in_channels
+    steps = convolution.stride + convolution.dilation
+    return steps == (1, 1) and convolution.padding == (size - 1,) and convolution.groups == channels
+
+
+def forward_on_shards(layer: type) -> Callable[..., Any]:
+    """Return the `forward` of a class of layers, with its convolutions and rules replaced."""
+    return _replaced(unwrap(layer.forward), kind_of(layer) or RecurrentKind())  # type: ignore[attr-defined]
+
+
+@cache
+def _replaced(forward: FunctionType, kind: RecurrentKind) -> Callable[..., Any]:
+    if kind in WHOLE:
+        return WHOLE[kind]
+    names = forward.__globals__ | {name: _replacement(name, forward.__globals__[name]) for name in kind.functions}
+    copied = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copied.__kwdefaults__ = forward.__kwdefaults__
+    return copied
+
+
+def _replacement(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    if name == upstream.CONVOLUTION:
+        return _convolution(stock)
+    # The others join a convolution and a rule. They return None where there is no such kernel.
+    return _rule(name, stock) if name in RULES else lambda *_, **__: None
+
+
+def _convolution(stock: Any) -> Callable[..., Any]:
+    """Return the convolution with a halo."""
+
+    def convolution(hidden_states: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        size = weight.shape[-1] - 1
+        valid = lambda x: stock(x, weight, *args, **kwargs)[:, :, size:]  # noqa: E731
+        return current_chain.get().convolve(hidden_states, size, valid)
+
+    return convolution
+
+
+def _rule(name: str, stock: Any) -> Callable[..., Any]:
+    """Return the rule with the state that earlier parts leave, or by heads."""
+    rule = RULES[name]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        chain = current_chain.get()
+        if isinstance(chain, HeadChain) and name in HEAD_RULES:
+            return run_by_heads(name, stock, chain, *args, **kwargs)
+        out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
+        return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
+
+    return run

@@ -1,0 +1,175 @@
+"""What this room uses of transformers and accelerate beside their stable interfaces, and the versions that are tested.
+
+Importing this file checks the names that every model needs. `RECURRENT` is checked layer by layer, when a layer first
+runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
+"""
+
+from typing import Any, NamedTuple
+
+from attnmesh.core.upstream import Upstream
+
+VERSIONS = ("5.23", "5.24")
+"""First version of transformers that is tested, and first that is not.
+
+Before 5.23 there is no `DummyLayer`, tensor parallelism fails, and Gemma 4 does not say which layers share keys. From
+5.24 on recurrent layers take their cache by another name.
+"""
+
+TRANSFORMERS = Upstream(
+    "transformers",
+    *VERSIONS,
+    (
+        "transformers:AttentionInterface.register",
+        "transformers:AttentionMaskInterface.register",
+        "transformers:PreTrainedConfig.get_text_config",
+        "transformers:PreTrainedConfig._attn_implementation",
+        "transformers:PreTrainedModel.is_activation_checkpointing",
+        "transformers:PreTrainedModel.is_backend_compatible",
+        "transformers:PreTrainedModel.tp_plan",
+        "transformers:Cache.get_conv_state",
+        "transformers:Cache.get_recurrent_state",
+        "transformers:Cache.update_conv_state",
+        "transformers:Cache.update_recurrent_state",
+        "transformers.cache_utils:LinearAttentionLayer.lazy_initialization",
+        "transformers.cache_utils:LinearAttentionLayer.update_conv_state",
+        "transformers.cache_utils:LinearAttentionLayer.update_recurrent_state",
+    ),
+)
+TRAINER = Upstream(
+    "transformers",
+    *VERSIONS,
+    (
+        "transformers:Trainer.create_accelerator_and_postprocess",
+        "transformers:Trainer.floating_point_ops",
+        "transformers:Trainer.get_total_train_batch_size",
+        "transformers:Trainer.prediction_step",
+        "transformers:Trainer.training_step",
+    ),
+)
+"""Methods of the trainer that `on_mesh` overrides."""
+
+ACCELERATE = Upstream(
+    "accelerate",
+    "1.15",
+    "1.16",
+    (
+        "accelerate:Accelerator.gather",
+        "accelerate:Accelerator.gather_for_metrics",
+        "accelerate:Accelerator.num_processes",
+        "accelerate:Accelerator.prepare_model",
+        "accelerate:Accelerator.prepare_scheduler",
+        "accelerate:Accelerator.process_index",
+        "accelerate:Accelerator.reduce",
+    ),
+)
+"""Methods of the accelerator that `prepare` overrides. Version 1.12 resumes adapters with FSDP2 wrongly."""
+
+TRL = Upstream("trl", "1.16", "1.17")
+"""Before 1.16 models of an `SFTTrainer` return counts beside their loss, or need a GPU."""
+
+PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:PeftConfig.is_prompt_learning"))
+"""transformers 5.23 refuses older versions."""
+
+TRANSFORMERS.check()
+CacheLayerMixin: Any = TRANSFORMERS.find("transformers.cache_utils:CacheLayerMixin")
+DummyLayer: Any = TRANSFORMERS.find("transformers.cache_utils:DummyLayer")
+LinearAttentionLayer: Any = TRANSFORMERS.find("transformers.cache_utils:LinearAttentionLayer")
+apply_tensor_parallelism: Any = TRANSFORMERS.find("transformers.distributed.tensor_parallel:apply_tensor_parallelism")
+bidirectional_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:bidirectional_mask_function")
+causal_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:causal_mask_function")
+
+
+def check_trainer(trainer: type) -> None:
+    """Raise unless a class of trainers has the methods that are overridden. Warn if its package is not tested."""
+    TRAINER.check()
+    if any(each.__module__.split(".")[0] == "trl" for each in trainer.__mro__):
+        TRL.check()
+
+
+class RecurrentKind(NamedTuple):
+    """What a class of recurrent layers must have for its layers to run on shards. All of it is replaced there."""
+
+    functions: tuple[str, ...] = ()
+    """Functions that its `forward` calls."""
+    reads: tuple[str, ...] = ()
+    """Attributes that its `forward` reads."""
+    convolution: str | None = None
+    """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+
+
+CONVOLUTION = "causal_conv1d_fn"
+SHORT_CONVOLUTION = RecurrentKind((CONVOLUTION,))
+MAMBA1 = RecurrentKind((CONVOLUTION, "mamba_selective_scan"))
+FUSED_MAMBA1 = RecurrentKind((*MAMBA1.functions, "mamba_inner_fn"))
+MAMBA2 = RecurrentKind((CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"))
+GATED_DELTA = RecurrentKind((CONVOLUTION, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"))
+KIMI_DELTA = RecurrentKind((CONVOLUTION, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"))
+LIGHTNING = RecurrentKind(
+    reads=(
+        *("qkv_proj", "act_fn", "num_attention_heads", "head_dim", "slope_rate", "norm", "output_gate", "out_proj"),
+        *("query_decay", "key_decay", "diagonal_decay"),
+    )
+)
+
+RECURRENT: dict[str, RecurrentKind] = {
+    "BambaMixer": MAMBA2,
+    "FalconH1Mixer": MAMBA2,
+    "FalconMambaMixer": FUSED_MAMBA1,
+    "GraniteMoeHybridMambaLayer": MAMBA2,
+    "JambaMambaMixer": MAMBA1,
+    "KimiLinearDeltaAttention": KIMI_DELTA,
+    "Lfm2MoeShortConv": SHORT_CONVOLUTION,
+    "Lfm2ShortConv": SHORT_CONVOLUTION,
+    "Mamba2Mixer": MAMBA2,
+    "MambaMixer": FUSED_MAMBA1,
+    "MiniMaxLightningAttention": LIGHTNING,
+    "NemotronHMamba2Mixer": MAMBA2,
+    "OlmoHybridGatedDeltaNet": GATED_DELTA,
+    "Qwen3NextGatedDeltaNet": GATED_DELTA,
+    "Qwen3_5GatedDeltaNet": GATED_DELTA,
+    "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
+    "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
+    "RecurrentGemmaRglru": RecurrentKind(reads=("_rnn_scan",)),
+    "Zamba2MambaMixer": MAMBA2,
+    "ZambaMambaMixer": MAMBA1,
+}
+"""Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
+
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation"),
+    "mamba_selective_scan": (
+        *("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
+        *("use_mambapy", "use_associative_scan"),
+    ),
+    "mamba2_chunk_scan": (
+        *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_softplus"),
+        *("dt_limit", "return_final_states"),
+    ),
+    **dict.fromkeys(
+        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
+        (
+            *("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"),
+            "use_qk_l2norm_in_kernel",
+        ),
+    ),
+    **dict.fromkeys(
+        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
+        ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+    ),
+}
+"""Parameters of the functions that are replaced by other code, before their `**kwargs`."""
+
+UNCHANGED = (
+    *("apply_mask_to_padding_states", "causal_conv1d_update"),
+    *("mamba_selective_state_update", "mamba2_selective_state_update"),
+)
+"""Functions that a recurrent layer may call as they are: none of them mixes the tokens of a shard."""
+
+PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
+"""Arguments of recurrent layers with one value per token, along dim 1."""
+
+CACHES = ("cache_params", "past_key_values")
+"""Names of the cache among the arguments of recurrent layers."""
+
+ARGUMENTS = ("self", "activations", *PER_TOKEN, *CACHES, "position_embeddings", "use_cache", "kwargs")
+"""All arguments of recurrent layers."""
