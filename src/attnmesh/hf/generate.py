@@ -23,7 +23,7 @@ from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
-from attnmesh.hf.models import rope_regime, unwrap
+from attnmesh.hf.models import forget_images, rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
 from attnmesh.hf.tensor_parallel import sharing
@@ -77,6 +77,7 @@ def generate(
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
+    forget_images(model)
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]

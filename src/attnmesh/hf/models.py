@@ -203,6 +203,16 @@ def unwrap(model: Any) -> Any:
     return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
+def forget_images(model: nn.Module) -> None:
+    """Drop the shift of positions that a vision-language model keeps from its last image.
+
+    It would move the tokens of a text that follows a filled cache: the model takes them for a continuation.
+    """
+    for module in model.modules():
+        if "rope_deltas" in vars(module):
+            module.rope_deltas = None
+
+
 def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[int, ...]:
     """Return one number per length-dependent rope. Keys computed under different numbers cannot share a cache.
 

@@ -15,7 +15,7 @@ from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.latent import latent_widths
-from attnmesh.hf.models import USE_SUPPORTED, is_recurrent, rope_growth, rope_regime, unwrap
+from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.recurrent import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
@@ -68,6 +68,7 @@ def prefill(
     model = unwrap(model)
     place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
+    forget_images(model)
     crop_to_shared_prefix(model, cache, input_ids, attention_mask)
     prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after)
 

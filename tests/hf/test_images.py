@@ -1,0 +1,97 @@
+"""Text after an image: vision-language models keep the shift of positions of their last image."""
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+import attnmesh.hf as hf
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.families import prompt
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+from tests.tools.tiny_models import Case, randomise, tiny_config
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+TEXT = {"rope_parameters": ROPE, "head_dim": 8, "num_attention_heads": 4}
+VISION = {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "depth": 2, "out_hidden_size": 32}
+IMAGES = {"qwen2_5_vl": {"fullatt_block_indexes": [1]}, "qwen3_vl": {"deepstack_visual_indexes": [0]}}
+TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+GRID = torch.tensor([[1, 8, 4]])
+
+SHIFTED = ("cosmos3_omni", "hunyuan_vl", "minicpmv4_7", "qwen3_5")
+"""Types whose shift is set by hand: their images differ, and what they leave does not."""
+
+
+@lru_cache
+def vision_model(kind: str, attention: str) -> PreTrainedModel:
+    """A tiny model of text and images."""
+    changes: dict[str, Any] = {"text_config": TEXT}
+    if kind in IMAGES:
+        changes |= {**TOKENS, "vision_config": {**VISION, **IMAGES[kind]}}
+    parts = {"text_config": attention, "vision_config": "sdpa", "": attention}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = tiny_config(Case(kind, kind, changes))
+        made = AutoModelForImageTextToText.from_config(config, attn_implementation=parts)
+    randomise(made.double())
+    made.generation_config.eos_token_id, made.generation_config.pad_token_id = None, 0
+    return made.eval()
+
+
+def logits(output: Any) -> Tensor:
+    return torch.stack(output.logits)
+
+
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": 4,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+def show_image(model: PreTrainedModel) -> None:
+    """Run the model on an image of 32 patches, which are 8 tokens."""
+    ids = torch.tensor([[5, 92, *[90] * 8, 93, 6, 7]])
+    pixels = torch.randn(32, 3 * 2 * 4 * 4, dtype=torch.float64)
+    kinds = (ids == 90).int()
+    with torch.no_grad():
+        model(input_ids=ids, pixel_values=pixels, image_grid_thw=GRID, mm_token_type_ids=kinds)
+
+
+def stock_logits(kind: str) -> Tensor:
+    """The logits after the text, of stock transformers that has seen no image."""
+    return logits(vision_model(kind, "sdpa").generate(prompt(40), **OPTIONS))
+
+
+@pytest.mark.parametrize("kind", SHIFTED)
+def test_a_shift_of_positions_is_not_for_the_next_text(kind: str) -> None:
+    model = vision_model(kind, "attnmesh")
+    model.model.rope_deltas = torch.tensor([[-5]])
+    found = logits(hf.generate(model, prompt(40), mesh=None, **OPTIONS))
+    assert float((found - stock_logits(kind)).abs().max()) < 2e-5  # some types compute norms or routers in float32
+
+
+def text_after_an_image(kind: str) -> list[float]:
+    """Return on a rank how far the logits are off: generated at once, and after a prefill."""
+    model, mesh, expected = vision_model(kind, "attnmesh"), named_mesh(Shape(1, 1, 2), AXES), stock_logits(kind)
+    errors = []
+    for prefilled in (False, True):
+        show_image(model)
+        assert int(model.model.rope_deltas) < 0
+        cache = hf.ShardedCache(model.config, mesh)
+        if prefilled:
+            hf.prefill(model, prompt(40), cache)
+        found = logits(hf.generate(model, prompt(40), cache=cache, **OPTIONS))
+        errors.append(float((found - expected).abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_text_after_an_image(kind: str, pool: Pool) -> None:
+    for errors in pool.run(2, text_after_an_image, kind):
+        assert max(errors) < 1e-5
