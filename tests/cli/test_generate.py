@@ -83,6 +83,15 @@ def test_the_json_has_the_tokens_of_stock_transformers(
     assert 0 <= report["merging_share"] < 1
 
 
+def test_a_prompt_of_one_token_on_two_ranks() -> None:
+    done = run("generate", "--model", PACKAGED, "--raw", "--prompt", "Hi", *ASK[5:], "--mesh", "keys=2", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    ids = open_tokenizer(locate(PACKAGED))("Hi", return_tensors="pt")["input_ids"]
+    made = AutoModelForCausalLM.from_pretrained(locate(PACKAGED)).generate(ids, max_new_tokens=8, do_sample=False)
+    assert (report["prompt_tokens"], report["tokens"]) == (1, made[0, 1:].tolist())
+
+
 def test_it_streams_and_ends_with_a_table() -> None:
     done = run(*ASK, "--ranks", "2", "-v")
     assert done.returncode == 0, done.stderr
@@ -183,10 +192,6 @@ WRONG = {
     "no tokenizer": (
         ("--model", "{}/no-tokenizer", "--prompt", "a"),
         "tokenizer: expected the model's tokenizer, given",
-    ),
-    "ranks": (
-        ("--model", PACKAGED, "--raw", "--prompt", "Hi", "--ranks", "4"),
-        "prompt: expected at least one token a rank, given 1 on 4 ranks",
     ),
     "mesh": (
         ("--model", PACKAGED, "--prompt", "a", "--mesh", "heads=2,queries=2"),

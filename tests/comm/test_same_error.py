@@ -765,7 +765,7 @@ OF_TRANSFORMERS: Table = {
     generate: [
         ({"input_ids": "what?"}, DtypeError, r"generate input_ids: expected int64 token ids .*, given str\. Fix"),
         ({"input_ids": prompt(0)}, ShapeError, r"generate input_ids: expected at least one token, given an empty"),
-        ({"input_ids": prompt(1)}, MeshError, r"generate: expected at least one token per rank, given 1 on 2 ranks"),
+        ({"input_ids": prompt(1) - 99}, ArgumentError, r"generate input_ids: expected tokens from 0 to 96, .* given -"),
         ({"input_ids": prompt(2049)}, ShapeError, r"generate input_ids: expected at most 2048 tokens, .*given 2049"),
         ({"input_ids": prompt(41)}, MeshError, r"generate: expected the same .*:\n    ranks  prompt\n(.*\n)*.*41\]"),
         ({"attention_mask": T(1, 1, 4, 4)}, ShapeError, r"generate attention_mask: expected 2D, .* given \(1, 1, 4"),

@@ -55,6 +55,14 @@ def short(generate: Generate, _: str) -> Tensor:
     return generate(prompt(5), max_new_tokens=70, do_sample=False)
 
 
+def shortest(generate: Generate, _: str) -> Tensor:
+    """Generate from one token, which the first rank alone caches, and from two, of which one is padding."""
+    ids, mask = prompt(2, batch=2), torch.tensor([[1, 1], [0, 1]])
+    one = generate(prompt(1, batch=2), max_new_tokens=20, do_sample=False)
+    two = generate(ids * mask, attention_mask=mask, max_new_tokens=19, do_sample=False)
+    return torch.cat((one, two))
+
+
 def sampled(generate: Generate, _: str) -> Tensor:
     torch.manual_seed(3)
     return generate(prompt(130), max_new_tokens=20, do_sample=True, top_k=20, temperature=0.8, num_return_sequences=2)
@@ -94,7 +102,7 @@ def assisted(generate: Generate, family: str) -> Tensor:
     return generate(prompt(90), max_new_tokens=15, do_sample=False, assistant_model=draft)
 
 
-CASES = (greedy, short, sampled, beams, padded, padded_beams, chunked, looked_up, assisted)
+CASES = (greedy, short, shortest, sampled, beams, padded, padded_beams, chunked, looked_up, assisted)
 
 
 @lru_cache
@@ -220,6 +228,12 @@ def _with(model: Any, mesh: Any, **options: Any) -> None:
     hf.generate(model, options.pop("ids", prompt(40)), mesh=mesh, max_new_tokens=3, **options)
 
 
+def _with_default(model: Any, mesh: Any, **defaults: Any) -> None:
+    """Call with a setting of the model's generation configuration."""
+    model.generation_config.update(**defaults)
+    _with(model, mesh)
+
+
 def _forward(model: Any, **options: Any) -> None:
     with torch.no_grad():
         model(prompt(40), **options)
@@ -227,7 +241,10 @@ def _forward(model: Any, **options: Any) -> None:
 
 REFUSED: dict[str, Callable[[Any, Any], None]] = {
     "an empty prompt": lambda m, mesh: _with(m, mesh, ids=prompt(0)),
-    "more ranks than tokens": lambda m, mesh: _with(m, mesh, ids=prompt(1)),
+    "an unknown token": lambda m, mesh: _with(m, mesh, ids=prompt(40) + 90),
+    "a negative token": lambda m, mesh: _with(m, mesh, ids=prompt(40) - 9),
+    "a default of the model": lambda m, mesh: _with_default(m, mesh, guidance_scale=2.0),
+    "stop strings alone": lambda m, mesh: _with(m, mesh, stop_strings=["a"]),
     "too long": lambda m, mesh: _with(m, mesh, ids=prompt(2049)),
     "words": lambda m, mesh: _with(m, mesh, ids="what?"),
     "a 4D mask": lambda m, mesh: _with(m, mesh, attention_mask=torch.ones(1, 1, 40, 40)),
@@ -287,7 +304,11 @@ def _filled(model: Any, mesh: Any) -> hf.ShardedCache:
 
 ERRORS = {
     "an empty prompt": "ShapeError: generate input_ids: expected at least one token, given an empty prompt",
-    "more ranks than tokens": "MeshError: generate: expected at least one token per rank, given 1 on 4 ranks",
+    "an unknown token": "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
+    "a negative token": "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
+    "a default of the model": "ArgumentError: generate: expected options that work on a mesh, given guidance_scale=2.0"
+    " in model.generation_config. Fix: set model.generation_config.guidance_scale = None.",
+    "stop strings alone": "ArgumentError: generate: expected a tokenizer beside stop strings, given stop_strings=['a']",
     "too long": "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
     "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",
     "a 4D mask": "ShapeError: generate attention_mask: expected 2D, (1, 40), given (1, 1, 40, 40)",
@@ -381,6 +402,13 @@ def _by_config(ours: bool) -> list[Any]:
 
 def test_settings_of_configurations_work_like_options() -> None:
     assert _by_config(True) == _by_config(False)
+
+
+def test_the_cache_that_a_model_asks_for_is_not_needed() -> None:
+    model, stock = families.model("gemma3", "attnmesh"), families.model("gemma3", "sdpa")
+    model.generation_config.cache_implementation, model.generation_config.use_cache = "hybrid", False
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    assert hf.generate(model, prompt(40), mesh=None, **options).equal(stock.generate(prompt(40), **options))
 
 
 def test_a_cache_is_reused_only_for_the_same_tokens() -> None:

@@ -14,6 +14,7 @@ import attnmesh.hf  # noqa: F401
 from attnmesh import errors
 from tests.support import families
 from tests.support.families import CONFIGS, STOCK, prompt
+from tests.tools.generation import tokenizer
 
 PAIR = ("attnmesh", "stock")
 
@@ -83,6 +84,14 @@ def test_model_generate_gives_stock_tokens(family: str, name: str) -> None:
     assert given.tolist() == expected.tolist()
 
 
+def test_stop_strings_and_their_tokenizer_give_stock_tokens() -> None:
+    words = tokenizer()
+    options = {"tokenizer": words, "stop_strings": [*map(words.decode, range(2, 60))], "max_new_tokens": 20}
+    given, expected = (model.generate(prompt(40), **options) for model in pair("llama"))
+    assert given.tolist() == expected.tolist()
+    assert expected.shape[1] < 60
+
+
 def test_a_mask_without_cached_tokens_is_refused() -> None:
     ours = families.model("llama", "attnmesh")
     with torch.no_grad():
@@ -93,9 +102,9 @@ def test_a_mask_without_cached_tokens_is_refused() -> None:
 
 def test_a_pipeline_gives_stock_text() -> None:
     words = {f"w{n}": n for n in range(97)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", padding_side="left")
+    made = Tokenizer(WordLevel(words, unk_token="w2"))
+    made.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", padding_side="left")
     texts = []
     for model in pair("qwen3"):
         write = pipeline("text-generation", model=model, tokenizer=fast, device="cpu")

@@ -12,7 +12,7 @@ from attnmesh.cli.launch import under_torchrun
 from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
 from attnmesh.core.checks import require
-from attnmesh.errors import MeshError, ModelError
+from attnmesh.errors import ModelError
 
 
 class Prompt(NamedTuple):
@@ -77,15 +77,15 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     config = open_config(place).get_text_config(decoder=True)
     tokenizer = open_tokenizer(place)
     ids = prompt.ids(tokenizer, text)
-    _check_length(len(ids), new, ranks, config)
+    _check_length(len(ids), new, config)
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
     return Prepared(place, tokenizer, tuple(ids), heads, choose(mesh, ranks, *heads))
 
 
-def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:
-    """Raise if the tokens do not fit the model's context, or are fewer than the ranks."""
+def _check_length(tokens: int, new: int, config: Any) -> None:
+    """Raise if there are no tokens, or more than fit the model's context."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and tokens + new > longest:
         fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
@@ -94,6 +94,3 @@ def _check_length(tokens: int, new: int, ranks: int, config: Any) -> None:
         raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
     if not tokens:
         raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")
-    if tokens < ranks:
-        given, fix = f"{tokens} on {ranks} ranks", "use fewer ranks, or a longer prompt"
-        raise MeshError("prompt", "at least one token a rank", given, fix)

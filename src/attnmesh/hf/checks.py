@@ -23,6 +23,7 @@ from attnmesh.mesh.world import cached_per_world
 NO_EFFECT = {
     *("cache_position", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states"),
     *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "shift_labels", "use_cache"),
+    *("tokenizer", "assistant_tokenizer"),  # `generate` passes them on
 }
 """Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
 

@@ -167,7 +167,7 @@ def _generate_with_checkpoint(
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    cache.intact = False
+    options, cache.intact = {**options, "cache_implementation": None}, False
     if "cache_params" in signature(model.forward).parameters:
         with _continuing(model, cache):
             output = model.generate(ids, cache_params=cache, **options)

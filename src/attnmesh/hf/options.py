@@ -12,25 +12,43 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
-from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, MeshError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.mask import check_left_padded
 from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 
+ON_HUB = "leave it out: its code is on the hub, not in transformers"
+"""Fix in errors about ways of searching that transformers loads from the hub."""
+
 UNSUPPORTED = {
     "past_key_values": "pass a ShardedCache as cache=",
     "cache_implementation": "leave it out, or pass a ShardedCache as cache=",
     "use_cache": "leave it out",
     "custom_generate": "call it yourself with past_key_values=ShardedCache(model.config, mesh)",
+    "trust_remote_code": "leave it out: no code is loaded",
+    "inputs": "pass input_ids",
     "max_time": "pass max_new_tokens: the clocks of ranks differ, and ranks would stop at different tokens",
+    "token_healing": "pass model.heal_tokens(input_ids, tokenizer) as the prompt: it is prefilled before it is healed",
+    "is_assistant": "leave it out: transformers sets it on a model that assists another",
     "use_mtp": "leave it out: its layers keep a cache of their own",
+    "speculation_type": "leave it out: its drafter reads hidden states of the prompt, which no rank has whole",
     "guidance_scale": "leave it out: it runs the model on a second prompt",
+    "negative_prompt_ids": "leave it out: it runs the model on a second prompt",
+    "negative_prompt_attention_mask": "leave it out: it runs the model on a second prompt",
     "output_attentions": "leave it out: no rank has all attention weights",
     "output_hidden_states": "leave it out: no rank has all hidden states of the prompt",
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids"), ON_HUB),
+    **dict.fromkeys(("diversity_penalty", "num_beam_groups"), ON_HUB),
 }
 """Options of transformers' `generate` that raise, each with its fix."""
+
+NEUTRAL = {"use_cache": True, "guidance_scale": 1, "num_beam_groups": 1}
+"""Values without effect of those options, where it is not False or 0."""
+
+OVERRIDDEN = ("use_cache", "cache_implementation")
+"""Options that configurations may set: `generate` brings the cache. Gemma 3's asks for a hybrid one."""
 
 ASSISTED_OPTIONS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
 """Options that turn on assisted decoding."""
@@ -39,8 +57,9 @@ ACCEPTED = {
     *vars(GenerationConfig()),
     *("generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "synced_gpus"),
     *("assistant_model", "streamer", "tokenizer", "assistant_tokenizer", "checkpoint"),
+    *("custom_generate", "trust_remote_code", "negative_prompt_ids", "negative_prompt_attention_mask"),
 }
-"""Names of options that `generate` accepts."""
+"""Names of options that `generate` accepts, some with one value alone."""
 
 
 class CheckpointSpec(NamedTuple):
@@ -61,6 +80,11 @@ class Settings:
         values = [self.options.get(name), *(getattr(config, name, None) for config in self.configs)]
         return next((value for value in values if value is not None), None)
 
+    def is_default(self, name: str) -> bool:
+        """Return whether the value is the model's, not the call's."""
+        called = (self.options.get(name), getattr(self.configs[0], name, None))
+        return self[name] is not None and called == (None, None)
+
     def total(self, prompt: int) -> int:
         """Return the largest number of tokens, with a prompt of this length. transformers adds 20 by default."""
         if self["max_new_tokens"] is not None:
@@ -80,7 +104,7 @@ def agree_on_call(
 
     def check() -> None:
         check_model(model)
-        _check_prompt(model.config.get_text_config(decoder=True), ids, attention_mask, place.shape.ranks)
+        _check_prompt(model, ids, attention_mask)
         _check_options(model, options)
         if cache is not None:
             _check_cache(cache, ids)
@@ -129,11 +153,19 @@ def describe_value(value: object) -> str:
 def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Raise for options that `generate` does not support, and for unknown ones."""
     settings = Settings(model, options)
-    unsupported = {name: settings[name] for name in UNSUPPORTED} | {"use_cache": options.get("use_cache", True)}
-    no_effect = {"use_cache": True, "guidance_scale": 1.0}
-    for name, value in unsupported.items():
-        given, supported = f"{name}={describe_value(value)}", value in (None, no_effect.get(name, False))
-        require(supported, ArgumentError, "generate", "options that work on a mesh", given, UNSUPPORTED[name])
+    for name, fix in UNSUPPORTED.items():
+        value = options.get(name) if name in OVERRIDDEN else settings[name]
+        neutral = value is None or (isinstance(value, Number) and value == NEUTRAL.get(name, False))
+        given = f"{name}={describe_value(value)}"
+        if not neutral and settings.is_default(name):
+            given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
+        require(neutral, ArgumentError, "generate", "options that work on a mesh", given, fix)
+    strings = settings["stop_strings"]
+    given, complete = (
+        f"stop_strings={describe_value(strings)} alone",
+        not strings or options.get("tokenizer") is not None,
+    )
+    require(complete, ArgumentError, "generate", "a tokenizer beside stop strings", given, "pass tokenizer=")
     assisted = [name for name in ASSISTED_OPTIONS if settings[name] and is_recurrent(model.config)]
     expected, fix = "options that work on recurrent states", "leave it out: states cannot go back"
     require(not assisted, ArgumentError, "generate", expected, ", ".join(assisted), fix)
@@ -165,15 +197,19 @@ def _check_cache(cache: ShardedCache, ids: Tensor) -> None:
     require(cached == len(ids), ShapeError, "generate", expected, given, "pass a new cache")
 
 
-def _check_prompt(config: PreTrainedConfig, ids: Tensor, attention_mask: Tensor | None, ranks: int) -> None:
-    """Raise unless these are token ids that fit the model and the mesh, with a matching mask."""
+def _check_prompt(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise unless these are token ids that fit the model, with a matching mask."""
+    config = model.config.get_text_config(decoder=True)
     subject, expected, given = "generate input_ids", "int64 token ids (batch, length)", type_and_shape(ids)
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and ids.dtype == torch.int64
     require(valid, DtypeError, subject, expected, given, USE_TOKENIZER)
     length = ids.shape[1]
     require(ids.numel() > 0, ShapeError, subject, "at least one token", "an empty prompt", "begin with a token")
-    given, fix = f"{length} on {ranks} ranks", "use fewer ranks, or a longer prompt"
-    require(length >= ranks, MeshError, "generate", "at least one token per rank", given, fix)
+    words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
+    first, last = (int(end) for end in ids.aminmax())
+    expected, given = f"tokens from 0 to {words - 1}, the model's vocabulary", f"{first if first < 0 else last}"
+    fits, fix = first >= 0 and last < words, "use the tokenizer of this model"
+    require(fits, ArgumentError, subject, expected, given, fix)
     longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
     expected = f"at most {longest} tokens, the model's context"
     fix = "shorten the prompt, or use a model with a longer context"
