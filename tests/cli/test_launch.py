@@ -8,6 +8,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,11 +92,13 @@ def test_a_deadline_ends_all() -> None:
         run_on_ranks(2, time.sleep, 600, seconds=1)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
     code = f"if __name__ == '__main__': {work}"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as starter:
+    silent: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], **silent, env=environment) as starter:
         assert starter.stdout is not None
         ranks = [int(starter.stdout.readline()) for _ in range(2)]
         starter.send_signal(end)
@@ -106,6 +110,10 @@ def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals) -> None
         while any(alive(rank) for rank in ranks):
             assert time.monotonic() < deadline, "ranks are left behind"
             time.sleep(0.05)
+    if end in (signal.SIGTERM, signal.SIGHUP):
+        assert starter.returncode == 128 + end
+    if end != signal.SIGKILL:
+        assert not [*tmp_path.iterdir()]
 
 
 INTERRUPTED = """

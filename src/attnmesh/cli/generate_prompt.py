@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from attnmesh.cli.launch import under_torchrun
+from attnmesh.cli.launch import leaving_tidily, under_torchrun
 from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
 from attnmesh.core.checks import require
@@ -69,7 +69,8 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     text = prompt.read()
     if under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # one rank of each host fetches and unpacks
-    place = locate(model, status.update)
+    with leaving_tidily():  # it may write a folder
+        place = locate(model, status.update)
     if under_torchrun() and os.environ.get("LOCAL_RANK") == "0":
         dist.barrier()
     given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"

@@ -37,6 +37,10 @@ TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
 
 
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a process: from another one, or because the terminal was closed."""
+
+
 class RankError(RuntimeError):
     """A rank died or raised an unexpected error."""
 
@@ -69,7 +73,8 @@ def run_on_ranks(
 
     With `gpus` each rank has a GPU and they use NCCL. With `on_message` the first argument of the function is a `Send`,
     and each message is passed to `on_message` as it arrives. With `exact_memory` freed memory returns to the system at
-    once: the resident size is then what is held, but calls are slow. No rank outlives this call, nor an interrupt.
+    once: the resident size is then what is held, but calls are slow. No rank and no file outlives this call, an
+    interrupt, SIGTERM or SIGHUP.
     """
     context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
@@ -78,7 +83,7 @@ def run_on_ranks(
         _start_forkserver()
     if exact_memory:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    with tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
+    with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
         store, processes, pipes = Path(folder) / "store", [], []
         try:
             for rank in range(ranks):
@@ -111,20 +116,48 @@ def _start_forkserver() -> None:
 
 
 @contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Handle an interrupt at the end of the block: a rank whose start is cut short would be left behind."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+def leaving_tidily() -> Iterator[None]:
+    """Leave the block as an interrupt does when SIGTERM or SIGHUP arrives, which would end this process at once.
+
+    Handlers of the caller stay, and so does a hangup that `nohup` ignores.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupts: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda *interrupt: interrupts.append(interrupt))
+    ending = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+
+    def leave(number: int, _: FrameType | None) -> None:
+        for other in ending:
+            signal.signal(other, signal.SIG_IGN)  # a second one would cut the clearing short
+        raise SystemExit(128 + number)
+
+    for number in ending:
+        signal.signal(number, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Handle an interrupt at the end of the block: a rank whose start is cut short would be left behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
+    handled = {number: handler for number, handler in before.items() if callable(handler)}
+    if threading.current_thread() is not threading.main_thread() or not handled:
+        yield
+        return
+    interrupts: list[tuple[int, FrameType | None]] = []
+    for number in handled:
+        signal.signal(number, lambda *interrupt: interrupts.append(interrupt))
+    try:
+        yield
+    finally:
+        for number, handler in handled.items():
+            signal.signal(number, handler)
         if interrupts:
-            before(*interrupts[0])
+            handled[signal.Signals(interrupts[0][0])](*interrupts[0])
 
 
 def results(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.launch import TIMEOUT, RankDeath, RankError, Send, perform, results, run_on_ranks
+from attnmesh.cli.launch import TIMEOUT, RankDeath, RankError, Send, leaving_tidily, perform, results, run_on_ranks
 from attnmesh.errors import ClusterError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -132,7 +132,11 @@ def run_on_hosts(
     """
     check_here()
     end = time.monotonic() + LONGEST_RUN
-    with tempfile.TemporaryDirectory(prefix="attnmesh-") as name, socket.socket(socket.AF_UNIX) as door:
+    with (
+        leaving_tidily(),
+        tempfile.TemporaryDirectory(prefix="attnmesh-") as name,
+        socket.socket(socket.AF_UNIX) as door,
+    ):
         folder = Path(name)
         door.bind(str(folder / "door"))  # a path is visible from every network namespace
         door.listen(hosts.world)
