@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 
 from attnmesh import hf
+from attnmesh.decode import checkpoint_writer
 from attnmesh.decode.checkpoint import MANIFEST
 from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.load import PACKAGED
@@ -126,6 +129,37 @@ def test_calls_that_cannot_be_continued_are_refused(pool: Pool, tmp_path: Path) 
         assert expected in one, name
     with pytest.raises(InputError, match="Checkpoint every: expected a whole number, 1 or more, given 0"):
         hf.Checkpoint(tmp_path, every=0)
+
+
+def tokens_on_a_full_disk(folder: Path, room: int) -> tuple[list[int], list[str]]:
+    """Return the new tokens and the warnings, on a rank. The disk of the last rank has room for some files."""
+    left = [room]
+    write = checkpoint_writer.link_or_write
+
+    def link_or_write(*arguments: Any) -> Any:
+        left[0] -= dist.get_rank() == 1
+        if left[0] < 0:
+            raise OSError(ENOSPC, os.strerror(ENOSPC))
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(checkpoint_writer, "link_or_write", link_or_write)
+        made = new_tokens(folder, (1, 1, 2), NEW, False)
+    return made, [str(each.message) for each in caught if "checkpoint" in str(each.message)]
+
+
+def test_a_full_disk_does_not_end_the_generation(pool: Pool, tmp_path: Path) -> None:
+    (whole,) = pool.run(1, new_tokens, None, (1, 1, 1), NEW, False)
+    for room in (0, 3):
+        (first, told), (second, untold) = pool.run(2, tokens_on_a_full_disk, tmp_path / str(room), room)
+        assert first == second == whole
+        assert len(told) == 1
+        assert "generation continues without a new checkpoint, and tries again later. save: expected a f" in told[0]
+        assert "No space left on device" in told[0]
+        assert not untold
+        assert (tmp_path / str(room) / MANIFEST).exists() == (room > 0), "the checkpoint before stays"
+        assert pool.run(2, new_tokens, tmp_path / str(room), (1, 1, 2), NEW, False) == [whole, whole]
 
 
 def error_of_unequal_every(folder: Path) -> str:

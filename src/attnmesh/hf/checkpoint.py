@@ -5,7 +5,9 @@ The same call of `generate` with the same folder continues from the last checkpo
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,7 @@ class Checkpoint:
         self.note = ""
         self.start_ids: Tensor | None = None  # the tokens to continue from, after `begin`
         self._saving: Saving | None = None
+        self._is_first = self._has_warned = False
 
     def begin(self, model: PreTrainedModel, ids: Tensor, cache: ShardedCache, settings: Settings) -> Tensor:
         """Fill the cache and the random state from the folder. Every rank calls it.
@@ -166,13 +169,30 @@ class Checkpoint:
         """
         self.wait()
         more = {"tokens": tokens.cpu(), "random": random_state(tokens.device)}
-        self._saving = cache.save(self.folder, more=more, note=self.note, wait=False)
+        self._is_first = Mesh.of(cache.mesh).shard == 0
+        with self._failures_reported():
+            self._saving = cache.save(self.folder, more=more, note=self.note, wait=False)
 
     def wait(self) -> None:
-        """Wait until the running save has replaced the checkpoint. Every rank calls it."""
-        if self._saving is not None:
-            self._saving.wait()
-            self._saving = None
+        """Wait until the running save has replaced the checkpoint. Every rank calls it.
+
+        A save that fails, because the disk is full, is tried again at the next checkpoint. The first rank warns once.
+        """
+        saving, self._saving = self._saving, None
+        with self._failures_reported():
+            if saving is not None:
+                saving.wait()
+
+    @contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Warn of a save that fails, which is the same on every rank: the tokens to come are worth more than it."""
+        try:
+            yield
+        except StoreError as error:
+            if self._is_first and not self._has_warned:
+                text = f"generation continues without a new checkpoint, and tries again later. {error}"
+                warnings.warn(text, stacklevel=4)
+            self._has_warned = True
 
 
 class TokenCallback(StoppingCriteria):  # type: ignore[misc]

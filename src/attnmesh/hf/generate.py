@@ -23,6 +23,7 @@ from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
+from attnmesh.hf.finite import NanWatch
 from attnmesh.hf.models import forget_images, rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
@@ -167,12 +168,17 @@ def _generate_with_checkpoint(
 
 def _run_generate(model: PreTrainedModel, ids: Tensor, cache: ShardedCache, options: dict[str, Any]) -> Any:
     """Run transformers' `generate`. The last token is not cached."""
-    options, cache.intact = {**options, "cache_implementation": None}, False
-    if "cache_params" in signature(model.forward).parameters:
-        with _continuing(model, cache):
-            output = model.generate(ids, cache_params=cache, **options)
-    else:
-        output = model.generate(ids, past_key_values=cache, **options)
+    watch, cache.intact = NanWatch(), False
+    processors = [*(options.get("logits_processor") or []), watch]
+    options = {**options, "logits_processor": processors, "cache_implementation": None}
+    try:
+        if "cache_params" in signature(model.forward).parameters:
+            with _continuing(model, cache):
+                output = model.generate(ids, cache_params=cache, **options)
+        else:
+            output = model.generate(ids, past_key_values=cache, **options)
+    finally:
+        watch.report(model, ids, first=Mesh.of(cache.mesh).shard == 0)
     cache.intact = True
     cache.count(getattr(output, "sequences", output).shape[1] - 1)
     return output

@@ -1,0 +1,70 @@
+"""Logits that are no numbers: noticed without a wait for the device, reported once with the layer they come from."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor, PreTrainedModel
+
+from attnmesh.hf.tensor_parallel import sharing
+
+PROBE = 16
+"""Tokens of the forward pass that looks for the layer."""
+
+
+class NanWatch(LogitsProcessor):  # type: ignore[misc]
+    """Logits processor that changes nothing and remembers, on the device, whether any logit was NaN."""
+
+    def __init__(self) -> None:
+        self.seen: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores."""
+        found = scores.isnan().any()
+        self.seen = found if self.seen is None else self.seen | found
+        return scores
+
+    def report(self, model: PreTrainedModel, ids: Tensor, *, first: bool) -> None:
+        """Warn on the first rank if a logit was NaN. Every rank looks for the layer."""
+        if self.seen is None or not bool(self.seen):
+            return
+        source = find_nan(model, ids[:, :PROBE])
+        if first:
+            text = f"generate: some logits are NaN, and the tokens after them mean nothing. {source}"
+            warnings.warn(text, stacklevel=4)
+
+
+def find_nan(model: PreTrainedModel, ids: Tensor) -> str:
+    """Return a sentence about the weights or the layer in which numbers that are not finite begin."""
+    damaged = next((name for name, x in model.named_parameters() if not bool(x.isfinite().all())), None)
+    if damaged is not None:
+        return f"The weights {damaged} are not finite. Fix: load the model again, or download it again."
+    layer = None if sharing(model) is not None else _first_layer(model, ids)
+    if layer is not None:
+        return f"They begin in the output of {layer}. Fix: use a dtype of a wider range, such as bfloat16."
+    return "No layer makes them from the first tokens alone. Fix: use a dtype of a wider range, such as bfloat16."
+
+
+def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
+    """Return the first module whose output is not finite in a forward pass of these tokens."""
+    found: list[str] = []
+
+    def note(name: str, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if not found and isinstance(first, Tensor) and first.is_floating_point() and not bool(first.isfinite().all()):
+            found.append(name)
+
+    leaves = [(name, module) for name, module in model.named_modules() if not next(module.children(), None)]
+    hooks = [_hook(module, name, note) for name, module in leaves]
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
+
+
+def _hook(module: nn.Module, name: str, note: Any) -> Any:
+    return module.register_forward_hook(lambda _module, _inputs, output: note(name, output))
