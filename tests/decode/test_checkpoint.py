@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import resource
 import shutil
+import sys
 import time
 import weakref
 from contextlib import suppress
@@ -50,6 +51,12 @@ def only_save_in(path: Path) -> Path:
     """Return the folder of the only save."""
     (folder,) = (each for each in path.iterdir() if each.is_dir())
     return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no folders")
+def test_a_folder_that_cannot_be_made_is_no_other_job() -> None:
+    with pytest.raises(StoreError, match=r"a folder that can be written to, given '/proc/no/folder' \(No such file"):
+        cache_of(20).save("/proc/no/folder")
 
 
 def test_full_disk_leaves_the_previous_save(tmp_path: Path) -> None:

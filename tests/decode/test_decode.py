@@ -512,6 +512,12 @@ def test_damaged_or_foreign_folder_raises(pool: Pool, tmp_path: Path) -> None:
 
 
 INVALID_SIZES = [
+    (
+        {"capacity": 2**47},
+        errors.ShapeError,
+        "KVCache capacity: expected tokens that fit the device's memory, given no",
+    ),
+    ({"capacity": 10**30}, errors.ShapeError, "KVCache capacity: expected at most 281,474,976,710,656, given 1,0"),
     ({"capacity": 0}, errors.ShapeError, "KVCache capacity: expected a whole number, 1 or more, given 0"),
     ({"block": 2.5}, errors.ShapeError, "KVCache block: expected a whole number"),
     ({"dtype": torch.int8}, errors.DtypeError, "KVCache dtype: expected one of float64"),

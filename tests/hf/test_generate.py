@@ -244,6 +244,7 @@ REFUSED: dict[str, Callable[[Any, Any], None]] = {
     "an unknown token": lambda m, mesh: _with(m, mesh, ids=prompt(40) + 90),
     "a negative token": lambda m, mesh: _with(m, mesh, ids=prompt(40) - 9),
     "a default of the model": lambda m, mesh: _with_default(m, mesh, guidance_scale=2.0),
+    "a capacity beyond memory": lambda m, mesh: _with(m, mesh, cache=hf.ShardedCache(m.config, mesh, capacity=2**47)),
     "stop strings alone": lambda m, mesh: _with(m, mesh, stop_strings=["a"]),
     "too long": lambda m, mesh: _with(m, mesh, ids=prompt(2049)),
     "words": lambda m, mesh: _with(m, mesh, ids="what?"),
@@ -308,6 +309,7 @@ ERRORS = {
     "a negative token": "ArgumentError: generate input_ids: expected tokens from 0 to 96, the model's vocabular",
     "a default of the model": "ArgumentError: generate: expected options that work on a mesh, given guidance_scale=2.0"
     " in model.generation_config. Fix: set model.generation_config.guidance_scale = None.",
+    "a capacity beyond memory": "ShapeError: KVCache capacity: expected tokens that fit the device's memory, given",
     "stop strings alone": "ArgumentError: generate: expected a tokenizer beside stop strings, given stop_strings=['a']",
     "too long": "ShapeError: generate input_ids: expected at most 2048 tokens, the model's context, given 2049",
     "words": "DtypeError: generate input_ids: expected int64 token ids (batch, length), given str",

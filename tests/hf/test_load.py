@@ -1,0 +1,98 @@
+"""Unpacked models in the user's cache: whole, bounded, and with errors that name the cause."""
+
+import os
+from collections.abc import Callable
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnmesh.errors import ModelError
+from attnmesh.hf import load
+from tests.support import families
+from tests.tools.generation import tokenizer
+
+
+@pytest.fixture
+def unpack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Unpack a file of that text, as a GGUF file of a tiny model."""
+    monkeypatch.setattr(load, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    monkeypatch.setattr(load, "find_spec", lambda _: True)
+    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer())
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: families.model("llama", "sdpa"))
+
+    def locate(text: str) -> str:
+        (tmp_path / "model.gguf").write_text(text)
+        said: list[str] = []
+        place = load.locate(str(tmp_path / "model.gguf"), said.append)
+        return f"{place} {bool(said)}"
+
+    return locate
+
+
+def unpacked(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "assets" / "attnmesh" / "gguf").iterdir())
+
+
+def test_a_model_is_unpacked_once_and_again_when_it_is_damaged(tmp_path: Path, unpack: Callable[[str], str]) -> None:
+    place, again = unpack("one").split()
+    assert again == "True"
+    assert unpack("one") == f"{place} False"
+    weights = Path(place) / "model.safetensors"
+    size = weights.stat().st_size
+    os.truncate(weights, size // 2)
+    assert unpack("one") == f"{place} True"
+    assert weights.stat().st_size == size
+    (Path(place) / "sizes.json").write_text("no json")
+    assert unpack("one") == f"{place} True"
+    assert unpacked(tmp_path) == [Path(place)]
+
+
+def test_the_models_used_last_are_kept(tmp_path: Path, unpack: Callable[[str], str]) -> None:
+    places = []
+    for second, text in enumerate(("one", "two", "three", "four")):
+        places.append(Path(unpack(text).split()[0]))
+        os.utime(places[-1], (second, second))
+    assert unpacked(tmp_path) == sorted(places[1:])
+    abandoned = places[0].with_name(f"{load.SCRATCH}xyz")
+    abandoned.mkdir()
+    os.utime(abandoned, (0, 0))
+    unpack("five")
+    assert not abandoned.exists()
+
+
+RAISED: dict[str, tuple[Exception, str]] = {
+    "damage": (ValueError("no such tensor"), r"expected a GGUF file of a language model, given .*no such tensor"),
+    "memory": (
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+        r"expected memory for its weights, given .*Fix: free some",
+    ),
+    "a device": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), r"expected memory for its weights"),
+    "a disk": (OSError(ENOSPC, os.strerror(ENOSPC)), r"expected room on the disk, given .*Fix: free some, or set HF"),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_an_error_names_its_cause_and_leaves_no_folder(
+    name: str, tmp_path: Path, unpack: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error, expected = RAISED[name]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ModelError, match=expected):
+        unpack("one")
+    assert unpacked(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_made_is_named(
+    tmp_path: Path, unpack: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(load, "HF_ASSETS_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"expected a folder to unpack into, given .*Not a directory.*set HF_HOME"):
+        unpack("one")
