@@ -210,7 +210,7 @@ def forget_images(model: nn.Module) -> None:
     """
     for module in model.modules():
         if "rope_deltas" in vars(module):
-            module.rope_deltas = None
+            vars(module)["rope_deltas"] = None
 
 
 def rope_regime(config: PreTrainedConfig, length: int, grown: int = 0) -> tuple[int, ...]:

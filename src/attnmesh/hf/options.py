@@ -155,7 +155,7 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     settings = Settings(model, options)
     for name, fix in UNSUPPORTED.items():
         value = options.get(name) if name in OVERRIDDEN else settings[name]
-        neutral = value is None or (isinstance(value, Number) and value == NEUTRAL.get(name, False))
+        neutral = value is None or (isinstance(value, (int, float)) and value == NEUTRAL.get(name, False))
         given = f"{name}={describe_value(value)}"
         if not neutral and settings.is_default(name):
             given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
