@@ -39,6 +39,10 @@ PATIENCE = 60.0
 """Seconds without any request after which a rank that waits for NCCL hangs, while others are busy or wait for gloo."""
 
 
+LINGER = 2.0
+"""Seconds that a rank which has answered stays, as others may still make groups with it."""
+
+
 class Hang(BaseException):
     """This rank would wait for ever. No handler of errors in the package gets to see it, as with a real one."""
 
@@ -61,6 +65,8 @@ def world(
         try:
             return switch.serve()
         finally:
+            for connection in connections:
+                connection.close()
             for process in processes:
                 process.join(timeout=0.5)
                 process.kill()
@@ -207,6 +213,7 @@ def _live(
         NCCL(connection, config).install(stack)
         answer = _answer(rank, gpu, function, arguments)
     connection.send_bytes(answer)
+    connection.poll(LINGER)  # ends when the switch does
     os._exit(0)
 
 

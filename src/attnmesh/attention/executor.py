@@ -14,6 +14,7 @@ from torch import Tensor
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
+from attnmesh.core.kept import on_device
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
@@ -185,7 +186,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
 def _merge_in(parts: Returned, total: Tensors) -> None:
     """Merge partials of some of this rank's queries into the partial of all of them."""
     for tokens, part in parts:
-        places = tokens.to(part[0].device)
+        places = on_device(tokens, part[0].device)
         merged = merge_unchecked([Partial(*(x.index_select(2, places) for x in total)), Partial(*part)])
         for whole, some in zip(total, merged, strict=True):
             whole.index_copy_(2, places, some)
@@ -194,7 +195,7 @@ def _merge_in(parts: Returned, total: Tensors) -> None:
 def _add_in(parts: Returned, totals: Tensors) -> None:
     for tokens, part in parts:
         for total, some in zip(totals, part, strict=True):
-            total.index_add_(2, tokens.to(some.device), some)
+            total.index_add_(2, on_device(tokens, some.device), some)
 
 
 def _add(sums: Tensors, more: Tensors) -> None:

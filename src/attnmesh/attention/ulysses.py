@@ -5,6 +5,7 @@ ranks along the axis, in order of position.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from attnmesh.attention.call import Run
 from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.core.kept import on_device
 from attnmesh.kernels.attend import empty_length_major
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.schedule import Problem
 
 
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,9 +68,15 @@ swap_op.register_autograd(_gradient, setup_context=_save_for_backward)
 def _tokens(run: Run, is_key: bool) -> list[Tensor]:
     """Return for each rank along the axis where its tokens stand among the tokens of all, in order of position."""
     problem, mesh = run.problem, run.mesh
+    traced = type(problem.length) is not int or type(problem.key_length) is not int  # SymInts, which have no hash
+    return (_places.__wrapped__ if traced else _places)(problem, mesh.queries.index, mesh.keys.index, is_key)
+
+
+@lru_cache(maxsize=256)
+def _places(problem: Problem, r: int, c: int, is_key: bool) -> list[Tensor]:
     layout, length = (problem.key_layout, problem.key_length) if is_key else (problem.layout, problem.length)
-    numbers = [mesh.shape.shard(h, mesh.queries.index, mesh.keys.index) for h in range(mesh.heads.size)]
-    shards = [layout.positions(length, mesh.shape.ranks, number) for number in numbers]
+    shape = problem.shape
+    shards = [layout.positions(length, shape.ranks, shape.shard(h, r, c)) for h in range(shape.heads)]
     places = torch.cat(shards).argsort().argsort()
     return list(places.split([len(shard) for shard in shards]))
 
@@ -81,14 +90,14 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]])
     for x, parts, places in zip(tensors, arrived, tokens, strict=True):
         result = _empty(x, x.shape[1] // axis.size, sum(map(len, places)))
         for place, part in zip(places, parts, strict=True):
-            result.index_copy_(2, place.to(x.device), part)
+            result.index_copy_(2, on_device(place, x.device), part)
         results.append(result)
     return results
 
 
 def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
     parts = [
-        tuple(x.index_select(2, place.to(x.device)) for x, place in zip(tensors, places, strict=True))
+        tuple(x.index_select(2, on_device(place, x.device)) for x, place in zip(tensors, places, strict=True))
         for places in zip(*tokens, strict=True)  # by rank
     ]
     wanted = [tuple(meta_like(x, x.shape[2]) for x in parts[axis.index])] * axis.size

@@ -44,7 +44,12 @@ def describe_call(name: str, /, **fields: object) -> str:
 
 def may_compare(device: torch.device) -> bool:
     """Return whether ranks may compare calls now: not while a graph is compiled or captured."""
-    return not (torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()))
+    return not (torch.compiler.is_compiling() or is_capturing(device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured, which the host must not wait for."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:

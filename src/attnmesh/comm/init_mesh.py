@@ -61,6 +61,7 @@ def init_mesh(
         world, fix = _world_size(), "start more ranks, or ask mesh_shape for a smaller one"
         given = "x".join(map(str, found))
         require(found.ranks <= world, MeshError, "init_mesh", f"at most the world's {world} ranks", given, fix)
+        _set_gpu(device_type)
         return found
 
     def call(found: Shape) -> str:
@@ -133,6 +134,14 @@ def check_groups(subject: str, table: Sequence[Sequence[int]]) -> list[tuple[int
     return groups
 
 
+def _set_gpu(device_type: object) -> None:
+    """Make the rank's GPU the current one, unless the caller has used one: without it every rank would use GPU 0."""
+    number = os.environ.get("LOCAL_RANK", "")
+    unused = device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized()
+    if unused and number.isdecimal() and int(number) < torch.cuda.device_count():
+        torch.cuda.set_device(int(number))
+
+
 def _world_size() -> int:
     """Return the number of ranks of the world, which torchrun has started if there is no process group yet."""
     if dist.is_initialized():
@@ -168,6 +177,7 @@ def init_plan_mesh(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
         check_device_type("Plan.init_mesh", device_type)
         world, fix = everyone().keys.size, f"start {ranks} ranks, or plan for as many as there are"
         require(world == ranks, MeshError, "Plan.init_mesh", f"a world of {ranks} ranks", world, fix)
+        _set_gpu(device_type)
 
     call = describe_call("Plan.init_mesh", device_type=device_type, shape=shape, tile=tile)
     run_agreed(everyone(), check, call)

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnmesh.comm.counters import Tensors, bytes_of, count_messages, count_received
 from attnmesh.comm.failures import Watched, awaited, collective
 from attnmesh.comm.shared_memory import SLOT, Mailboxes
+from attnmesh.core.kept import on_device
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
@@ -41,7 +42,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
         pieces = [tuple(take(x, step.keep) for x in some) for some in source]
         pieces += [arrived[peer] for peer, _ in step.receive]
         whole = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
-        return whole if step.order is None else tuple(x.index_select(2, step.order.to(x.device)) for x in whole)
+        return whole if step.order is None else tuple(x.index_select(2, on_device(step.order, x.device)) for x in whole)
 
     return finished
 
@@ -111,7 +112,7 @@ def take(x: Tensor, tokens: Tensor) -> Tensor:
     """Return the tokens at ascending indices: a view where they are consecutive."""
     if len(tokens) and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1:
         return x.narrow(2, int(tokens[0]), len(tokens))
-    return x.index_select(2, tokens.to(x.device))
+    return x.index_select(2, on_device(tokens, x.device))
 
 
 def exchange_messages(

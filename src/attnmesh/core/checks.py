@@ -149,8 +149,11 @@ def check_positions(subject: str, positions: Tensor, length: int) -> None:
         raise ShapeError(subject, f"shape ({length},), one position a token", f"shape {tuple(positions.shape)}", fix)
 
 
-def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int) -> None:
-    """Raise unless key_lengths is None or counts keys: a dense int64 tensor with a number of 0 or more per sequence."""
+def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int, *, on_device: bool = False) -> None:
+    """Raise unless key_lengths is None or counts keys: a dense int64 tensor with a number of 0 or more per sequence.
+
+    Numbers are read unless they are `on_device`, where the host would wait for them.
+    """
     if key_lengths is None:
         return
     fix = "pass torch.tensor([...]), the number of real keys of each sequence"
@@ -164,7 +167,8 @@ def check_key_lengths(subject: str, key_lengths: Tensor | None, batch: int) -> N
         raise DeviceError(subject, "a tensor with values", "one on the meta device", fix)
     if tuple(key_lengths.shape) != (batch,):
         raise ShapeError(subject, f"shape ({batch},), one number a sequence", f"shape {tuple(key_lengths.shape)}", fix)
-    if batch and not torch.compiler.is_compiling() and int(key_lengths.min()) < 0:
+    reads = batch and not on_device and not torch.compiler.is_compiling()
+    if reads and int(key_lengths.min()) < 0:
         raise ShapeError(subject, "numbers of 0 or more", str(int(key_lengths.min())), fix)
 
 

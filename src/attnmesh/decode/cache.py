@@ -186,6 +186,7 @@ class KVCache(PagedCache, SavedCache):
         def check() -> None:
             self.sizes.check_new("append", k, v, self.device)
             self.sizes.check_token_mask("append", token_mask, k.shape[2])
+            self.sizes.check_captured("append", token_mask, self.device)
             self.shards.check_fits("append", k.shape[2], self.shards.counts)
 
         self.checker.check("append", check, lambda: fingerprints({"k": k, "v": v, "token_mask": token_mask}))

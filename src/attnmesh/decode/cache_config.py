@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import may_compare
+from attnmesh.comm.consensus import is_capturing, may_compare
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
 from attnmesh.core.machine import is_out_of_memory
 from attnmesh.core.mask import Mask
@@ -148,6 +148,12 @@ class Sizes:
         if self.mask is not None and not may_compare(device):
             fix = "leave torch.compile and CUDA graphs out, or make the cache without mask="
             raise KernelError(subject, "no graph around a cache that forgets", f"one with mask={self.mask}", fix)
+
+    def check_captured(self, subject: str, token_mask: Tensor | None, device: torch.device) -> None:
+        """Raise for a token mask in a CUDA graph: the host reads it, to compare the padding of all ranks."""
+        if token_mask is not None and is_capturing(device):
+            fix = "append the padded tokens before the capture; real ones need no token_mask"
+            raise KernelError(f"{subject} token_mask", "None in a CUDA graph", "a tensor", fix)
 
     def check_order(self, batch_index: Tensor) -> None:
         """Raise unless `batch_index` holds indices of sequences."""

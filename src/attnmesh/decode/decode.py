@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import describe_call, may_compare
+from attnmesh.comm.consensus import describe_call, is_capturing, may_compare
 from attnmesh.comm.merge import send_poison
 from attnmesh.comm.merge_checks import MergeChecker, check_merge
 from attnmesh.core.checks import (
@@ -45,7 +45,7 @@ from attnmesh.decode.step import (
     tensors_of,
 )
 from attnmesh.decode.window import is_within
-from attnmesh.errors import DtypeError, InputError, KernelError, LayoutError, MaskError, ShapeError
+from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.kernels.triton_runtime import interpreted
@@ -81,7 +81,8 @@ def decode(
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,), equal on all ranks: cached tokens at this position or
-            later are invisible. In a padded cache positions count real tokens.
+            later are invisible. In a padded cache positions count real tokens. Numbers on a GPU are not read: one that
+            is negative or above the cache's length gives NaN for its sequence.
         sinks: One learned logit per query head. It takes a share of the softmax and adds nothing.
         merge: "tree", "direct", "gather", "allreduce" or "auto".
         output: "replicated": all heads on every rank; "heads": this rank's share of the heads.
@@ -278,7 +279,8 @@ def check_step(
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose_for_cache(step.kernel, q, cache.shard.keys, cache.shard.values, step.logits.capped)
     check_sinks("decode sinks", sinks, q)
-    check_key_lengths("decode key_lengths", key_lengths, sizes.batch)
+    on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
@@ -293,12 +295,28 @@ def check_step(
     if not may_compare(q.device):  # a graph does not read the length
         if q.shape[2] > 1:
             sizes.check_eager("decode", q.device)
+        if is_capturing(q.device):
+            _check_captured(cache, step, on_host=key_lengths is not None and not on_device)
         return step
-    _check_lengths(q, cache, key_lengths, step.mask)
+    _check_lengths(q, cache, step.mask)
+    if not on_device:
+        check_most_keys("decode key_lengths", key_lengths, cache.length)
     return step
 
 
-def _check_lengths(q: Tensor, cache: KVCache, key_lengths: Tensor | None, mask: Mask) -> None:
+def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
+    """Raise unless the host reads nothing of the device and copies nothing to it: a CUDA graph could not."""
+    fix = "pass key_lengths.cuda(), made before the capture"
+    require(
+        not on_host, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix
+    )
+    expected = "one that reads the cache's length on the GPU, in a CUDA graph"
+    fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
+    given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
+    require(reads_length_on_device(cache.view, step.kernel), KernelError, "decode kernel", expected, given, fix)
+
+
+def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
     """Raise unless the cache holds what the queries see."""
     sizes = cache.sizes
     if not cache.holds(q.shape[2]):
@@ -312,7 +330,6 @@ def _check_lengths(q: Tensor, cache: KVCache, key_lengths: Tensor | None, mask: 
         fix = "decode after each append, or pass queries= to append_shard"
         fix = fix if cache.length > floor else "append the next token first"
         raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
-    check_most_keys("decode key_lengths", key_lengths, cache.length)
     if mask.ends:
         mask.check_length("decode mask", cache.length)
 

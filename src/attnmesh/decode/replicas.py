@@ -6,6 +6,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
@@ -33,7 +34,8 @@ class Shards:
         self.own = make(axis.index)
         self.copies = {index: make(index) for index in keepers if axis.index in keepers[index]}
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
-        self.known_length = 0  # a lower bound: the host does not see what a replayed graph appends
+        self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
+        self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
         self.forked = False  # alike on all ranks: one may hold no whole block to share
         self.floor = 0  # tokens that no query from this one on sees are forgotten
 
@@ -62,11 +64,16 @@ class Shards:
             shard.unshare()
         self.forked = False
 
+    @property
+    def length(self) -> int:
+        """Cached tokens on all ranks. The host counts them where it would wait for a GPU, unless a graph appends."""
+        return self.own.length if self.own.device.type != "cuda" or self.in_graphs else self.known_length
+
     def holds(self, tokens: int) -> bool:
         """Return True if at least `tokens` are cached within the capacity. Wait for the GPU only if unsure."""
         length = self.known_length if self.own.device.type == "cuda" else self.own.length
         if not tokens <= length <= self.own.sizes.capacity:
-            length = self.own.length
+            length = self.length
         return tokens <= length <= self.own.sizes.capacity
 
     def check_fits(self, subject: str, more: int, counts: TokenCounts) -> None:
@@ -74,8 +81,8 @@ class Shards:
         if torch.compiler.is_compiling():
             return
         capacity = self.own.sizes.capacity
-        if self.own.device.type != "cuda" or self.known_length + more > capacity:
-            self.known_length = self.own.length
+        if self.own.device.type != "cuda" or (self.known_length + more > capacity and may_compare(self.own.device)):
+            self.known_length = self.length
         if self.known_length + more > capacity:
             given = f"{self.known_length} tokens and {more} more in a cache of {capacity}"
             fix = f"call cache.reserve({self.known_length + more}) on every rank"
@@ -181,8 +188,10 @@ class Shards:
         self.floor = max(self.floor, self.known_length + more - past)
 
     def _advance(self, more: int) -> None:
-        if not torch.compiler.is_compiling():
+        if may_compare(self.own.device):
             self.known_length += more
+        else:  # a graph is made, not run
+            self.in_graphs = True
 
     def _exchange(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None, first: int) -> None:
         """Send this rank's new tokens to its keepers, and add the tokens received to the copies."""
@@ -251,7 +260,7 @@ class CacheProperties:
     @property
     def length(self) -> int:
         """Cached tokens per sequence on all ranks, padding included."""
-        return self.shard.length
+        return self.shards.length
 
     @property
     def used(self) -> int:

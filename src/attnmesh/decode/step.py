@@ -100,17 +100,27 @@ def run_step(
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
     block = step.block if step.reproducible else None
+    on_device = key_lengths is not None and key_lengths.device.type != "cpu"
+    key_lengths = None if key_lengths is None else key_lengths.to(q.device)
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
     partial = attend_cache(query, view, kernel)
     if not alone or step.heads.size > 1:
-        on_device = key_lengths is not None and key_lengths.device.type != "cpu"  # else part of the number
-        tensors = [x for x in (q, sinks, key_lengths if on_device else None) if x is not None]
+        counted = key_lengths if on_device else None  # else part of the number
+        tensors = [x for x in (q, sinks, counted) if x is not None]
         checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
         partial, checksum = _merge(partial, checksum, step, message)
     if step.reproducible:
         partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
     out = partial.out.to(q.dtype).contiguous()
+    if key_lengths is not None:
+        out = _nan_unless_counted(out, key_lengths, view.state[0])
     return (out, None) if checksum is None else _gather_heads(out, checksum, step, q.shape[1])
+
+
+def _nan_unless_counted(out: Tensor, key_lengths: Tensor, length: Tensor) -> Tensor:
+    """Return the output, or NaN for a sequence of which no such number of keys is cached. The host reads nothing."""
+    wrong = (key_lengths < 0) | (key_lengths > length)
+    return out.masked_fill(wrong[:, None, None, None], torch.nan)
 
 
 def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:

@@ -5,6 +5,7 @@ and positions into a band inside, where their values may be read without a graph
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -257,10 +258,19 @@ def _band(
     """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
     queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
     keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
+    positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
+    counts = None if positions is None else visible_counts(positions, key_lengths)
+    if queries is None and keys is None:
+        return _whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
     queries = torch.arange(q.shape[2]) if queries is None else queries
-    positions = torch.arange(k.shape[2]) if keys is None else keys
-    counts = visible_counts(positions, key_lengths)
     return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
+
+
+@lru_cache(maxsize=32)
+def _whole_band(mask: Mask, queries: int, keys: int) -> Band:
+    """Return the band over tokens in order. It lives on, so that a GPU gets its bounds once."""
+    with torch.inference_mode(False):
+        return Band.of(mask, torch.arange(queries), keys)
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

@@ -4,13 +4,15 @@ A kernel attends one block. The loop merges the partials and sums the gradients,
 depend on masks, layouts or positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.checks import check_choice, without_autocast
+from attnmesh.core.kept import KEPT
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
@@ -22,6 +24,8 @@ from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
+
+T = TypeVar("T")
 
 NATIVE = Native()
 
@@ -96,7 +100,7 @@ def forward(
         ]
         return parts[0] if len(parts) == 1 else Partial(*(torch.cat(x) for x in zip(*parts, strict=True)))
     whole = Block(slice(0, q.shape[2]), slice(0, k.shape[2]))
-    blocks = ([whole] if band is None else kernel.cut(band, q, k, v)) if q.shape[0] else []
+    blocks = _cut(kernel, band, q, k, v) if band is not None else [whole] if q.shape[0] else []
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     with without_autocast(q):
@@ -122,7 +126,7 @@ def backward(
             for some, count in _sequences(counts)
         ]
         return parts[0] if len(parts) == 1 else Gradients(*(torch.cat(x) for x in zip(*parts, strict=True)))
-    blocks = kernel.cut(band, q, k, v) if q.shape[0] else []
+    blocks = _cut(kernel, band, q, k, v)
     sign, logits = logits.positive()  # kernels need a positive scale: they scale after adding -inf
     q = q if sign == 1 else q * sign
     saved = _without_empty_rows(saved)
@@ -170,10 +174,41 @@ def _backward_blocks(
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
     """Return the block's partial, with the identity in empty rows, for which kernels differ."""
     out, lse = kernel.attend(q, k, v, block, logits)
-    empty = block.empty_rows().to(out.device)
+    empty = _empty_rows(block, out.device)
     if len(empty):
         out, lse = out.index_fill(2, empty, 0.0), lse.index_fill(2, empty, -torch.inf)
     return Partial(out, lse)
+
+
+def _empty_rows(block: Block, device: torch.device) -> Tensor:
+    """Return the indices of rows that see no key of the block, copied to a GPU once as long as its bounds live."""
+    if block.band is None or device.type == "cpu":
+        return block.empty_rows().to(device)
+    name = "empty rows", block.keys.stop - block.keys.start, device
+    return _kept(block.band, name, lambda: block.empty_rows().to(device), lambda x: x.nbytes)
+
+
+def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
+    """Return the blocks of a band. On a GPU they are kept as long as it lives, so that their bounds are copied once."""
+    if not q.shape[0]:
+        return []
+    if q.device.type == "cpu":
+        return kernel.cut(band, q, k, v)
+    kinds = [(x.shape, x.dtype, x.device) for x in (q, k, v)]
+    return _kept(band, (kernel.name, *kinds), lambda: kernel.cut(band, q, k, v), _bytes)
+
+
+def _kept(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+    """Return what was made of a band, now or at an earlier call."""
+
+    def with_low() -> tuple[Tensor, T]:  # which then lives on, so that no other tensor gets its id
+        return band.low, make()
+
+    return KEPT.find(band.high, (id(band.low), name), with_low, lambda found: size(found[1]))[1]
+
+
+def _bytes(blocks: Sequence[Block]) -> int:
+    return sum(block.band.low.nbytes + block.band.high.nbytes for block in blocks if block.band is not None)
 
 
 def _select(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attnmesh.core.kept import KEPT
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
@@ -180,8 +181,17 @@ def _block_arguments(q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logi
         low, high = (torch.full((q.shape[2],), n, dtype=torch.int32, device=q.device) for n in (0, keys))
     else:
         bounds = block.bounds()
-        low, high = (x.clamp(0, keys).to(q.device, torch.int32) for x in (bounds.low, bounds.high))
+        low, high = (_bounds_on_device(x, keys, q.device) for x in (bounds.low, bounds.high))
     return {**_arguments(q, k, v, tile), "low": low, "high": high, "keys": keys, **_logit_arguments(logits)}
+
+
+def _bounds_on_device(bounds: Tensor, keys: int, device: torch.device) -> Tensor:
+    """Return the bounds of rows as a program takes them, copied once as long as they live."""
+
+    def copy() -> Tensor:
+        return bounds.clamp(0, keys).to(device, torch.int32)
+
+    return copy() if device.type == "cpu" else KEPT.find(bounds, (device, keys), copy, lambda x: x.nbytes)
 
 
 def _logit_arguments(logits: Logits) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""What is made of index tensors and kept beside them, such as their copies on a GPU, for which the host would wait."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import RLock
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+MOST_BYTES = 1 << 27
+"""Bytes that are kept on all devices together: 128 MiB, the indices of some dozens of kinds of calls."""
+
+
+class Kept:
+    """Values by the tensor that they were made of. They go with that tensor, or when others were used more lately."""
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self.most, self.size = most, 0
+        self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
+        self.lock = RLock()  # a backward pass has a thread of its own
+
+    def find(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
+        """Return the value of that name, made now if it is not kept. `size` counts its bytes."""
+        key = id(owner), name
+        with self.lock:
+            if key in self.values:
+                self.values.move_to_end(key)
+                return cast(T, self.values[key][0])
+        with torch.inference_mode(False):  # for later calls in any mode
+            value = make()
+        with self.lock:
+            if key not in self.values:
+                weakref.finalize(owner, self._drop, key).atexit = False
+                self.values[key] = value, size(value)
+                self.size += size(value)
+            while self.size > self.most:
+                self._drop(next(iter(self.values)))
+        return value
+
+    def _drop(self, key: tuple[int, Hashable]) -> None:
+        with self.lock:
+            self.size -= self.values.pop(key, (None, 0))[1]
+
+
+KEPT = Kept()
+
+
+def on_device(index: Tensor, device: torch.device) -> Tensor:
+    """Return an index tensor of the host on a device, copied once as long as it lives.
+
+    >>> order = torch.tensor([1, 0])
+    >>> on_device(order, torch.device("cpu")) is order
+    True
+    """
+    if index.device.type == device.type:
+        return index
+    return KEPT.find(index, device, lambda: index.to(device), lambda copy: copy.nbytes)

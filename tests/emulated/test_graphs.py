@@ -1,0 +1,128 @@
+"""What a CUDA graph of a step would meet: nothing that the host waits for, or an error that names it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import attnmesh as am
+from attnmesh.errors import DeviceError, InputError, KernelError
+from attnmesh.mesh.shapes import AXES
+from tests.emulated.waits import filled_cache, random
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_nccl import world
+
+CAPTURED = {
+    "plain": {},
+    "a window": {"mask": am.Window(5)},
+    "chunks": {"mask": am.Causal() & am.Chunks(8)},
+    "a negative scale": {"scale": -0.5},
+    "softcap": {"softcap": 3.0},
+    "key_lengths": {"key_lengths": torch.tensor([7, 9])},
+    "tree": {"merge": "tree"},
+    "gather": {"merge": "gather"},
+    "allreduce": {"merge": "allreduce"},
+    "heads": {"output": "heads"},
+    "reproducible": {"reproducible": True},
+}
+
+
+def captured(gpu: EmulatedGPU, call: Callable[[], object]) -> list[str] | InputError:
+    """Return what the host waits for in a capture, or the error of a refusal."""
+    with gpu.capturing() as waits:
+        try:
+            call()
+        except InputError as error:
+            return error
+    return [f"{wait.kind} {wait.operator} at {wait.place}" for wait in waits]
+
+
+def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Return what a capture of an append and a step meets, by options of the step."""
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=AXES)
+    q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
+    found: dict[str, Any] = {}
+    for name, options in CAPTURED.items():
+        cache = filled_cache(mesh)
+        given = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+
+        def step(cache: am.KVCache = cache, given: dict[str, Any] = given) -> None:
+            cache.append(k, v)
+            am.decode(q, cache, **given)
+
+        step()
+        found[name] = captured(gpu, step)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)])
+def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
+    for found in world(shape[0] * shape[2], steps, shape).results():
+        assert found == {name: [] for name in CAPTURED}, found
+
+
+def refused(gpu: EmulatedGPU) -> dict[str, Any]:
+    """Return what calls raise in a capture that read the device or copy from the host."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
+    cache, wide = filled_cache(mesh), filled_cache(mesh, torch.float64)
+    real = torch.ones(2, 1, dtype=torch.bool).cuda()
+    calls: dict[str, Callable[[], object]] = {
+        "key_lengths": lambda: am.decode(q, cache, key_lengths=torch.tensor([7, 9])),
+        "token_mask": lambda: cache.append(k, v, token_mask=real),
+        "float64": lambda: am.decode(q.double(), wide),
+        "reference": lambda: am.decode(q, cache, kernel="reference"),
+        "capacity": lambda: cache.append(random(1, 2, 2, 500, 16), random(2, 2, 2, 500, 16)),
+    }
+    am.decode(q, cache)
+    return {name: captured(gpu, call) for name, call in calls.items()}
+
+
+def test_what_reads_the_host_is_refused_by_name():
+    for found in world(2, refused).results():
+        assert isinstance(found["key_lengths"], DeviceError)
+        assert str(found["key_lengths"]) == (
+            "decode key_lengths: expected a tensor on the GPU in a CUDA graph, given one on the CPU. "
+            "Fix: pass key_lengths.cuda(), made before the capture."
+        )
+        assert isinstance(found["token_mask"], KernelError)
+        assert str(found["token_mask"]).startswith("append token_mask: expected None in a CUDA graph, given a tensor")
+        for name in ("float64", "reference"):
+            expected = "decode kernel: expected one that reads the cache's length on the GPU, in a CUDA graph, given"
+            assert str(found[name]).startswith(expected)
+        assert "room for the new tokens" in str(found["capacity"])
+
+
+def replayed(gpu: EmulatedGPU) -> tuple[int, int, list[Any]]:
+    """Return the length of a cache in host's and the device's count after appends of a graph, and a step's output."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    q, k, v = (random(seed, 2, heads, 1, 16) for seed, heads in ((3, 4), (4, 2), (5, 2)))
+    cache, other = filled_cache(mesh), filled_cache(mesh)
+    with gpu.capturing():
+        cache.append(k, v)  # the emulation runs at once what it captures, as a replay would
+    other.append(k, v)
+    with pytest.raises(InputError, match="truncate"):
+        cache.truncate(22)
+    return cache.length, int(cache.lengths[0].cpu()), [am.decode(q, x).cpu() for x in (cache, other)]
+
+
+def test_the_length_is_right_after_a_graph_appends():
+    for by_host, on_device, (out, expected) in world(2, replayed).results():
+        assert by_host == on_device == 21
+        assert torch.equal(out, expected)
+
+
+def counted(gpu: EmulatedGPU) -> list[torch.Tensor]:
+    """Return a step with numbers of keys on the GPU: too many, fewer than none, and two that fit."""
+    mesh = init_device_mesh("cuda", (1, 1, 2), mesh_dim_names=AXES)
+    q, cache = random(3, 2, 4, 1, 16), filled_cache(mesh)
+    return [am.decode(q, cache, key_lengths=torch.tensor(few).cuda()).cpu() for few in ((21, 20), (-1, 3), (20, 0))]
+
+
+def test_wrong_key_lengths_on_the_gpu_give_nan_in_their_sequence_alone():
+    for many, negative, right in world(2, counted).results():
+        assert many[0].isnan().all()
+        assert negative[0].isnan().all()
+        assert not any(x.isnan().any() for x in (many[1], negative[1], right))

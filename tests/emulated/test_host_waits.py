@@ -1,0 +1,51 @@
+"""When the host waits for the GPU: reads of its memory and copies from pageable memory, pinned as numbers.
+
+docs/gpus.md has the same table in words.
+"""
+
+from collections import Counter
+
+import pytest
+
+from tests.emulated.waits import measure, model_waits
+from tests.support.emulated_nccl import world
+
+DECODING = {
+    "decode, key_lengths on the host": ["copy"],
+    "decode, documents": ["copy"],  # of a new mask; each step needs one, as documents cover all tokens
+    "decode, checked=True": ["read", "read"],
+    "decode, gather": ["read"],
+    "append with token_mask": ["read"],
+}
+"""Calls in which the host waits. In all others it does not."""
+
+
+def kinds(waits: list[str]) -> list[str]:
+    """Return whether each wait is a read or a copy."""
+    return [wait.split()[0] for wait in waits]
+
+
+@pytest.mark.parametrize(("backend", "shape"), [("nccl", (1, 1, 2)), ("cpu:gloo,cuda:nccl", (2, 1, 2))])
+def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
+    for table in world(shape[0] * shape[2], measure, "decode", shape, backend=backend).results():
+        assert {name: kinds(waits) for name, waits in table.items() if waits} == DECODING, table
+
+
+@pytest.mark.parametrize(
+    ("backend", "shape"), [("nccl", (1, 1, 2)), ("cpu:gloo,cuda:nccl", (1, 2, 1)), ("nccl", (2, 1, 1))]
+)
+def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, shape: tuple[int, int, int]):
+    for table in world(2, measure, "attention", shape, backend=backend).results():
+        assert len(table) == 13
+        assert not any(table.values()), table
+
+
+def test_attention_on_one_gpu():
+    (table,) = world(1, measure, "attention", (1, 1, 1)).results()
+    assert not any(table.values()), table
+
+
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_a_token_of_a_model(capacity: int | None):
+    for table in world(2, model_waits, capacity, backend="cpu:gloo,cuda:nccl").results():
+        assert table == {"token": []}, Counter(table["token"])

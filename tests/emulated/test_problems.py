@@ -1,0 +1,59 @@
+"""Random problems and histories of caches on emulated GPUs and NCCL, held against float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.emulated.problems import run
+from tests.support import histories
+from tests.support.emulated_gpu import EmulatedGPU
+from tests.support.emulated_nccl import BACKENDS, world
+from tests.support.mesh_problems import MeshProblem, check, draw
+
+SIZES = 2, 3, 4
+SAMPLE = 1, 2, 3, 4, 6, 7, 8, 9  # short ones
+ALL = [seed for seed in range(120) if seed not in SAMPLE]
+
+
+def problem_of(seed: int) -> tuple[MeshProblem, str]:
+    """Return the problem of a seed, no longer than the interpreter is quick, and the kernel that serves it."""
+    problem = draw(seed, SIZES[seed % len(SIZES)])
+    kernel = ("auto", "triton", "reference")[seed // len(SIZES) % 3]
+    return problem, "auto" if problem.dtype == torch.float64 else kernel
+
+
+@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+def test_random_problems_agree_with_float64(seed: int):
+    problem, kernel = problem_of(seed)
+    backend, checked = [*BACKENDS][seed % 2], (None, False, True)[seed % 5 % 3]
+    outcome = world(problem.shape.ranks, run, problem, kernel, checked, backend=backend)
+    check(problem, outcome.results())
+
+
+class Ranks:
+    """Worlds of emulated GPUs, in place of the pool of ranks."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+
+    def run(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Return every rank's result."""
+        return world(size, without_gpu, function, *arguments, backend=self.backend).results()
+
+
+def without_gpu(gpu: EmulatedGPU, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that does not ask for the GPU."""
+    with torch.no_grad():
+        return function(*arguments)
+
+
+@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+def test_random_histories_agree_with_float64(seed: int, tmp_path: Path):
+    history = histories.draw(seed, sizes=SIZES, kernel="auto", most=8)
+    if seed in SAMPLE:
+        history = replace(history, phases=history.phases[:1])
+    histories.check(history, Ranks([*BACKENDS][seed % 2]), tmp_path)
