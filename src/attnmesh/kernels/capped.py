@@ -82,7 +82,8 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, bloc
     keys, values, dks, dvs = (_flat(x) for x in (k, v, dk, dv))
     tiles, cap = Tiles(q, k, v, block, logits.softcap), logits.softcap
     for heads, rows, steps in tiles.loop():
-        x = _rows_of(queries, heads, rows).mul_(logits.scale / cap)
+        scaled = _rows_of(queries, heads, rows).mul_(logits.scale)
+        x = scaled / cap
         arriving, shares, peak = (_rows_of(each, heads, rows) for each in (dout, delta, lse))
         total = torch.zeros_like(x)
         for run, hidden in steps:
@@ -95,7 +96,7 @@ def backward_capped(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, bloc
             dlogits = tiles.product(arriving, tiles.converted(values, heads, run, 1), 1).sub_(shares).mul_(weights)
             torch.ops.aten.tanh_backward.grad_input(dlogits, tanh, grad_input=dlogits)
             total.baddbmm_(dlogits, some_keys)
-            dks[heads, run].baddbmm_(dlogits.mT, x, alpha=cap)
+            dks[heads, run].baddbmm_(dlogits.mT, scaled)  # of x, products would be denormal under a large cap
         _write(dqs, heads, rows, total.mul_(logits.scale))
     return Gradients(dq, dk, dv)
 
