@@ -83,6 +83,7 @@ DECODING: dict[str, Difference] = {
     "heads": Difference(lambda it: it.step(heads=8)),
     "mask": Difference(lambda it: it.step(mask=am.Window(3))),
     "scale": Difference(lambda it: it.step(scale=0.5)),
+    "a scale seen before": Difference(lambda it: it.step(scale=0.5)),
     "softcap": Difference(lambda it: it.step(softcap=3.0)),
     "sinks": Difference(lambda it: it.step(sinks=numbers(4, HEADS))),
     "output": Difference(lambda it: it.step(output="heads")),
@@ -97,6 +98,9 @@ DECODING: dict[str, Difference] = {
     "a shorter cache": Difference(after(lambda it: it.cache.truncate(it.cache.length - 1)), lasts=True),
     "a skipped step": Difference(lambda it: None, lasts=True),
 }
+
+SEEN = ("a scale seen before",)
+"""Differences of which all ranks have made both calls before, if they have made any."""
 
 BEFORE = (0, 2)
 """Honest steps before the odd one."""
@@ -123,10 +127,12 @@ def decoding_outcomes(device: str, shape: tuple[int, int, int], before: int, opt
     mesh, odd, found = mesh_on(device, shape), dist.get_rank() == ODD, {}
     for name, difference in DECODING.items():
         it = Decoding.on(mesh, device, **options)
-        warm = difference.others if name == "key_lengths" else Decoding.step
+        kinds = [difference.others if name == "key_lengths" else Decoding.step]
+        kinds += [difference.odd] * (name in SEEN)
         for _ in range(before):
             it.append()
-            warm(it)
+            for call in kinds:
+                call(it)
         first = outcome(lambda d=difference, it=it: (d.odd if odd else d.others)(it))
         rest = []
         for _ in range(2):
@@ -148,6 +154,7 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dtype": ({"dtype": torch.float16}, {}),
     "layout": ({"layout": am.Zigzag()}, {}),
     "scale": ({"scale": 0.3}, {}),
+    "a scale seen before": ({"scale": 0.4}, {}),
     "sinks": ({"sinks": numbers(4, HEADS)}, {}),
     "exchange": ({"exchange": "ring"}, {}),
     "key_lengths": (
@@ -180,7 +187,8 @@ def attention_outcomes(device: str, shape: tuple[int, int, int], before: int) ->
     expected = am.attend(*whole, mask=am.Causal(), kernel="reference").out
     for name, (given, others) in ATTENTION.items():
         for _ in range(before):
-            attend(mesh, device)
+            for seen in ({}, given) if name in SEEN else ({},):
+                attend(mesh, device, **seen)
         first = outcome(lambda o=given if odd else others: attend(mesh, device, **o))
         per_rank = TOKENS // mesh.size()
         mine = expected[:, :, dist.get_rank() * per_rank :][:, :, :per_rank]
