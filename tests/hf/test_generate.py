@@ -333,7 +333,7 @@ ERRORS = {
     "the bits of three ranks": "KernelError: ShardedCache reproducible: expected 1, 2, 4, 8, ... ranks along queries",
     "a cache that is not used": "KernelError: attnmesh.hf use_cache: expected use_cache=True with a",
     "keys that are read": "KernelError: attnmesh.hf: expected a model that passes masks and cache",
-    "weights": "KernelError: attnmesh.hf output_attentions: expected exact softmax attention",
+    "weights": "KernelError: attnmesh.hf output_attentions: expected outputs without attention weights, given True",
     "an unknown argument": "KernelError: attnmesh.hf cu_seq_lens_q: expected exact softmax attention",
     "a stock model with our cache": "KernelError: ShardedCache: expected a model with attn_implementation 'attnmesh'",
 }

@@ -98,7 +98,7 @@ def check_same_kind(subject: str, named: Mapping[str, Tensor]) -> None:
 
 
 def check_tensor(subject: str, x: Tensor) -> None:
-    """Raise unless x is a dense tensor without a forward-mode tangent."""
+    """Raise unless x is a dense tensor, whose gradients are those of autograd."""
     if not isinstance(x, Tensor):
         raise DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor")
     if x.layout != torch.strided:
@@ -107,6 +107,18 @@ def check_tensor(subject: str, x: Tensor) -> None:
     if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
         fix = "use reverse-mode gradients: torch.autograd.grad or backward"
         raise KernelError(subject, "a tensor without a forward-mode tangent", "a dual number", fix)
+    if not torch.compiler.is_compiling() and _has_functional_gradient(x):
+        fix = "use torch.autograd.grad or backward"
+        raise KernelError(subject, "a tensor outside of torch.func.grad and vjp", "one inside", fix)
+
+
+def _has_functional_gradient(x: Tensor) -> bool:
+    """Return True if torch.func takes the gradient with respect to x: its transforms wrap a tensor, one in another."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_gradtrackingtensor(x):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    return False
 
 
 def check_one_device(subject: str, named: Mapping[str, Tensor]) -> None:

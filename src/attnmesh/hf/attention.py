@@ -22,9 +22,10 @@ from attnmesh.errors import InputError
 from attnmesh.hf.cache_layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
 from attnmesh.hf.latent import LatentStates
-from attnmesh.hf.mask import MaskSpec
+from attnmesh.hf.mask import MaskSpec, spec_of
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.traced import TracedMask, attend_traced
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.mesh.axes import Mesh
 
@@ -43,7 +44,7 @@ def attention_function(
     query: Tensor,
     key: Tensor | PendingKV,
     value: Tensor | PendingKV,
-    attention_mask: MaskSpec | Tensor | None,
+    attention_mask: MaskSpec | TracedMask | Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -55,12 +56,18 @@ def attention_function(
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
+    if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
+        attention_mask = spec_of(attention_mask)
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
+    k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
+    q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
+    if isinstance(spec, TracedMask):
+        with without_autocast(q):
+            out = attend_traced(q, k, v, spec.visible, Logits.of(SUBJECT, scaling, softcap, q), s_aux)
+        return out.transpose(1, 2).contiguous(), None
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
     layer = LayerCall(spec.mask, scaling, s_aux, softcap)
-    k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
-    q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
     with without_autocast(q):
         if isinstance(key, PendingKV):

@@ -17,6 +17,7 @@ from attnmesh.hf.labels import ItemCount
 from attnmesh.hf.mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.traced import TracedMask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.world import cached_per_world
 
@@ -27,17 +28,26 @@ NO_EFFECT = {
 }
 """Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
 
+KEEP_TO_TEXT = (
+    'call model.set_attn_implementation({"text_config": "attnmesh", "vision_config": "sdpa"}) for a model of images, '
+    "or use a causal language model"
+)
+"""Fix in errors about layers that are not causal."""
+
 
 def checked_mask(
     module: nn.Module,
     query: Tensor,
     key: Tensor | PendingKV,
-    attention_mask: MaskSpec | Tensor | None,
+    attention_mask: MaskSpec | TracedMask | Tensor | None,
     dropout: float,
     sliding_window: int | None,
     more: dict[str, Any],
-) -> MaskSpec:
-    """Return the `MaskSpec` of a call that passes all checks. Raise on all ranks if they compare their calls."""
+) -> MaskSpec | TracedMask:
+    """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
+    if isinstance(attention_mask, TracedMask):
+        _check_exact(module, dropout, more)
+        return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
@@ -72,8 +82,11 @@ def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> Non
         fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
     if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
-        given, fix = f"{type(module).__name__}, which is not causal", "use a causal language model"
-        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, fix)
+        given = f"{type(module).__name__}, which is not causal"
+        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, KEEP_TO_TEXT)
+    if more.get("output_attentions"):
+        expected, fix = "outputs without attention weights", 'call model.set_attn_implementation("eager")'
+        raise KernelError(f"{SUBJECT} output_attentions", expected, "True", f"{fix}, on one device")
     for name, value in more.items():
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"

@@ -14,9 +14,10 @@ from transformers import PreTrainedConfig
 
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
-from attnmesh.errors import MaskError
-from attnmesh.hf.models import Opaque, check_layers
+from attnmesh.errors import MaskError, ShapeError
+from attnmesh.hf.models import SUBJECT, Opaque, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
+from attnmesh.hf.traced import TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
 
 
@@ -60,27 +61,54 @@ class MaskSpec(Opaque):
         return replace(self, q_offset=offset, q_length=length, discarded=bool(first) and in_prefill)
 
 
+SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
+"""Fix in errors about masks that positions do not describe."""
+
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
 
 
-def mask_function(
+def mask_function(**arguments: Any) -> MaskSpec | TracedMask:
+    """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
+    given = arguments.get("attention_mask")
+    if isinstance(given, MaskSpec | TracedMask):
+        return given  # with a static cache, `generate` makes the mask before the model runs
+    if isinstance(given, ShardMask) or not needs_tensor(arguments):
+        return mask_spec(**arguments)
+    if arguments.get("mask_function") is bidirectional_mask_function:
+        return MaskSpec(Full(), arguments["q_length"], 0, 0)
+    if not in_trace(arguments):
+        _check_width(given, int(arguments["q_offset"]) + arguments["q_length"])
+    return TracedMask.of(arguments)
+
+
+def _check_width(attention_mask: Tensor | None, tokens: int) -> None:
+    """Raise if an attention mask does not cover all tokens of a static cache."""
+    if attention_mask is not None and attention_mask.shape[-1] < tokens:
+        expected, fix = f"one of all {tokens} tokens", "put the mask of cached tokens first"
+        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {attention_mask.shape[-1]}", fix)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot
+def spec_of(mask: TracedMask) -> MaskSpec:
+    """Return the `MaskSpec` of the same mask."""
+    return mask_spec(**mask.arguments)
+
+
+def mask_spec(
     batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: IndexFunction = causal_mask_function,
-    attention_mask: Tensor | MaskSpec | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     config: PreTrainedConfig | None = None,
     **_: Any,
 ) -> MaskSpec:
-    """Return the `MaskSpec` of one kind of layer. transformers calls it once per kind and forward pass."""
-    if isinstance(attention_mask, MaskSpec):
-        return attention_mask  # with a static cache, `generate` makes the mask before the model runs
-    q_offset, kv_offset = int(q_offset), int(kv_offset)  # a static cache passes tensors
+    """Return the mask as positions, from the arguments that transformers describes it with."""
     shards = attention_mask.shards if isinstance(attention_mask, ShardMask) else None
     token_mask = covered = left_padding = None
     if shards is None:
@@ -90,9 +118,9 @@ def mask_function(
         covered = width if width is not None and width < q_offset + q_length else None
     elif config is not None:
         check_layers(config)
-    expected, fix = "a causal mask, a sliding window or chunks", "use a text model with a causal mask"
-    require(not use_vmap, MaskError, "attention mask", expected, "a custom mask function", fix)
-    first = 0 if left_padding is None else int(left_padding[0])
+    expected = "a causal mask, a sliding window or chunks"
+    require(not use_vmap, MaskError, "attention mask", expected, "a mask function of the model's own", SDPA)
+    first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
     mask = _recognise(mask_function, local_size, (q_offset, q_length), (kv_offset, kv_length), first)
     return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding)
 
@@ -102,27 +130,51 @@ def _recognise(
     local_size: int | None,
     query_range: tuple[int, int],
     key_range: tuple[int, int],
-    first: int,
+    first: Tensor,
 ) -> Mask:
     """Return the mask that a function of indices computes, by its values at some positions. Raise on other masks.
 
-    Each range is an offset and a length. The tokens of the first sequence begin at `first`; chunks are counted from it.
+    Each range is an offset and a length. The tokens of a sequence begin at its `first`; chunks are counted from it.
     """
     if local_size == 0 or (local_size is None and function is causal_mask_function):  # size 0 means no window
         return Causal()
     if local_size is None and function is bidirectional_mask_function:
         return Full()  # transformers also makes it for cross-attention that is never called
-    if local_size is not None:
-        samples = _sample_pairs(query_range, key_range, local_size, first)
+    seen = _neighbours(function, *query_range, len(first))
+    if local_size is not None and seen is not None and not bool(seen[0].any()):
+        samples = _sample_pairs(query_range, key_range, local_size, int(first[0]))
         for mask in (Window(local_size - 1), Causal() & Chunks(local_size)):
-            if _equals(function, mask, *samples, first):
+            unbroken = _unbroken(mask, local_size, *query_range, first)
+            if torch.equal(seen[1], unbroken) and _equals(function, mask, *samples, int(first[0])):
                 return mask
-    if local_size is None:
-        given = "packed sequences (positions that restart) or a block mask"
-        fix = "pass packed sequences through attnmesh.hf.shard_batch, also on one device"
-    else:
-        given, fix = f"another mask of size {local_size}", "use a model with sliding windows or chunks"
+    given, fix = "another mask", SDPA
+    if seen is not None and bool(seen[0].any()):
+        given = "tokens that see later ones, as those of an image do"
+    elif seen is not None and not bool(seen[1].all()):
+        given = "packed sequences, whose positions restart"
+        fix = "pass them through attnmesh.hf.shard_batch, with mesh=None on one device"
     raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
+
+
+def _neighbours(function: IndexFunction, offset: int, length: int, batch: int) -> tuple[Tensor, Tensor] | None:
+    """Return whether each token sees the next one, and whether the next one sees it, of each sequence; None if unknown.
+
+    These are all edges of packed sequences and of blocks, and where they are is known to the batch alone.
+    """
+    rows, earlier = torch.arange(batch)[:, None], torch.arange(offset, offset + length - 1)[None]
+    zero = torch.zeros((), dtype=torch.long)
+    try:
+        pair = function(rows, zero, earlier, earlier + 1), function(rows, zero, earlier + 1, earlier)
+    except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
+        return None
+    sees_next, sees_last = (x.cpu().expand(batch, length - 1) for x in pair)
+    return sees_next, sees_last
+
+
+def _unbroken(mask: Mask, size: int, offset: int, length: int, first: Tensor) -> Tensor:
+    """Return whether each token but the first of a range sees the one before it, (batch, length - 1)."""
+    later = torch.arange(offset + 1, offset + length) - first[:, None]
+    return later % size != 0 if mask.chunks else torch.full(later.shape, size > 1)
 
 
 def _token_mask(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:

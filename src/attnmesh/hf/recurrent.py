@@ -6,17 +6,15 @@ take the state that earlier ranks leave. On tokens that are no shards it does wh
 gives the layers their classes back. Nothing outside the model is changed.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from inspect import signature
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import PreTrainedModel
 
 from attnmesh.core.checks import require
@@ -28,7 +26,7 @@ from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurre
 from attnmesh.hf.recurrent_functions import forward_on_shards, kind_of, refusal_of
 from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent_prefill import PrefillStates
-from attnmesh.hf.shards import ForwardPass, ShardIds, ShardPositions, Shards, ShardTensor
+from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.upstream import CACHES, PER_TOKEN, TRANSFORMERS
 
 CODE = [
@@ -226,7 +224,6 @@ def restore(model: nn.Module) -> None:
     """
     modules: list[Any] = [*model.modules()]
     for module in modules:
-        PREPARATION.forget(module)
         _forget_refusal(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
@@ -248,54 +245,6 @@ def prepared(model: nn.Module) -> Iterator[None]:
     finally:
         if not was_prepared:
             restore(model)
-
-
-class Preparation:
-    """Prepares the models that are called with batches of `shard_batch`.
-
-    While there is such a batch, a hook on all modules prepares each model when it is first called. Models without
-    recurrent layers need no hook: it is set only if transformers has loaded the code of one with such layers.
-    """
-
-    def __init__(self) -> None:
-        self._hook: Any = None
-        self._batches = 0
-        self._seen = WeakSet[nn.Module]()
-        self._new: list[ModelCall] = []  # of models whose own hooks run from their next call on
-
-    def begin(self, batch: ForwardPass) -> None:
-        """Prepare the models that are called while the batch is in use."""
-        self._batches += 1
-        finalize(batch, self._end)
-        batch.on_begin = self._listen
-        self._listen()
-
-    def _listen(self) -> None:
-        if self._hook is None and any(name in sys.modules for name in CODE):
-            self._hook = register_module_forward_pre_hook(self._before)
-
-    def _end(self) -> None:
-        self._batches -= 1
-        if not self._batches and self._hook is not None:
-            self._hook.remove()
-            self._hook, self._seen, self._new = None, WeakSet(), []
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if module not in self._seen:
-            self._new = prepare(module)
-            self._seen.update(module.modules())
-        if self._new and isinstance(module, nn.Embedding) and args and isinstance(args[0], ShardIds):
-            for call in self._new:
-                call.begin(call.shards or args[0].shards)
-            self._new = []
-
-    def forget(self, module: nn.Module) -> None:
-        """Prepare the module again when it is called."""
-        self._seen.discard(module)
-
-
-PREPARATION = Preparation()
 
 
 def _is_rglru(layer: type) -> bool:

@@ -59,15 +59,14 @@ class ForwardPass:
     def __init__(self) -> None:
         self.item_count: object = None
         """`num_items_in_batch` that the model was called with, unless it is the batch's `ItemCount`."""
-        self.on_begin: Callable[[], None] = lambda: None
-        """Called when a forward pass begins."""
+        self.on_begin: Callable[[Shards], None] = lambda _: None
+        """Called when a model embeds the tokens."""
         self.gathers_routers = False
         """True if the logits of routers are gathered, so that a loss of routers counts the tokens of all ranks."""
         self.begin()
 
     def begin(self) -> None:
         """Begin a forward pass."""
-        self.on_begin()
         self.attention_calls = 0
         """Layers that have called attnmesh for attention."""
         self.layers = 1
@@ -207,6 +206,7 @@ class ShardIds(ShardTensor):
             return self.wrap(call())
         if name == "embedding":
             self.shards.forward_pass.begin()
+            self.shards.forward_pass.on_begin(self.shards)
         return call()
 
 

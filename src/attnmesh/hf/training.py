@@ -16,9 +16,9 @@ from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from attnmesh.hf.caller import prepare_caller
 from attnmesh.hf.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.hf.models import USE_TOKENIZER
-from attnmesh.hf.recurrent import PREPARATION
 from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 
@@ -71,7 +71,7 @@ def shard_batch(
     ids, labels = batch["input_ids"], _shift_labels(batch)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
-    PREPARATION.begin(shards.forward_pass)
+    shards.forward_pass.on_begin = prepare_caller
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)

@@ -77,6 +77,8 @@ LinearAttentionLayer: Any = TRANSFORMERS.find("transformers.cache_utils:LinearAt
 apply_tensor_parallelism: Any = TRANSFORMERS.find("transformers.distributed.tensor_parallel:apply_tensor_parallelism")
 bidirectional_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:bidirectional_mask_function")
 causal_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:causal_mask_function")
+is_tracing: Any = TRANSFORMERS.find("transformers.utils.import_utils:is_tracing")
+sdpa_mask: Any = TRANSFORMERS.find("transformers.masking_utils:sdpa_mask")
 
 
 def check_trainer(trainer: type) -> None:

@@ -1,0 +1,39 @@
+"""The model that a batch of shards was passed to, found while it embeds the batch's tokens.
+
+`shard_batch` is given no model, but recurrent layers have to be prepared for shards. A model embeds its tokens before
+its layers run, and Python's stack has the modules that are being called. So other models meet no hook.
+"""
+
+import sys
+from types import FrameType
+
+from torch import nn
+
+from attnmesh.hf.recurrent import CODE, prepare
+from attnmesh.hf.shards import Shards
+
+CALL = nn.Module._call_impl.__name__
+"""Function of PyTorch that calls a module."""
+
+
+def prepare_caller(shards: Shards) -> None:
+    """Prepare the recurrent layers of the modules that are being called. Models without such layers cost no time."""
+    if not any(name in sys.modules for name in CODE):
+        return
+    known: set[nn.Module] = set()
+    for module in _running_modules():
+        if module not in known:
+            for call in prepare(module):  # the model's own hooks run from its next call on
+                call.begin(call.shards or shards)
+            known.update(module.modules())
+
+
+def _running_modules() -> list[nn.Module]:
+    """Return the modules that are being called, from the outermost to the innermost."""
+    modules: list[nn.Module] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == CALL:  # no other: Python before 3.13 keeps the locals of each frame that was read
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return modules[::-1]
