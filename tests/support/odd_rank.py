@@ -49,6 +49,11 @@ class Decoding:
         moved = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
         return am.decode(q, self.cache, **{**self.options, **moved})
 
+    def step_with(self, width: int) -> Tensor:
+        """Return a step that brings a new token, with keys of this width."""
+        k, v = (numbers(seed, 1, KV_HEADS, 1, size).to(self.device) for seed, size in ((1, width), (2, DIM)))
+        return self.step(k=k, v=v)
+
     def error(self) -> str | float:
         """Return how far an honest step is off attention to all tokens, or its outcome if that is no number."""
         more, found = self.cache.length - TOKENS, list[Tensor]()
@@ -93,6 +98,9 @@ DECODING: dict[str, Difference] = {
     "a dtype": Difference(lambda it: it.step(dtype=torch.float16)),
     "a bad argument": Difference(lambda it: it.step(scale="big")),  # type: ignore[arg-type]
     "an unknown option": Difference(lambda it: it.step(dropout_p=0.1)),
+    "new keys of another width": Difference(
+        lambda it: it.step_with(DIM // 2), lambda it: it.step_with(DIM), lasts=True
+    ),
     "an extra append": Difference(after(Decoding.append), lasts=True),
     "a longer append": Difference(after(lambda it: it.append(2)), after(Decoding.append), lasts=True),
     "a shorter cache": Difference(after(lambda it: it.cache.truncate(it.cache.length - 1)), lasts=True),
@@ -197,6 +205,7 @@ def attention_outcomes(device: str, shape: tuple[int, int, int], before: int) ->
 
 
 MERGES: dict[str, dict[str, Any]] = {
+    "lse of another dtype": {"lse": torch.float16},
     "rows": {"rows": 2},
     "heads": {"heads": 8},
     "dtype": {"dtype": torch.float16},
@@ -211,7 +220,8 @@ MERGES: dict[str, dict[str, Any]] = {
 
 def merge(group: Any, device: str, *, rows: int = 1, heads: int = HEADS, **options: Any) -> Tensor:
     out = torch.full((1, heads, rows, DIM), float(dist.get_rank())).to(device, options.pop("dtype", torch.float32))
-    return am.merge_across(am.Partial(out, torch.zeros(1, heads, rows).to(device)), group, **options).out
+    lse = torch.zeros(1, heads, rows).to(device, options.pop("lse", torch.float32))
+    return am.merge_across(am.Partial(out, lse), group, **options).out
 
 
 def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, Any]:
@@ -229,7 +239,7 @@ def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, 
     return found
 
 
-BAD = ("a bad argument", "an unknown option", "a dtype")
+BAD = ("a bad argument", "an unknown option", "a dtype", "lse of another dtype", "new keys of another width")
 """Differences that are an invalid argument of the odd rank."""
 
 

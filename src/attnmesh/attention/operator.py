@@ -41,7 +41,7 @@ def mesh_op(
     """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
     run = Run.decode(names, numbers)
     out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, run)), sinks)
-    if key_lengths is not None and key_lengths.device.type != "cpu":  # ranks have compared those of the host
+    if key_lengths is not None and key_lengths.device.type != "cpu":  # eager calls have compared those of the host
         out = torch.where(_are_equal(key_lengths, run.mesh), out, torch.nan)
     return length_major(out, q.dtype), lse
 

@@ -176,11 +176,11 @@ class CallChecker:
             poison()
 
     def learn(self, kind: object, last_exchange: Callable[[], Tensor] | None) -> None:
-        """Keep a kind of calls that was served, and its exchange if no host looked at it."""
+        """Keep a kind of calls that was served, and how to repeat its exchange if no host looked at it."""
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
         self.kinds.add(kind)
-        self.last_exchange = last_exchange
+        self.last_exchange = last_exchange or self.last_exchange
 
     def check(
         self,

@@ -129,8 +129,9 @@ def raise_alike(
     error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
 ) -> NoReturn:
     """Raise this rank's error of a merge, on all ranks if they compare their calls."""
-    lse = partial[-1] if isinstance(partial, tuple) and partial else None
-    device = lse.device if isinstance(lse, Tensor) else torch.device(device_type_of(axis.group))
+    given = [x.device for x in partial if isinstance(x, Tensor)] if isinstance(partial, tuple) else []
+    on_gpu = any(x.type != "cpu" for x in given) if given else device_type_of(axis.group) == "cuda"
+    device = torch.device("cuda" if on_gpu else "cpu")
     poison, compares = partial_of(send_poison, axis, how, output), checked is not False
     if not _asks(device):
         MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)

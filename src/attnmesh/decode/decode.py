@@ -110,17 +110,19 @@ def decode(
     """
     if not isinstance(cache, KVCache):
         raise DtypeError("decode cache", "a KVCache", type(cache).__name__, "make one with attnmesh.KVCache")
-    if k is not None or v is not None:
-        cache.append(cast(Tensor, k), v)
     checked = cache.checker.checked if checked is None else checked
     options = mask, scale, softcap, merge, output, reproducible, kernel, checked
+    if k is not None or v is not None:
+        try:
+            cache.append(cast(Tensor, k), v)
+        except InputError as error:
+            _report(error, cache, _unchecked_step(cache, *options[:-1]), checked)
+            raise
     plain = cache.mesh.heads.size == 1 and sinks is None and key_lengths is None and not unsupported
     known = cache.known_steps.find(q, cache.shard, options) if plain else None
     if known is not None and (out := _run_known(q, cache, *known, compares=checked is not False)) is not None:
         return out
-    placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
-    logits = Logits(cast(float, scale), cast(float, softcap))  # None until they are checked
-    step = DecodeStep(*placement, mask, logits, merge, output, reproducible, kernel)
+    step = _unchecked_step(cache, *options[:-1])
     try:
         check_checked("decode", checked)
         step = check_step(q, cache, sinks, key_lengths, step, unsupported)
@@ -139,6 +141,14 @@ def decode(
         cache.known_steps.learn(q, cache.shard, options, step)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
+
+
+def _unchecked_step(
+    cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any
+) -> DecodeStep:
+    """Return the step of a call, whose scale and cap may be None until they are checked."""
+    placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
+    return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
 
 
 def _run_known(q: Tensor, cache: KVCache, known: Known, length: int, used: int, *, compares: bool) -> Tensor | None:
