@@ -20,6 +20,7 @@ from attnmesh.comm.shared_memory import Mailboxes
 from attnmesh.comm.topology import mesh_hosts
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
+from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.world import WORLD, cached_per_world
 
@@ -50,6 +51,11 @@ def may_compare(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured, which the host must not wait for."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def asks(device: torch.device) -> bool:
+    """Return whether ranks ask before they compare a call: where some may run it without a look at the host."""
+    return device.type != "cpu" or interpreted()
 
 
 def attempt(act: Callable[[], T], call: str | Callable[[T], str]) -> tuple[Any, str | InputError]:

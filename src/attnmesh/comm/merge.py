@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import CallChecker, may_compare
+from attnmesh.comm.consensus import CallChecker, asks, may_compare
 from attnmesh.comm.counters import timed_merge
 from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call
 from attnmesh.comm.merge_checks import (
@@ -46,7 +46,6 @@ from attnmesh.core.checks import check_checked
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError
 from attnmesh.kernels.merge import use_triton
-from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
 from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
@@ -133,7 +132,7 @@ def raise_alike(
     on_gpu = any(x.type != "cpu" for x in given) if given else device_type_of(axis.group) == "cuda"
     device = torch.device("cuda" if on_gpu else "cpu")
     poison, compares = partial_of(send_poison, axis, how, output), checked is not False
-    if not _asks(device):
+    if not asks(device):
         MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
     elif axis.size > 1 and may_compare(device):
         _asker(axis).report(error, poison, compares=compares)
@@ -167,8 +166,8 @@ def _merge(
     """Return the merge in new tensors."""
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base)
     compares = axis.size > 1 and checked is not False and may_compare(partial.lse.device)
-    asks = axis.size > 1 and _asks(partial.lse.device)
-    checker, asker = MergeChecker(mesh_of(axis), how, compares, lambda: text), _asker(axis) if asks else None
+    checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
+    asker = _asker(axis) if axis.size > 1 and asks(partial.lse.device) else None
     if asker is None:
         checker.before()
     elif compares and (checked or how == "allreduce" or text not in asker.kinds) and not asker.ask(text):
@@ -182,11 +181,6 @@ def _merge(
         checker.after(checksum, "merge_across")
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
-
-
-def _asks(device: torch.device) -> bool:
-    """Return whether ranks ask before they compare a merge: where some may run it without a look at the host."""
-    return device.type != "cpu" or interpreted()
 
 
 @cached_per_world()

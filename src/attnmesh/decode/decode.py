@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import describe_call, is_capturing, may_compare
+from attnmesh.comm.consensus import asks, describe_call, is_capturing, may_compare
 from attnmesh.comm.merge import send_poison
 from attnmesh.comm.merge_checks import MergeChecker, check_merge
 from attnmesh.core.checks import (
@@ -48,7 +48,6 @@ from attnmesh.decode.window import is_within
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.kernels.native.digest import digest_on_host
-from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.planner.decode_cost import COLLECTIVE
 
 
@@ -186,13 +185,13 @@ def _run_compared(
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
     kind, checker = _kind(q, step, sinks, key_lengths), cache.checker
-    stays, asks = _stays_on_device(cache, step), _asks(cache)
+    stays, asking = _stays_on_device(cache, step), asks(cache.device)
     wanted = (not stays or kind not in checker.kinds) if checked is None else checked
     compares = wanted and may_compare(cache.device) and not checker.is_alone
     agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, key_lengths, step))
-    if asks and compares and not checker.ask(agreement.describe()):
+    if asking and compares and not checker.ask(agreement.describe()):
         return q.new_full(step.output_shape(q, cache.shard.values), torch.nan)
-    if not asks:
+    if not asking:
         agreement.before()
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
@@ -200,7 +199,7 @@ def _run_compared(
     out, checksum = run_step(q, cache.view, sinks, step, number, key_lengths)
     if checksum is None:
         return out
-    if asks:
+    if asking:
         ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, cache.sizes.value_dim)
         checker.learn(kind, ask if stays else None)
     elif compares:
@@ -208,17 +207,12 @@ def _run_compared(
     return out
 
 
-def _asks(cache: KVCache) -> bool:
-    """Return whether ranks ask before they compare a step: where some may run it without a look at the host."""
-    return cache.device.type != "cpu" or interpreted()
-
-
 def _report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
     """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
     if cache.checker.is_alone or not may_compare(cache.device):
         return
     poison, compares = functools.partial(_send_poison, cache, step), checked is not False
-    if _asks(cache):
+    if asks(cache.device):
         cache.checker.report(error, poison, compares=compares)
     else:
         MergeChecker(cache.mesh, step.merge, compares, str).report(error, poison)
