@@ -14,7 +14,7 @@ DECODING = {
     "decode, key_lengths on the host": ["copy"],
     "decode, documents": ["copy"],  # of a new mask; each step needs one, as documents cover all tokens
     "decode, checked=True": ["read", "read"],
-    "decode, gather": ["read"],
+    "decode, gather": ["read", "read"],  # the question after a step that no host looked at, and the comparison
     "append with token_mask": ["read"],
 }
 """Calls in which the host waits. In all others it does not."""

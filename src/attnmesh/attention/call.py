@@ -90,7 +90,7 @@ class Call(NamedTuple):
         """All that checks of this call depend on, and its text; None for a call that is checked each time."""
         if self.key_lengths is not None or self.options.unsupported or is_traced():
             return None
-        tensors = [x for x in (self.q, self.k, self.v, self.sinks) if x is not None]
+        tensors = [self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,))]
         if any(type(x) not in (Tensor, Parameter) for x in tensors):
             return None
         sizes = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in tensors]
@@ -168,7 +168,7 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     try:
         key = None if (kind := call.kind) is None else (*kind, checked, type(checked))
         text = known.get(key) if key is not None else None
-    except (AttributeError, TypeError):  # an argument that is no tensor, or an option that has no hash
+    except TypeError:  # an option that has no hash
         key = text = None
     if text is None:
         check_call(mesh, call, checked)

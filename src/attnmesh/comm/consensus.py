@@ -150,6 +150,7 @@ class CallChecker:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.shape.ranks == 1
         self.kinds = set[Any]()  # kinds of calls that ranks have compared
+        self.last_kind: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
 
@@ -186,7 +187,7 @@ class CallChecker:
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
         self.kinds.add(kind)
-        self.last_exchange = last_exchange or self.last_exchange
+        self.last_kind, self.last_exchange = kind, last_exchange or self.last_exchange
 
     def check(
         self,

@@ -174,10 +174,10 @@ def _merge(
         return _nan_like(partial, axis, output)
     checksum = checksum_of(crc32(text.encode()), partial.lse)
     merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
-    if asker is not None:
+    if asker is not None and text != asker.last_kind:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
         asker.learn(text, None if how == "allreduce" else partial_of(_ask_in_merge, *like, axis, how, output, wire))
-    elif compares:
+    if compares and asker is None:
         checker.after(checksum, "merge_across")
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))

@@ -1,4 +1,4 @@
-"""What is made of index tensors and kept beside them, such as their copies on a GPU, for which the host would wait."""
+"""Values made of index tensors and kept beside them, such as their copies on a GPU, for which the host would wait."""
 
 import weakref
 from collections import OrderedDict
@@ -21,6 +21,7 @@ class Kept:
     def __init__(self, most: int = MOST_BYTES) -> None:
         self.most, self.size = most, 0
         self.values: OrderedDict[tuple[int, Hashable], tuple[Any, int]] = OrderedDict()
+        self.watched = set[tuple[int, Hashable]]()  # keys of tensors that live
         self.lock = RLock()  # a backward pass has a thread of its own
 
     def find(self, owner: Tensor, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
@@ -34,12 +35,19 @@ class Kept:
             value = make()
         with self.lock:
             if key not in self.values:
-                weakref.finalize(owner, self._drop, key).atexit = False
+                if key not in self.watched:  # also one that was dropped while its tensor lives
+                    weakref.finalize(owner, self._forget, key).atexit = False
+                    self.watched.add(key)
                 self.values[key] = value, size(value)
                 self.size += size(value)
             while self.size > self.most:
                 self._drop(next(iter(self.values)))
         return value
+
+    def _forget(self, key: tuple[int, Hashable]) -> None:
+        with self.lock:
+            self.watched.discard(key)
+            self._drop(key)
 
     def _drop(self, key: tuple[int, Hashable]) -> None:
         with self.lock:

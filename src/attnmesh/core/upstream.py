@@ -11,7 +11,7 @@ from attnmesh.errors import VersionError
 
 @dataclass(frozen=True)
 class Upstream:
-    """What a room of attnmesh uses of one package beyond its stable interface.
+    """Names that a room of attnmesh uses of one package beyond its stable interface.
 
     Args:
         package: Name of the package.

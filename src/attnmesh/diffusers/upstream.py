@@ -1,4 +1,4 @@
-"""What this room uses of diffusers beside its stable interface, and the versions that are tested."""
+"""Names that this room uses of diffusers beside its stable interface, and the versions that are tested."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What this room uses of transformers and accelerate beside their stable interfaces, and the versions that are tested.
+"""Names that this room uses of transformers and accelerate beside their stable interfaces, with the versions tested.
 
 Importing this file checks the names that every model needs. `RECURRENT` is checked layer by layer, when a layer first
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
@@ -89,7 +89,7 @@ def check_trainer(trainer: type) -> None:
 
 
 class RecurrentKind(NamedTuple):
-    """What a class of recurrent layers must have for its layers to run on shards. All of it is replaced there."""
+    """Names that a class of recurrent layers must have to run on shards. All of them are replaced there."""
 
     functions: tuple[str, ...] = ()
     """Functions that its `forward` calls."""
