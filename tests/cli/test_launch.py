@@ -95,7 +95,10 @@ def test_a_deadline_ends_all() -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
-    code = f"if __name__ == '__main__': {work}"
+    reset = (
+        f"import signal; signal.signal({end:d}, signal.SIG_DFL)\n" if end == signal.SIGHUP else ""
+    )  # also under nohup
+    code = f"{reset}if __name__ == '__main__': {work}"
     silent: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen([sys.executable, "-c", code], **silent, env=environment) as starter:

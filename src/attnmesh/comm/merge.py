@@ -128,9 +128,9 @@ def raise_alike(
     error: InputError, partial: object, axis: Axis, how: str, output: str, checked: bool | None = None
 ) -> NoReturn:
     """Raise this rank's error of a merge, on all ranks if they compare their calls."""
-    given = [x.device for x in partial if isinstance(x, Tensor)] if isinstance(partial, tuple) else []
-    on_gpu = any(x.type != "cpu" for x in given) if given else device_type_of(axis.group) == "cuda"
-    device = torch.device("cuda" if on_gpu else "cpu")
+    given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
+    # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
+    device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
     poison, compares = partial_of(send_poison, axis, how, output), checked is not False
     if not asks(device):
         MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
