@@ -92,7 +92,9 @@ def test_a_deadline_ends_all() -> None:
         run_on_ranks(2, time.sleep, 600, seconds=1)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+)
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"
     reset = (

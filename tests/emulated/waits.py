@@ -113,7 +113,7 @@ def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
     }
     calls: dict[str, Call] = {}
     for dtype, names in ((torch.float32, [*options]), (torch.bfloat16, ["causal", "striped", "ring"])):
-        shards = [random(11 + heads, 2, heads, LENGTH // ranks, 16, dtype=dtype) for heads in (4, 2, 2)]
+        shards = [random(11 + heads, 1, heads, LENGTH // ranks, 16, dtype=dtype) for heads in (4, 2, 2)]
         for name in names:
             given = options[name]
             calls[f"{name}, {dtype}"] = lambda shards=shards, given=given: am.attention(*shards, mesh=mesh, **given)

@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 
 from tests.support.emulated_gpu import EmulatedGPU, EmulatedTensor, emulated_gpu
 from tests.support.emulated_switch import Communicator, Message, Outcome, Switch
+from tests.support.pool import PRELOADED
 
 BACKENDS = {"nccl": "cuda:nccl", "cpu:gloo,cuda:nccl": "cpu:gloo,cuda:nccl"}
 """What a process group is made with, and what PyTorch then says of its devices."""
@@ -52,6 +53,7 @@ def world(
 ) -> Outcome:
     """Run a function on so many ranks, and return what became of them."""
     context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory(prefix="attnmesh-emulated-") as folder:
         connections, processes = [], []
         for rank in range(size):
