@@ -70,7 +70,7 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
     said = dict(zip(("length", "key_length"), problem.lengths, strict=True)) if problem.say_length else {}
     mesh_op = tape.recorded("mesh", operator.mesh_op, operator._save_for_backward)
     swap_op = tape.recorded("swap", ulysses.swap_op, ulysses._save_for_backward)
-    recording = patch("attnmesh.attention.attention.mesh_op", mesh_op), patch.object(ulysses, "swap_op", swap_op)
+    recording = patch.object(operator, "mesh_op", mesh_op), patch.object(ulysses, "swap_op", swap_op)
     with torch.no_grad(), recording[0], recording[1]:
         out = am.attention(
             *shards,

@@ -5,9 +5,10 @@ from typing import Never
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.call import Call, Options, Run, agree_on_problem
+from attnmesh.attention.call import Call, Options, agree_on_problem
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.operator import attend_latents, mesh_op
+from attnmesh.attention.operator import attend, attend_latents
+from attnmesh.attention.plan import Plan
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
@@ -121,11 +122,10 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
         if mesh.shape.ranks == 1:
             kind = problem.mask, call.logits, options.kernel
             return run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths))[0]
-        run = Run(mesh, problem, options.exchange, options.kernel, call.logits)
+        plan = Plan(mesh, problem, options.exchange, options.kernel, call.logits)
         if latents is not None:
-            return attend_latents(q, k, v, latents, sinks, run)
-        q, k, v = tokens_to_heads(q, k, v, run)
+            return attend_latents(q, k, v, latents, sinks, plan)
+        q, k, v = tokens_to_heads(q, k, v, plan)
         if sinks is not None:
             sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-        out, _ = mesh_op(q, k, v, sinks, key_lengths, *run.encode())
-        return heads_to_tokens(out, run)
+        return heads_to_tokens(attend(q, k, v, sinks, key_lengths, plan), plan)

@@ -27,7 +27,7 @@ from attnmesh.kernels.known_calls import MOST_KINDS, is_traced
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.world import cached_per_world, decode_cached
+from attnmesh.mesh.world import cached_per_world
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
@@ -107,34 +107,6 @@ class Call(NamedTuple):
             on_host = self.key_lengths.device.type == "cpu"
             fields["key_lengths"] = self.key_lengths.tolist() if on_host else self.key_lengths.device.type
         return describe_call("attention", **fields, gradients=learned)
-
-
-class Run(NamedTuple):
-    """All arguments of an operator that are not tensors."""
-
-    mesh: Mesh
-    problem: Problem
-    exchange: str
-    kernel: str
-    logits: Logits
-
-    def encode(self) -> tuple[str, list[int]]:
-        """Return the run as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
-        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
-        return ",".join(names), [*places, *self.problem.encode()]
-
-    @staticmethod
-    def decode(names: str, numbers: Sequence[int]) -> "Run":
-        """Return the run that `encode` wrote."""
-        return decode_cached(_decode_run, names, numbers)
-
-
-@cached_per_world(1024)
-def _decode_run(names: str, numbers: tuple[int, ...]) -> Run:
-    *groups, exchange, kernel, scale, softcap = names.split(",")
-    mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
-    return Run(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))
 
 
 def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:

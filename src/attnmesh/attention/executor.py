@@ -4,7 +4,7 @@ One loop serves every exchange. Keys that arrive at once are one step, and keys 
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ class Task:
     head_groups: int
     kernel: Kernel
     logits: Logits
-    counts: tuple[Counts, ...]  # of the keys of each step
+    counts: Sequence[Counts]  # of the keys of each step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
 

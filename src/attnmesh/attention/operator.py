@@ -1,31 +1,114 @@
-"""Attention on the queries x keys mesh as a differentiable operator of PyTorch.
+"""Attention on the queries x keys mesh, with gradients: a function of autograd, and an operator in a traced graph.
 
 Between forward and backward only tensors of a shard's size are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.attention.call import Run
 from attnmesh.attention.executor import Task, backward, forward
 from attnmesh.attention.latent import Latents
+from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
-from attnmesh.comm.topology import surroundings
-from attnmesh.core.layout import Contiguous, Split
-from attnmesh.core.mask import Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
-from attnmesh.kernels.attend import empty_length_major, length_major, refuse_second_gradients, sink_gradient
+from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import choose, visible_counts
+from attnmesh.kernels.driver import visible_counts
+from attnmesh.kernels.known_calls import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
-from attnmesh.mesh.world import cached_per_world
-from attnmesh.planner.auto import best_exchange
-from attnmesh.planner.workload import Workload
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan) -> Tensor:
+    """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls."""
+    if needs_operator(q, k, v, sinks):
+        out, _ = mesh_op(q, k, v, sinks, key_lengths, *plan.pack())
+        return out  # type: ignore[no-any-return]
+    run = _attend_learned if is_learned(q, k, v, sinks) else _attend
+    return run(q, k, v, sinks, key_lengths, plan)[0]
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries."""
+    out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, plan)), sinks)
+    if key_lengths is not None and key_lengths.device.type != "cpu":  # eager calls have compared those of the host
+        out = torch.where(_are_equal(key_lengths, plan.mesh), out, torch.nan)
+    return length_major(out, q.dtype), lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, key_lengths: Tensor | None, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of this rank's tokens."""
+    dq, dk, dv = backward(q, k, v, saved, _task(q, k, v, key_lengths, plan))
+    return length_major(dq, q.dtype), length_major(dk, q.dtype), length_major(dv, q.dtype)
+
+
+def _task(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, plan: Plan) -> Task:
+    """Return this rank's task, with the keys of each step that each sequence sees."""
+    task = plan.task(q, k, v)
+    if key_lengths is None:
+        return task
+    return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
+
+
+def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
+    """Return whether all ranks of a mesh hold the same integers, on the device: the host reads nothing."""
+    highest = torch.stack((numbers, -numbers))
+    for axis in mesh.axes:
+        if axis.group is not None:
+            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
+    return (highest.sum(0) == 0).all()
+
+
+@torch.no_grad()
+def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, plan: Plan) -> Tensor:
+    """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
+
+    `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
+    """
+    task = replace(plan.task(q, k, v, latents.widths), projection=latents.projection)
+    partial = with_sinks(forward(q, (latents.tokens,), task), sinks)
+    return length_major(partial.out, q.dtype)
+
+
+# --- gradients ---
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, key_lengths, *ctx.plan = inputs
+    ctx.save_for_backward(q, k, v, sinks, key_lengths, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
+    if len(ctx.plan) > 1:
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.plan)
+    else:
+        dq, dk, dv = once(_backward, q, k, v, BackwardInputs(out, lse, dout), key_lengths, *ctx.plan)
+    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
+    return dq, dk, dv, dsinks, None, *[None] * len(ctx.plan)
+
+
+class _MeshAttention(torch.autograd.Function):
+    """`_attend` with gradients, where PyTorch traces nothing."""
+
+    forward = staticmethod(_attend)
+    setup_context = staticmethod(_save_for_backward)
+    backward = staticmethod(_gradients)
+
+
+_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _MeshAttention.apply
+
+
+# --- operators: a plan is packed into names and numbers ---
 
 
 @torch.library.custom_op("attnmesh::mesh_attention", mutates_args=())
@@ -38,21 +121,8 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries. `names` and `numbers` encode a `Run`."""
-    run = Run.decode(names, numbers)
-    out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, run)), sinks)
-    if key_lengths is not None and key_lengths.device.type != "cpu":  # eager calls have compared those of the host
-        out = torch.where(_are_equal(key_lengths, run.mesh), out, torch.nan)
-    return length_major(out, q.dtype), lse
-
-
-def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
-    """Return whether all ranks of a mesh hold the same integers, on the device: the host reads nothing."""
-    highest = torch.stack((numbers, -numbers))
-    for axis in mesh.axes:
-        if axis.group is not None:
-            collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
-    return (highest.sum(0) == 0).all()
+    """Return (out, lse) of this rank's queries."""
+    return _attend(q, k, v, sinks, key_lengths, Plan.unpack(names, numbers))
 
 
 @mesh_op.register_fake
@@ -71,9 +141,7 @@ def mesh_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
-    task = _task(q, k, v, key_lengths, Run.decode(names, numbers))
-    dq, dk, dv = (length_major(x, q.dtype) for x in backward(q, k, v, BackwardInputs(out, lse, dout), task))
-    return dq, dk, dv
+    return _backward(q, k, v, BackwardInputs(out, lse, dout), key_lengths, Plan.unpack(names, numbers))
 
 
 @mesh_backward_op.register_fake
@@ -82,80 +150,5 @@ def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return dq, dk, dv
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, key_lengths, *ctx.code = inputs
-    ctx.save_for_backward(q, k, v, sinks, key_lengths, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
-    dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.code)
-    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, None, None
-
-
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)
-mesh_backward_op.register_autograd(refuse_second_gradients)
-
-
-@torch.no_grad()
-def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, run: Run) -> Tensor:
-    """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
-
-    `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
-    """
-    partial = with_sinks(forward(q, (latents.tokens,), _task(q, k, v, None, run, latents)), sinks)
-    return length_major(partial.out, q.dtype)
-
-
-def _task(
-    q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, run: Run, latents: Latents | None = None
-) -> Task:
-    """Return this rank's schedule, and the kernel that serves its tensors."""
-    mesh, problem = run.mesh, run.problem
-    sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # without tokens, of which a rank may have none
-    if run.exchange == "auto":
-        latent = None if latents is None else latents.widths
-        exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
-    else:
-        exchange = EXCHANGES[run.exchange]
-    steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-    head_groups = 1 if latents else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
-    projection = None if latents is None else latents.projection
-    counts = tuple(visible_counts(step.positions, key_lengths) for step in steps.key_steps)
-    kernel = choose(run.kernel, q, k, v, run.logits.capped)
-    return Task(mesh, steps, head_groups, kernel, run.logits, counts, projection)
-
-
-@cached_per_world(1024)
-def _fastest_exchange(
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    problem: Problem,
-    latent: tuple[int, int] | None,
-) -> Exchange:
-    """Return the planner's pick. It depends on values that are equal on all ranks."""
-    if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
-        return EXCHANGES["bulk"]
-    cluster, tile = surroundings(mesh, device)
-    batch, q_heads, kv_heads, head_dim, value_dim = sizes
-    cross = problem.key_length != problem.length  # priced as if every query saw every key
-    workload = Workload(
-        problem.shape.heads * q_heads,
-        problem.shape.heads * kv_heads,
-        head_dim,
-        max(problem.length, problem.key_length),
-        value_dim=value_dim,
-        batch=batch,
-        dtype=dtype,
-        mask=Mask() if cross else problem.mask,
-        phase="training" if latent is None else "prefill",
-        latent=latent,
-    )
-    layout = (
-        Contiguous() if isinstance(problem.layout, Split) else problem.layout
-    )  # sizes may be those of one part alone
-    return best_exchange(cluster, tile, problem.shape, layout, workload)
+mesh_backward_op.register_autograd(Once.backward)

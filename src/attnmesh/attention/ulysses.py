@@ -4,32 +4,67 @@ Before it a rank holds all heads of its own tokens. After it a rank holds its sh
 ranks along the axis, in order of position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmesh.attention.call import Run
+from attnmesh.attention.plan import Plan
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.kept import on_device
 from attnmesh.kernels.attend import empty_length_major
+from attnmesh.kernels.known_calls import is_learned, needs_operator
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import Problem
 
 
-def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's share of the heads, for the tokens of all ranks along the heads axis."""
-    if run.mesh.heads.size == 1:
+    if plan.mesh.heads.size == 1:
         return q, k, v
-    q, k, v = swap_op([q, k, v], [False, True, True], *run.encode(), True)
+    q, k, v = _swap([q, k, v], [False, True, True], plan, to_heads=True)
     return q, k, v
 
 
-def heads_to_tokens(out: Tensor, run: Run) -> Tensor:
+def heads_to_tokens(out: Tensor, plan: Plan) -> Tensor:
     """Return all heads of this rank's tokens."""
-    return out if run.mesh.heads.size == 1 else swap_op([out], [False], *run.encode(), False)[0]
+    return out if plan.mesh.heads.size == 1 else _swap([out], [False], plan, to_heads=False)[0]
+
+
+def _swap(tensors: list[Tensor], are_keys: list[bool], plan: Plan, *, to_heads: bool) -> Sequence[Tensor]:
+    """Exchange tokens for heads, or heads for tokens, by an operator where PyTorch traces or transforms calls."""
+    if needs_operator(*tensors):
+        swapped: Sequence[Tensor] = swap_op(tensors, are_keys, *plan.pack(), to_heads)
+        return swapped
+    if is_learned(*tensors):
+        return _swap_learned(are_keys, plan, to_heads, *tensors)
+    return _exchange(tensors, are_keys, plan, to_heads)
+
+
+def _exchange(tensors: Sequence[Tensor], are_keys: Sequence[bool], plan: Plan, to_heads: bool) -> list[Tensor]:
+    tokens = [_tokens(plan, is_key) for is_key in are_keys]
+    return (_to_heads if to_heads else _to_tokens)(tensors, plan.mesh.heads, tokens)
+
+
+class _Swap(torch.autograd.Function):
+    """`_exchange` with gradients, where PyTorch traces nothing: the exchange back."""
+
+    @staticmethod
+    def forward(ctx: Any, are_keys: list[bool], plan: Plan, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors exchanged."""
+        ctx.call = are_keys, plan, to_heads
+        return tuple(_exchange(tensors, are_keys, plan, to_heads))
+
+    @staticmethod
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, which are exchanged as tensors are."""
+        are_keys, plan, to_heads = ctx.call
+        return None, None, None, *_swap_learned(are_keys, plan, not to_heads, *douts)
+
+
+_swap_learned: Callable[..., tuple[Tensor, ...]] = _Swap.apply
 
 
 @torch.library.custom_op("attnmesh::swap_heads", mutates_args=())
@@ -37,18 +72,16 @@ def swap_op(
     tensors: Sequence[Tensor], are_keys: Sequence[bool], names: str, numbers: Sequence[int], to_heads: bool
 ) -> list[Tensor]:
     """Exchange tokens for heads, or heads for tokens. `are_keys` marks the tensors that have the keys' tokens."""
-    run = Run.decode(names, numbers)
-    tokens = [_tokens(run, is_key) for is_key in are_keys]
-    return (_to_heads if to_heads else _to_tokens)(tensors, run.mesh.heads, tokens)
+    return _exchange(tensors, are_keys, Plan.unpack(names, numbers), to_heads)
 
 
 @swap_op.register_fake
 def _(
     tensors: Sequence[Tensor], are_keys: Sequence[bool], names: str, numbers: Sequence[int], to_heads: bool
 ) -> list[Tensor]:
-    run = Run.decode(names, numbers)
-    size, index = run.mesh.heads.size, run.mesh.heads.index
-    counts = [[len(tokens) for tokens in _tokens(run, is_key)] for is_key in are_keys]
+    plan = Plan.unpack(names, numbers)
+    size, index = plan.mesh.heads.size, plan.mesh.heads.index
+    counts = [[len(tokens) for tokens in _tokens(plan, is_key)] for is_key in are_keys]
     if to_heads:
         return [_empty(x, x.shape[1] // size, sum(count)) for x, count in zip(tensors, counts, strict=True)]
     return [_empty(x, x.shape[1] * size, count[index]) for x, count in zip(tensors, counts, strict=True)]
@@ -65,9 +98,9 @@ def _gradient(ctx: Any, douts: list[Tensor]) -> tuple[list[Tensor] | None, ...]:
 swap_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _tokens(run: Run, is_key: bool) -> list[Tensor]:
+def _tokens(plan: Plan, is_key: bool) -> list[Tensor]:
     """Return for each rank along the axis where its tokens stand among the tokens of all, in order of position."""
-    problem, mesh = run.problem, run.mesh
+    problem, mesh = plan.problem, plan.mesh
     traced = type(problem.length) is not int or type(problem.key_length) is not int  # SymInts, which have no hash
     return (_places.__wrapped__ if traced else _places)(problem, mesh.queries.index, mesh.keys.index, is_key)
 

@@ -4,7 +4,7 @@ It is differentiable, it can be traced by `torch.compile`, and it is the same on
 and positions into a band inside, where their values may be read without a graph break.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Never
 
@@ -26,10 +26,10 @@ from attnmesh.core.checks import (
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
-from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError
+from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import NATIVE, backward, check_kernel, choose, forward, visible_counts
-from attnmesh.kernels.known_calls import KnownCalls, needs_operator
+from attnmesh.kernels.known_calls import KnownCalls, Once, is_learned, needs_operator, once
 
 KNOWN = KnownCalls()
 """Kinds of calls of `attend`."""
@@ -123,10 +123,13 @@ class AttendCall(NamedTuple):
 
 
 def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): by the operator where PyTorch traces, transforms or differentiates, else at once."""
+    """Return (out, lse), by an operator where PyTorch traces or transforms calls."""
     q, k, v, mask, logits, kernel, sinks, key_lengths, *positions = call
     if needs_operator(q, k, v, sinks):
         out, lse = attend_op(q, k, v, sinks, *positions, key_lengths, mask.encode(), logits, kernel)
+        return out, lse
+    if is_learned(q, k, v, sinks):
+        out, lse = _attend_learned(q, k, v, sinks, *positions, key_lengths, mask, logits, kernel)
         return out, lse
     return _attend(call)
 
@@ -183,11 +186,18 @@ def attend_backward_op(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, Mask.decode(mask))
+    places = q_positions, k_positions, key_lengths
+    return _backward(q, k, v, out, lse, dout, *places, Mask.decode(mask), Logits(*logits), kernel)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_positions, k_positions, key_lengths, mask, logits, kernel = options
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    kind = Logits(*logits)
-    gradients = backward(choose(kernel, q, k, v, kind.capped), *qkv, saved, band, kind, counts)
+    gradients = backward(choose(kernel, q, k, v, logits.capped), *qkv, saved, band, logits, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv
@@ -209,7 +219,7 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     q, k, v, sinks, q_positions, k_positions, key_lengths, out, lse = ctx.saved_tensors
     options = (q_positions, k_positions, key_lengths, *ctx.options)
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv = attend_backward_op(q, k, v, out, lse, dout, *options)
+    dq, dk, dv = _run_backward(q, k, v, out, lse, dout, *options)
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
@@ -217,12 +227,19 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 
+def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv), by an operator where the forward pass was one."""
+    is_operator = not isinstance(arguments[-3], Mask)
+    dq, dk, dv = attend_backward_op(*arguments) if is_operator else once(_backward, *arguments)
+    return dq, dk, dv
+
+
 def _lse_gradients(q: Tensor, k: Tensor, lse: Tensor, dlse: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of lse: those of attention to values of 1, if its output is taken to be 0."""
     dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
     size = dlse.abs().amax().clamp(min=torch.finfo(dlse.dtype).tiny) if dlse.numel() else 1.0
     dout = (dlse / size).to(q.dtype).unsqueeze(-1)  # divided by size: a loss scale overflows half precision
-    dq, dk, _ = attend_backward_op(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
+    dq, dk, _ = _run_backward(q, k, torch.ones_like(k[..., :1]), torch.zeros_like(dout), lse, dout, *options)
     return (dq.to(dlse.dtype) * size).to(q.dtype), (dk.to(dlse.dtype) * size).to(k.dtype)
 
 
@@ -235,16 +252,24 @@ def sink_gradient(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: T
     return (weights * dlogit).sum((0, 2)).to(sinks.dtype)
 
 
-def refuse_second_gradients(ctx: Any, *_: Any) -> None:
-    """Raise, as the gradient of a backward pass."""
-    expected = "gradients of the first order"
-    raise KernelError(
-        "attention", expected, "a gradient of a gradient", "differentiate energy, which is dense, instead"
-    )
-
-
 attend_op.register_autograd(_gradients, setup_context=_save)
-attend_backward_op.register_autograd(refuse_second_gradients)
+attend_backward_op.register_autograd(Once.backward)
+
+
+class _Attend(torch.autograd.Function):
+    """The operator's gradients where PyTorch traces nothing."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel = inputs
+        return _attend(AttendCall(q, k, v, mask, logits, kernel, sinks, key_lengths, q_positions, k_positions))
+
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_gradients)
+
+
+_attend_learned: Callable[..., tuple[Tensor, Tensor]] = _Attend.apply
 
 
 def _band(

@@ -4,15 +4,18 @@ A kind is everything that checks depend on: shapes, dtypes, devices and options.
 the native kernel serves it in one block, later calls are one launch.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Causal, Full, Mask
 from attnmesh.core.partial import Partial
+from attnmesh.errors import KernelError
 from attnmesh.kernels.driver import NATIVE, choose
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 
@@ -20,19 +23,53 @@ MOST_KINDS = 1024
 """Kinds that are kept. Beyond it they are learned anew."""
 
 
+PLAIN = {Tensor, Parameter, type(None)}
+"""Types of tensors that PyTorch itself computes with, and that of one that is left out."""
+
+
 def is_traced() -> bool:
     """Return True while PyTorch traces or transforms calls: by torch.compile, torch.func or forward gradients."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return True
-    return forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
 def needs_operator(*tensors: Tensor | None) -> bool:
-    """Return True if a call has to be an operator of PyTorch, which costs 0.1 ms on a CPU."""
-    graded = torch.is_grad_enabled()
-    return is_traced() or any(
-        x is not None and (type(x) is not Tensor or (graded and x.requires_grad)) for x in tensors
-    )
+    """Return True if PyTorch has to see a call as one operator, which costs 0.1 ms on a CPU.
+
+    A mode that looks at operators may keep the results of some, as selective checkpointing does.
+    """
+    if is_traced() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not PLAIN.issuperset(map(type, tensors))
+
+
+def is_learned(*tensors: Tensor | None) -> bool:
+    """Return True if autograd records a call of these tensors."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+class Once(torch.autograd.Function):
+    """A backward pass, which has no gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        """Return what `run` returns."""
+        return run(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Never:
+        """Raise: a gradient of a gradient was asked for."""
+        expected, fix = "gradients of the first order", "differentiate energy, which is dense, instead"
+        raise KernelError("attention", expected, "a gradient of a gradient", fix)
+
+
+once: Callable[..., Any] = Once.apply
+"""Run a backward pass."""
 
 
 def are_plain(*tensors: Any) -> bool:

@@ -1,0 +1,111 @@
+"""Plans: all that is settled for a kind of calls on a mesh. A plan is made once, and every call of its kind runs it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.attention.executor import Task
+from attnmesh.comm.topology import surroundings
+from attnmesh.core.layout import Contiguous, Split
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
+from attnmesh.kernels.driver import choose
+from attnmesh.kernels.known_calls import MOST_KINDS
+from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
+from attnmesh.mesh.world import cached_per_world, decode_cached
+from attnmesh.planner.auto import best_exchange
+from attnmesh.planner.workload import Workload
+
+Widths = tuple[int, int]
+"""Columns of a latent that are projected, and those of a value."""
+
+
+class Plan(NamedTuple):
+    """What all ranks of a mesh do together, and this rank's place."""
+
+    mesh: Mesh
+    problem: Problem
+    exchange: str
+    kernel: str
+    logits: Logits
+
+    def pack(self) -> tuple[str, list[int]]:
+        """Return the plan as names and numbers, which compiled graphs keep as constants."""
+        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
+        places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
+        return ",".join(names), [*places, *self.problem.encode()]
+
+    @staticmethod
+    def unpack(names: str, numbers: Sequence[int]) -> "Plan":
+        """Return the plan that `pack` wrote."""
+        return decode_cached(_unpack, names, numbers)
+
+    def task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
+        """Return this rank's part for tensors of these shapes, after the heads axis."""
+        kind = self, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+        tasks = _tasks()
+        if (task := tasks.get(kind)) is None:
+            if len(tasks) >= MOST_KINDS:
+                tasks.clear()
+            task = tasks[kind] = self._task(q, k, v, latent)
+        return task
+
+    def _task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+        mesh, problem = self.mesh, self.problem
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+        if self.exchange == "auto":
+            exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+        else:
+            exchange = EXCHANGES[self.exchange]
+        steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
+        head_groups = 1 if latent else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+        kernel = choose(self.kernel, q, k, v, self.logits.capped)
+        return Task(mesh, steps, head_groups, kernel, self.logits, [None] * len(steps.key_steps))
+
+
+@cached_per_world(1024)
+def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
+    *groups, exchange, kernel, scale, softcap = names.split(",")
+    mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
+    return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))
+
+
+@cached_per_world()
+def _tasks() -> dict[tuple[object, ...], Task]:
+    """Return the tasks of this rank by plan and kind of tensors."""
+    return {}
+
+
+@cached_per_world(1024)
+def _fastest_exchange(
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    problem: Problem,
+    latent: Widths | None,
+) -> Exchange:
+    """Return the planner's pick. It depends on values that are equal on all ranks."""
+    if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
+        return EXCHANGES["bulk"]
+    cluster, tile = surroundings(mesh, device)
+    batch, q_heads, kv_heads, head_dim, value_dim = sizes
+    cross = problem.key_length != problem.length  # priced as if every query saw every key
+    workload = Workload(
+        problem.shape.heads * q_heads,
+        problem.shape.heads * kv_heads,
+        head_dim,
+        max(problem.length, problem.key_length),
+        value_dim=value_dim,
+        batch=batch,
+        dtype=dtype,
+        mask=Mask() if cross else problem.mask,
+        phase="training" if latent is None else "prefill",
+        latent=latent,
+    )
+    # Sizes may be those of one part alone.
+    layout = Contiguous() if isinstance(problem.layout, Split) else problem.layout
+    return best_exchange(cluster, tile, problem.shape, layout, workload)
