@@ -112,14 +112,15 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
         mailboxes.enter_agreement()
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = all_gather_ints([number, failed, *padded], mesh.axes)
-    if any(row[1] for row in table) or len({row[0] for row in table}) > 1:
+    all_numbers, failures, *_ = zip(*table, strict=True)
+    if any(failures) or len(set(all_numbers)) > 1:
         for mailboxes in _mailboxes_of(mesh):  # a merge along a tree sends other messages than one that is direct
             mailboxes.realign()
         all_texts = texts(mesh, text)
         ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], mesh.axes)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
-        _raise(all_texts, [bool(row[1]) for row in table], [rank for (rank,) in ranks])
+        _raise(all_texts, failures, [rank for (rank,) in ranks])
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
@@ -221,7 +222,7 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors="backslashreplace")
 
 
-def _raise(texts: list[str], failed: list[bool], ranks: list[int]) -> None:
+def _raise(texts: Sequence[str], failed: Sequence[int], ranks: Sequence[int]) -> None:
     """Raise the error of the first shard that failed, or else one with a table of the calls by rank."""
     for text, is_error in zip(texts, failed, strict=True):
         if is_error:

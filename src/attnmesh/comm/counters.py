@@ -52,7 +52,10 @@ def timed_merge() -> Iterator[None]:
 
 def bytes_of(tensors: Tensors) -> int:
     """Return the bytes of all these tensors."""
-    return sum(x.numel() * x.element_size() for x in tensors)
+    size = 0
+    for x in tensors:
+        size += x.nbytes
+    return size
 
 
 def count_received(wanted: Mapping[int, Tensors]) -> None:

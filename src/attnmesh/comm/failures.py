@@ -67,37 +67,29 @@ def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None
     NCCL keeps the timeout of its process group: a deadline here would block the host.
     """
     seconds = WORLD.deadline if axis.group is None or backends(axis.group)[kind] == "gloo" else None
-    with Watched(axis, step, peer):
+    try:
         work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
+    except RuntimeError as error:
+        raise failure(axis, step, peer, error) from error
 
 
 def collective(axis: Axis, step: str, call: Any, *arguments: Any) -> None:
     """Run a collective of `torch.distributed` along an axis, until the deadline at most."""
-    with Watched(axis, step):
+    try:
         work = call(*arguments, group=axis.group, async_op=True)
-    kind = next(x.device.type for x in arguments if isinstance(x, torch.Tensor))
+    except RuntimeError as error:
+        raise failure(axis, step, None, error) from error
+    kind = "cpu"
+    for x in arguments:
+        kind = x.device.type if isinstance(x, torch.Tensor) else kind
     awaited(work, kind, axis, step)
 
 
-class Watched:
-    """Turn a RuntimeError of the block into the RankFailure of a peer along the axis, or of any of its ranks."""
+def failure(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
+    """Return the failure of a peer along the axis, or of any of its ranks, that an exchange's error stands for.
 
-    __slots__ = "axis", "peer", "step"
-
-    def __init__(self, axis: Axis, step: str, peer: int | None = None) -> None:
-        self.axis, self.step, self.peer = axis, step, peer
-
-    def __enter__(self) -> None:
-        """Do nothing: this is entered for each message."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise the RankFailure, unless the error is one already."""
-        if isinstance(error, RuntimeError) and not isinstance(error, RankFailure):
-            raise _lost(self.axis, self.step, self.peer, error) from error
-
-
-def _lost(axis: Axis, step: str, peer: int | None, error: RuntimeError) -> RankFailure:
-    """Leave a note, close the connections, and return the error that names the missing ranks."""
+    Leave a note, and close the connections.
+    """
     ranks = dist.get_process_group_ranks(axis.group)
     suspects = [rank for rank in ranks if rank != dist.get_rank()] if peer is None else [ranks[peer]]
     late = peer is None or "timed out" in str(error).lower()  # else a connection broke: its peer is lost, or closed it

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.counters import count_messages, timed_merge
-from attnmesh.comm.failures import Watched
+from attnmesh.comm.failures import failure
 from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
@@ -98,8 +98,7 @@ def merge_in_host(
         else:
             mailboxes.merge_along_tree(message, steps, rows, width)
     except PeerLostError as error:
-        with Watched(axis, "merging", error.peer):
-            raise
+        raise failure(axis, "merging", error.peer, error) from error
     count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
 
 

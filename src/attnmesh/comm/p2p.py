@@ -6,6 +6,8 @@ kernel can run in between. The other exchanges block. Messages hold only the tok
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.counters import Tensors, bytes_of, count_messages, count_received
-from attnmesh.comm.failures import Watched, awaited, collective
-from attnmesh.comm.shared_memory import SLOT, Mailboxes
+from attnmesh.comm.failures import awaited, collective, failure
+from attnmesh.comm.shared_memory import SLOT, Mailboxes, PeerLostError
 from attnmesh.core.kept import on_device
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
@@ -30,21 +32,28 @@ Post = tuple[Callable[..., Any], int, Tensor]
 
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
-    parts = {id(tokens): tuple(take(x, tokens) for x in tensors) for _, tokens in step.send}
-    wanted = {peer: tuple(meta_like(x, count) for x in tensors) for peer, count in step.receive}
-    finish = exchange_messages(
-        {peer: parts[id(tokens)] for peer, tokens in step.send}, wanted, axis, tensors[0].device, "gathering"
-    )
+    parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
+    for _, tokens in step.send:
+        if id(tokens) not in parts:
+            parts[id(tokens)] = taken(tensors, tokens)
+    wanted = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
+    sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
+    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering")
     source = [tensors] if len(step.keep) or not wanted else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
         arrived = finish()
-        pieces = [tuple(take(x, step.keep) for x in some) for some in source]
-        pieces += [arrived[peer] for peer, _ in step.receive]
-        whole = pieces[0] if len(pieces) == 1 else tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
-        return whole if step.order is None else tuple(x.index_select(2, on_device(step.order, x.device)) for x in whole)
+        pieces = [taken(source.pop(), step.keep)] if source else []
+        for peer, _ in step.receive:
+            pieces.append(arrived[peer])
+        whole = pieces[0] if len(pieces) == 1 else tuple(map(_joined, zip(*pieces, strict=True)))
+        return whole if step.order is None else taken(whole, step.order, in_order=False)
 
     return finished
+
+
+def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat(pieces, dim=2)
 
 
 def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tuple[Tensor, Tensors]]]:
@@ -52,15 +61,21 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
 
     The result lists, for each rank that computed some, this rank's tokens and the results for them.
     """
-    shares = {peer: tuple(take(x, tokens) for x in tensors) for peer, tokens in step.return_to}
+    shares = {peer: taken(tensors, tokens) for peer, tokens in step.return_to}
     mine = shares.pop(axis.index, None)
     if mine is not None and shares:  # a view would keep the results for all other ranks alive
-        mine = tuple(x.clone() for x in mine)
-    wanted = {peer: tuple(meta_like(x, len(t)) for x in tensors) for peer, t in step.return_from if peer != axis.index}
+        mine = tuple(map(torch.clone, mine))
+    wanted = {
+        peer: tuple(map(meta_like, tensors, repeat(len(tokens))))
+        for peer, tokens in step.return_from
+        if peer != axis.index
+    }
     finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results")
 
     def finished() -> list[tuple[Tensor, Tensors]]:
-        arrived = finish() | ({} if mine is None else {axis.index: mine})
+        arrived = finish()
+        if mine is not None:
+            arrived[axis.index] = mine
         return [(tokens, arrived[peer]) for peer, tokens in step.return_from]
 
     return finished
@@ -108,11 +123,18 @@ def connect(axis: Axis, device: torch.device) -> None:
         collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
 
 
-def take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Return the tokens at ascending indices: a view where they are consecutive."""
-    if len(tokens) and int(tokens[-1]) - int(tokens[0]) == len(tokens) - 1:
-        return x.narrow(2, int(tokens[0]), len(tokens))
-    return x.index_select(2, on_device(tokens, x.device))
+def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors:
+    """Return the tokens at some indices, ascending unless `in_order` is False: views where they are consecutive."""
+    count, first = len(tokens), int(tokens[0]) if len(tokens) else 0
+    parts = []
+    if in_order and count and int(tokens[-1]) - first == count - 1:
+        for x in tensors:
+            parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
+    else:
+        index = on_device(tokens, tensors[0].device)
+        for x in tensors:
+            parts.append(x.index_select(2, index))
+    return tuple(parts)
 
 
 def exchange_messages(
@@ -124,19 +146,26 @@ def exchange_messages(
     that message the announcement would wait, and the link would serve one direction at a time.
     """
     connect(axis, device)
-    packed = {id(tensors): _pack(tensors) for tensors in sends.values()}  # the same for several peers is packed once
-    outgoing = {peer: packed[id(tensors)] for peer, tensors in sends.items()}
-    boxes = {peer: torch.empty(bytes_of(x), dtype=torch.uint8, device=device) for peer, x in wanted.items()}
-    posts: list[Post] = [(dist.irecv, *each) for each in boxes.items()]
-    posts += [(dist.isend, *each) for each in outgoing.items()]
+    posts: list[Post] = []
+    for peer, shapes in wanted.items():
+        posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
+    packed: dict[int, Tensor] = {}
+    for peer, tensors in sends.items():
+        if id(tensors) not in packed:  # the same for several peers is packed once
+            packed[id(tensors)] = _pack(tensors)
+        posts.append((dist.isend, peer, packed[id(tensors)]))
+    packed.clear()
     waits = post_messages(posts, axis, what)
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
         while waits:
             waits.pop()()
-        outgoing.clear()  # they had to live until they were sent
-        return {peer: _unpack(boxes.pop(peer), tensors) for peer, tensors in wanted.items()}
+        arrived = {}
+        for (_, peer, box), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
+            arrived[peer] = _unpack(box, shapes)
+        posts.clear()  # messages had to live until they were sent
+        return arrived
 
     return finished
 
@@ -186,8 +215,13 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxe
 
 def _pack(tensors: Tensors) -> Tensor:
     """Return the tensors as one message of bytes."""
-    if all(x.dtype == tensors[0].dtype for x in tensors):
-        return torch.cat([x.reshape(-1) for x in tensors]).view(torch.uint8)
+    flat, dtype = [], tensors[0].dtype
+    for x in tensors:
+        if x.dtype != dtype:
+            break
+        flat.append(x.reshape(-1))
+    else:
+        return torch.cat(flat).view(torch.uint8)
     message = torch.empty(bytes_of(tensors), dtype=torch.uint8, device=tensors[0].device)
     for place, x in zip(_unpack(message, tensors), tensors, strict=True):
         place.copy_(x)
@@ -196,10 +230,10 @@ def _pack(tensors: Tensors) -> Tensor:
 
 def _unpack(message: Tensor, shapes: Tensors) -> Tensors:
     """Return the tensors of a message as views. The widest dtype comes first, so that each is aligned."""
-    places, start = [message] * len(shapes), 0
-    for index in sorted(range(len(shapes)), key=lambda i: -shapes[i].element_size()):
+    sizes, places, start = [-x.itemsize for x in shapes], [message] * len(shapes), 0
+    for index in sorted(range(len(shapes)), key=sizes.__getitem__):
         x = shapes[index]
-        stop = start + bytes_of((x,))
+        stop = start + x.nbytes
         places[index] = message[start:stop].view(x.dtype).view(x.shape)
         start = stop
     return tuple(places)
@@ -255,8 +289,10 @@ class Transport:
         self._queued, self._posted = [], waits
         for peer, message in messages.items():
             if (mailboxes := self._near(peer)) is not None:
-                with Watched(self.axis, "merging", peer):
+                try:
                     mailboxes.send(peer, message)
+                except PeerLostError as error:
+                    raise failure(self.axis, "merging", peer, error) from error
         return waits
 
     def _near(self, peer: int) -> Mailboxes | None:
@@ -264,8 +300,10 @@ class Transport:
         return self.mailboxes if self.mailboxes is not None and self.mailboxes.serves(peer, self.longest) else None
 
     def _recv_near(self, mailboxes: Mailboxes, peer: int, box: Tensor) -> None:
-        with Watched(self.axis, "merging", peer):
+        try:
             mailboxes.recv(peer, box[: self.size])
+        except PeerLostError as error:
+            raise failure(self.axis, "merging", peer, error) from error
 
     def _wait_posted(self) -> None:
         """Wait for all messages that were posted together: NCCL has one wait for them."""
@@ -275,13 +313,17 @@ class Transport:
 
 def post_messages(posts: Sequence[Post], axis: Axis, step: str) -> list[Wait]:
     """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL."""
-    filled = [(post, peer, x) for post, peer, x in posts if x.numel()]
-    operations = [dist.P2POp(post, x, group=axis.group, group_peer=peer) for post, peer, x in filled]
-    with Watched(axis, step, filled[0][1] if filled else None):
-        works = dist.batch_isend_irecv(operations) if operations else []
-    together = len(works) < len(filled)
-
-    def wait_for(work: Any, peer: int, x: Tensor) -> Wait:
-        return lambda: awaited(work, x.device.type, axis, step, None if together else peer)
-
-    return [wait_for(work, peer, x) for work, (_, peer, x) in zip(works, filled)]  # noqa: B905 (NCCL returns one work for all)
+    operations, filled = [], list[tuple[int | None, str]]()
+    for post, peer, x in posts:
+        if x.numel():
+            operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
+            filled.append((peer, x.device.type))
+    if not operations:
+        return []
+    try:
+        works = dist.batch_isend_irecv(operations)
+    except RuntimeError as error:
+        raise failure(axis, step, filled[0][0], error) from error
+    if len(works) < len(filled):
+        filled = [(None, filled[0][1])]
+    return [partial(awaited, work, kind, axis, step, peer) for work, (peer, kind) in zip(works, filled, strict=True)]

@@ -117,19 +117,15 @@ class Mesh:
         A mesh of one axis with another name, such as "cp", is a queries axis: keys and values travel along it.
         """
         if device_mesh is None:
-            return Mesh(Axis(), Axis(), Axis())
-        if not isinstance(device_mesh, DeviceMesh):
-            fix = "make one, as am.init_mesh((1, 2, 2))"
-            raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
-        names = device_mesh.mesh_dim_names or ()
-        dims = attention_dims(device_mesh)
-        if not dims or len(set(names)) < len(names):
-            fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
-            raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
-        if device_mesh.get_coordinate() is None:
-            fix = "call it on the ranks of the mesh alone"
-            raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
-        return Mesh(*(_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES))
+            return ALONE
+        if torch.compiler.is_compiling():
+            return _place_in(device_mesh)
+        places = _places()
+        if (found := places.get(id(device_mesh))) is None:
+            if len(places) >= MOST_PLACES:
+                places.clear()
+            found = places[id(device_mesh)] = device_mesh, _place_in(device_mesh)
+        return found[1]
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
@@ -166,6 +162,35 @@ class Mesh:
     def axes(self) -> tuple[Axis, Axis, Axis]:
         """All axes, the outermost first, as shards are numbered."""
         return self.heads, self.queries, self.keys
+
+
+ALONE = Mesh(Axis(), Axis(), Axis())
+"""The mesh of one rank."""
+
+MOST_PLACES = 64
+"""Meshes of which this rank's places are kept."""
+
+
+@cached_per_world()
+def _places() -> dict[int, tuple[DeviceMesh, Mesh]]:
+    """Return this rank's places, by the meshes themselves: equal ones may have groups of their own."""
+    return {}
+
+
+def _place_in(device_mesh: DeviceMesh) -> Mesh:
+    """Return this rank's place on the axes of a mesh, or raise."""
+    if not isinstance(device_mesh, DeviceMesh):
+        fix = "make one, as am.init_mesh((1, 2, 2))"
+        raise MeshError("mesh", "a DeviceMesh or None", type(device_mesh).__name__, fix)
+    names = device_mesh.mesh_dim_names or ()
+    dims = attention_dims(device_mesh)
+    if not dims or len(set(names)) < len(names):
+        fix = 'name the axes, as in init_device_mesh("cpu", (2, 2), mesh_dim_names=("queries", "keys"))'
+        raise MeshError("mesh", f"one axis or more of {', '.join(AXES)}, each once", f"axes {names}", fix)
+    if device_mesh.get_coordinate() is None:
+        fix = "call it on the ranks of the mesh alone"
+        raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
+    return Mesh(*(_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES))
 
 
 def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:
