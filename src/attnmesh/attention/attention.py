@@ -12,15 +12,16 @@ from attnmesh.attention.plan import Plan
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
-from attnmesh.core.mask import Mask
+from attnmesh.core.mask import Full, Mask
 from attnmesh.kernels.attend import AttendCall, run_attend
-from attnmesh.kernels.known_calls import KnownCalls
+from attnmesh.kernels.plans import LocalPlan, LocalPlans, kind_of
+from attnmesh.kernels.traced import is_learned
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
-KNOWN = KnownCalls()
-"""Kinds of calls of `attention` on one rank."""
+PLANS = LocalPlans()
+"""Plans of `attention` on one rank."""
 
 
 def attention(
@@ -92,18 +93,22 @@ def attention(
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
     call = Call(q, k, v, sinks, key_lengths, options)
-    if "DTensor" in [type(x).__name__ for x in (q, k, v)]:
+    if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        alone = mesh is None and sinks is None and key_lengths is None and not unsupported
-        if alone and (known := KNOWN.run(q, k, v, mask, (*options, checked))) is not None:
-            return known.out
+        kind = None
+        if mesh is None and key_lengths is None and not unsupported:
+            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=mask is Full())
+        if kind is not None and is_learned(q, k, v, sinks):
+            kind = None
+        if (plan := PLANS.find(kind)) is not None:
+            return plan.attend(q, k, v, sinks).out
         out = attend_shards(call, Mesh.of(mesh), checked)
-        if alone:
-            KNOWN.learn(q, k, v, mask, (*options, checked), call.logits, kernel)
+        if kind is not None:
+            PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, call.logits, kernel))
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 

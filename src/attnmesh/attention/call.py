@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from attnmesh.comm.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
@@ -23,7 +22,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import check_kernel
-from attnmesh.kernels.known_calls import MOST_KINDS, is_traced
+from attnmesh.kernels.plans import MOST_KINDS, kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -85,18 +84,6 @@ class Call(NamedTuple):
         """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
-    @property
-    def kind(self) -> tuple[Any, ...] | None:
-        """All that checks of this call depend on, and its text; None for a call that is checked each time."""
-        if self.key_lengths is not None or self.options.unsupported or is_traced():
-            return None
-        tensors = [self.q, self.k, self.v, *(() if self.sinks is None else (self.sinks,))]
-        if any(type(x) not in (Tensor, Parameter) for x in tensors):
-            return None
-        sizes = [(x.shape, x.dtype, x.device, x.layout, x.requires_grad) for x in tensors]
-        # Options of equal values may differ in type, as 1 and True do.
-        return *sizes, torch.is_grad_enabled(), *self.options, *map(type, self.options)
-
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards, and key_lengths that a device holds."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -136,19 +123,21 @@ def _texts(mesh: Mesh) -> dict[tuple[Any, ...], str]:
 
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     """Return the text of a call that ranks compare, or raise unless each argument can be served."""
-    known = _texts(mesh)
+    q, k, v, sinks, key_lengths, options = call
+    known, kind = _texts(mesh), None
+    if key_lengths is None and not options.unsupported:
+        kind = kind_of(q, k, v, sinks, (*options, checked))
     try:
-        key = None if (kind := call.kind) is None else (*kind, checked, type(checked))
-        text = known.get(key) if key is not None else None
+        if kind is not None and (text := known.get(kind)) is not None:
+            return text
     except TypeError:  # an option that has no hash
-        key = text = None
-    if text is None:
-        check_call(mesh, call, checked)
-        text = call.describe()
-        if key is not None:
-            if len(known) >= MOST_KINDS:
-                known.clear()
-            known[key] = text
+        kind = None
+    check_call(mesh, call, checked)
+    text = call.describe()
+    if kind is not None:
+        if len(known) >= MOST_KINDS:
+            known.clear()
+        known[kind] = text
     return text
 
 

@@ -16,10 +16,11 @@ from attnmesh.attention.latent import Latents
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
 from attnmesh.core.partial import sum_dtype, with_sinks
-from attnmesh.kernels.attend import empty_length_major, length_major, sink_gradient
+from attnmesh.kernels.attend import sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import visible_counts
-from attnmesh.kernels.known_calls import Once, is_learned, needs_operator, once
+from attnmesh.kernels.plans import empty_length_major, length_major
+from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Mesh
 
 

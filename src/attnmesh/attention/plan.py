@@ -12,7 +12,7 @@ from attnmesh.core.layout import Contiguous, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
-from attnmesh.kernels.known_calls import MOST_KINDS
+from attnmesh.kernels.plans import MOST_KINDS
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.mesh.world import cached_per_world, decode_cached

@@ -14,8 +14,8 @@ from torch import Tensor
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.kept import on_device
-from attnmesh.kernels.attend import empty_length_major
-from attnmesh.kernels.known_calls import is_learned, needs_operator
+from attnmesh.kernels.plans import empty_length_major
+from attnmesh.kernels.traced import is_learned, needs_operator
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import Problem
 

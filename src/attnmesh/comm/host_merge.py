@@ -17,8 +17,8 @@ from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
-from attnmesh.kernels.known_calls import are_plain
 from attnmesh.kernels.native.digest import wrapped
+from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.world import cached_per_world

@@ -16,8 +16,9 @@ from attnmesh.decode.cache_shard import CacheShard, stored
 from attnmesh.decode.replicas import Shards
 from attnmesh.decode.step import DecodeStep
 from attnmesh.kernels.driver import NATIVE, choose_for_cache
-from attnmesh.kernels.known_calls import MOST_KINDS, are_plain
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
+from attnmesh.kernels.plans import MOST_KINDS
+from attnmesh.kernels.traced import are_plain
 
 
 class KnownAppends:

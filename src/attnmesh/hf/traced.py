@@ -16,7 +16,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.partial import sum_dtype
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.upstream import is_tracing, sdpa_mask
-from attnmesh.kernels.known_calls import is_traced
+from attnmesh.kernels.traced import is_traced
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ and positions into a band inside, where their values may be read without a graph
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, Never
 
 import torch
@@ -28,11 +27,12 @@ from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import NATIVE, backward, check_kernel, choose, forward, visible_counts
-from attnmesh.kernels.known_calls import KnownCalls, Once, is_learned, needs_operator, once
+from attnmesh.kernels.driver import backward, check_kernel, choose, forward, visible_counts
+from attnmesh.kernels.plans import LocalPlan, LocalPlans, empty_length_major, kind_of, length_major, whole_band
+from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 
-KNOWN = KnownCalls()
-"""Kinds of calls of `attend`."""
+PLANS = LocalPlans()
+"""Plans of `attend`."""
 
 
 def attend(
@@ -80,9 +80,11 @@ def attend(
     True
     """
     plain = q_positions is k_positions is key_lengths is None and not more
-    options = scale, softcap, kernel
-    if plain and (known := KNOWN.run(q, k, v, mask, options)) is not None:
-        return known
+    kind = kind_of(q, k, v, None, (mask, scale, softcap, kernel), any_keys=mask is Full()) if plain else None
+    if kind is not None and is_learned(q, k, v):
+        kind = None
+    if (plan := PLANS.find(kind)) is not None:
+        return plan.attend(q, k, v, None)
     check_unknown_options("attend", more)
     q, k, v = autocast(q, k, v)
     try:
@@ -102,8 +104,8 @@ def attend(
     warn_if_swapped("attend", q, k.shape[2])
     with without_autocast(q):
         partial = Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))
-    if plain:
-        KNOWN.learn(q, k, v, mask, options, logits, kernel)
+    if kind is not None:
+        PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel))
     return partial
 
 
@@ -136,11 +138,9 @@ def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
 
 def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions = call
+    if q_positions is k_positions is key_lengths is None:
+        return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
     kernel = choose(name, q, k, v, logits.capped)
-    plain = q_positions is k_positions is key_lengths is None and mask == Full()
-    if plain and kernel is NATIVE and q.shape[2] and k.shape[2]:
-        out, lse = with_sinks(forward(kernel, q, k, v, None, logits), sinks)
-        return length_major(out, q.dtype), lse
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
@@ -286,16 +286,9 @@ def _band(
     positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)
     if queries is None and keys is None:
-        return _whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
+        return whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
     queries = torch.arange(q.shape[2]) if queries is None else queries
     return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
-
-
-@lru_cache(maxsize=32)
-def _whole_band(mask: Mask, queries: int, keys: int) -> Band:
-    """Return the band over tokens in order. It lives on, so that a GPU gets its bounds once."""
-    with torch.inference_mode(False):
-        return Band.of(mask, torch.arange(queries), keys)
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:
@@ -322,15 +315,3 @@ def _sort(x: Tensor, order: Tensor | None) -> Tensor:
 def _unsort(x: Tensor, order: Tensor | None) -> Tensor:
     """Return the tokens of x in their order before `_sort`."""
     return x if order is None else torch.empty_like(x).index_copy_(2, order.to(x.device), x)
-
-
-def empty_length_major(x: Tensor, width: int) -> Tensor:
-    """Return an empty tensor like x with another width, in the memory order of `length_major`."""
-    return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
-
-
-def length_major(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in memory order (batch, length, heads, dim), which an output projection reads; never a view."""
-    if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
-        return x
-    return empty_length_major(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it

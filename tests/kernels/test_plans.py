@@ -11,8 +11,8 @@ import attnmesh as am
 from attnmesh.attention import attention as attention_module
 from attnmesh.errors import InputError
 from attnmesh.kernels import attend as attend_module
-from attnmesh.kernels.known_calls import KnownCalls
 from attnmesh.kernels.native.build import library
+from attnmesh.kernels.plans import LocalPlans
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known kinds."""
-    monkeypatch.setattr(attend_module, "KNOWN", KnownCalls())
-    monkeypatch.setattr(attention_module, "KNOWN", KnownCalls())
+    monkeypatch.setattr(attend_module, "PLANS", LocalPlans())
+    monkeypatch.setattr(attention_module, "PLANS", LocalPlans())
 
 
 def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +38,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def known() -> int:
-    return len(attend_module.KNOWN.kinds) + len(attention_module.KNOWN.kinds)
+    return len(attend_module.PLANS.kinds) + len(attention_module.PLANS.kinds)
 
 
 @pytest.mark.parametrize("call", [attend, attention])
@@ -65,7 +65,7 @@ def test_the_number_of_keys_is_no_kind_under_a_full_mask() -> None:
     for keys in range(1, 60):
         q, k, v = problem(keys=keys)
         torch.testing.assert_close(attend(q, k, v), attend(q, k, v, kernel="reference"))
-    assert len(attend_module.KNOWN.kinds) == 1
+    assert len(attend_module.PLANS.kinds) == 1
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(2), am.Window(2, 3), am.Causal() & am.Documents([3, 5])])

@@ -1,0 +1,125 @@
+"""Plans of one device: what is settled for a kind of calls, so that later calls of the kind check and choose nothing.
+
+A kind is everything that checks depend on: shapes, dtypes, devices and options.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.checks import autocast_enabled
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Band, Full, Mask
+from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.driver import NATIVE, choose, forward
+from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
+from attnmesh.kernels.traced import PLAIN, is_traced
+
+MOST_KINDS = 1024
+"""Kinds that are kept. Beyond it they are learned anew."""
+
+Kind = tuple[Any, ...]
+
+
+def kind_of(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: tuple[Any, ...], *, any_keys: bool = False
+) -> Kind | None:
+    """Return all that the checks of a call depend on, or None for a call that is checked each time.
+
+    With `any_keys` calls with any number of keys, 1 or more, are of one kind.
+    """
+    if is_traced() or not PLAIN.issuperset((type(q), type(k), type(v), type(sinks))) or autocast_enabled(q):
+        return None
+    if any_keys and q.is_cpu:
+        keys = *k.shape[:2], k.shape[3:], *v.shape[:2], v.shape[3:], k.shape[2:3] == v.shape[2:3] != (0,)
+    else:
+        keys = k.shape, v.shape
+    tensors: Kind = q.shape, q.dtype, q.device, q.layout, k.dtype, k.device, k.layout, v.dtype, v.device, v.layout
+    if torch.is_grad_enabled():
+        tensors += q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad
+    if sinks is not None:
+        tensors += sinks.shape, sinks.dtype, sinks.device, sinks.layout
+    # Options of equal values may differ in type, as 1 and True do.
+    return *tensors, *keys, *options, *map(type, options)
+
+
+def is_one_launch(q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> bool:
+    """Return whether the native kernel serves such tensors in one launch."""
+    rows = q.shape[1] // max(1, k.shape[1]) * q.shape[2]
+    return rows <= MOST_ROWS and min(q.numel(), k.numel(), v.numel()) > 0 and logits.scale > 0
+
+
+class LocalPlan(NamedTuple):
+    """What is settled for calls whose tokens are in order: the kernel, and the keys that each row sees."""
+
+    kernel: Kernel
+    logits: Logits
+    band: Band | None  # None if every row sees every key
+    native: NativeKind | None  # the native kernel's launch, if one serves the whole call
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, logits: Logits, kernel: str) -> "LocalPlan":
+        """Return the plan of a call that was checked."""
+        chosen, keys = choose(kernel, q, k, v, logits.capped), k.shape[2]
+        sees_all = mask == Full() and q.shape[2] > 0 and keys > 0
+        band = None if sees_all else whole_band(mask, q.shape[2], keys)
+        native = None
+        if chosen is NATIVE and is_one_launch(q, k, v, logits):
+            uses_all_keys = band is None or (int(band.low[0]), int(band.high[-1])) == (0, keys)
+            native = NativeKind.of(q, k, v, logits) if uses_all_keys else None
+        return LocalPlan(chosen, logits, band, native)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Partial:
+        """Return the partial, with out in q's dtype."""
+        if self.native is not None and sinks is None:
+            partial = self.native.blank()
+            if self.native.launch(q, k, v, partial, self.band):
+                return Partial(partial.out.to(q.dtype), partial.lse)
+        band = self.band
+        if band is None and self.kernel is not NATIVE:
+            band = whole_band(Full(), q.shape[2], k.shape[2])
+        partial = forward(self.kernel, q, k, v, band, self.logits)
+        out, lse = partial if sinks is None else with_sinks(partial, sinks)
+        return Partial(length_major(out, q.dtype), lse.contiguous())
+
+
+class LocalPlans:
+    """The plans of one public function, by kind."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Kind, LocalPlan] = {}
+
+    def find(self, kind: Kind | None) -> LocalPlan | None:
+        """Return the plan of a kind that was served before."""
+        try:
+            return None if kind is None else self.kinds.get(kind)
+        except TypeError:  # an option that has no hash
+            return None
+
+    def keep(self, kind: Kind, plan: LocalPlan) -> None:
+        """Keep a plan."""
+        if len(self.kinds) >= MOST_KINDS:
+            self.kinds.clear()
+        self.kinds[kind] = plan
+
+
+@lru_cache(maxsize=64)
+def whole_band(mask: Mask, queries: int, keys: int) -> Band:
+    """Return the band over tokens in order. It lives on, so that a GPU gets its bounds once."""
+    with torch.inference_mode(False):
+        return Band.of(mask, torch.arange(queries, device="cpu"), keys)
+
+
+def empty_length_major(x: Tensor, width: int) -> Tensor:
+    """Return an empty tensor like x with another width, in the memory order of `length_major`."""
+    return torch.empty_permuted((*x.shape[:-1], width), (0, 2, 1, 3), dtype=x.dtype, device=x.device)
+
+
+def length_major(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in memory order (batch, length, heads, dim), which an output projection reads; never a view."""
+    if x.dtype == dtype and x.transpose(1, 2).is_contiguous() and not x._is_view():
+        return x
+    return empty_length_major(x.to(dtype), x.shape[-1]).copy_(x)  # a copy, since users may write to it

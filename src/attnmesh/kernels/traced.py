@@ -1,0 +1,68 @@
+"""What PyTorch does with a call beside computing it: it may trace it, transform it or record it for a backward pass."""
+
+from collections.abc import Callable
+from typing import Any, Never
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from attnmesh.errors import KernelError
+
+PLAIN = {Tensor, Parameter, type(None)}
+"""Types of tensors that PyTorch itself computes with, and that of one that is left out."""
+
+
+def is_traced() -> bool:
+    """Return True while PyTorch traces or transforms calls: by torch.compile, torch.func or forward gradients."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
+
+
+def needs_operator(*tensors: Tensor | None) -> bool:
+    """Return True if PyTorch has to see a call as one operator, which costs 0.1 ms on a CPU.
+
+    A mode that looks at operators may keep the results of some, as selective checkpointing does.
+    """
+    if is_traced() or torch._C._len_torch_dispatch_stack():
+        return True
+    return not PLAIN.issuperset(map(type, tensors))
+
+
+def is_learned(*tensors: Tensor | None) -> bool:
+    """Return True if autograd records a call of these tensors."""
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+class Once(torch.autograd.Function):
+    """A backward pass, which has no gradients of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+        """Return what `run` returns."""
+        return run(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Never:
+        """Raise: a gradient of a gradient was asked for."""
+        expected, fix = "gradients of the first order", "differentiate energy, which is dense, instead"
+        raise KernelError("attention", expected, "a gradient of a gradient", fix)
+
+
+once: Callable[..., Any] = Once.apply
+"""Run a backward pass."""
+
+
+def are_plain(*tensors: Any) -> bool:
+    """Return True for CPU tensors without gradients, outside traces and autocast."""
+    graded = torch.is_grad_enabled()
+    for x in tensors:
+        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
+            return False
+    return not (is_traced() or torch.is_autocast_enabled("cpu"))
