@@ -27,24 +27,24 @@ from typing import Any
 
 import torch
 import typer.main
-from benchmarks import commands as benchmarks_commands
+from benchmarks import bench, commands, faults
+from benchmarks import decode as decode_bench
 from benchmarks import diffusion as diffusion_bench
-from benchmarks import faults
+from benchmarks import kernel as kernel_bench
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
 from benchmarks import plan as plan_bench
+from benchmarks import prefill as prefill_bench
 from benchmarks import recurrent as recurrent_bench
 from benchmarks.commands import app as benchmarks_app
+from benchmarks.netns import Hosts, World, ranks_of, script
+from benchmarks.timing import Comparison, Timing
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import plan as planner
-from attnmesh.cli import bench as commands
 from attnmesh.cli import (
-    bench_decode,
-    bench_kernel,
-    bench_prefill,
     generate,
     generate_worker,
     output,
@@ -54,8 +54,6 @@ from attnmesh.cli import (
 )
 from attnmesh.cli import proofs as proof
 from attnmesh.cli.app import app
-from attnmesh.cli.netns import Hosts, World, ranks_of, script
-from attnmesh.cli.timing import Comparison, Timing
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
@@ -335,7 +333,7 @@ LOCAL = Cluster.preset("local")
 SCRIPT = re.compile(
     r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
     r"(?:(?:ip|tc|export) (?:[A-Za-z0-9 .:/=_@-]|&&)+\n)*"
-    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m attnmesh\.cli\.netns /door/door &\n)+wait\n"
+    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m benchmarks\.netns /door/door &\n)+wait\n"
 )
 """Form of every script that makes emulated hosts."""
 
@@ -406,7 +404,7 @@ def stand_in(sandbox: Sandbox) -> None:
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
     machine = output.machine()
-    for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.check"]):
+    for module in (output, generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
         replace(module, machine=lambda: machine)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
@@ -422,22 +420,22 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(generate, run_on_ranks=generate_on_ranks)
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
     compared = Comparison("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
-    held = bench_kernel.Memory("window", (10, 20), (1.0, None))
-    replace(bench_kernel, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
+    held = kernel_bench.Memory("window", (10, 20), (1.0, None))
+    replace(kernel_bench, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
     rows = [
-        bench_prefill.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
-        bench_prefill.Row("causal", "peer", note="no such mask"),
+        prefill_bench.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
+        prefill_bench.Row("causal", "peer", note="no such mask"),
     ]
     replace(
-        bench_prefill,
+        prefill_bench,
         rows=lambda world, length, selection, add: [add(row) for row in on(world, rows)],
-        memory=lambda ranks, length, add: add(bench_prefill.Memory("full", "ring", 3.5, 3.0)),
+        memory=lambda ranks, length, add: add(prefill_bench.Memory("full", "ring", 3.5, 3.0)),
     )
-    merge = bench_decode.Row("merge", "tree", TIME, 1.0)
+    merge = decode_bench.Row("merge", "tree", TIME, 1.0)
     replace(
-        bench_decode,
+        decode_bench,
         parts=lambda world: {"merges": lambda add: add(on(world, merge))},
-        memory=lambda ranks, add: add(bench_decode.Memory("step", "tree", 1.0)),
+        memory=lambda ranks, add: add(decode_bench.Memory("step", "tree", 1.0)),
     )
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
     replace(whole_model, rows=lambda request, threads, world, add, alone: [add(each) for each in on(world, [row, row])])
@@ -449,7 +447,8 @@ def stand_in(sandbox: Sandbox) -> None:
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
     replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
     replace(plan_bench, report=measured_plans)
-    replace(probe, run_on=lambda world, function: on(world, [LOCAL]), keep_machine=lambda cluster, kind: None)
+    replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
+    replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))
     replace(plan, plans_for=priced)
     replace(schemes, plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
     replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))

@@ -11,9 +11,8 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
-from attnmesh.cli.launch import Send, is_first_rank, run_on_ranks, under_torchrun
+from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, under_torchrun
 from attnmesh.cli.mesh_option import ranks_of_axes
-from attnmesh.cli.netns import ranks_of, world_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.merge_checks import MERGE_CHOICES
@@ -194,7 +193,7 @@ def _world(ranks: int | None, mesh: str) -> int:
     """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
     named = ranks_of_axes(mesh)
     if not under_torchrun():
-        return ranks_of(world_of(ranks or named, None))
+        return check_ranks(ranks or named)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.errors import InputError, RankFailure
+from attnmesh.errors import ClusterError, InputError, RankFailure
 
 Send = Callable[[Any], None]
 """Sends a message of a rank, before its result, to the process that started it."""
@@ -36,6 +36,9 @@ GRACE_PERIOD = 2.0
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
 
+
+MAX_RANKS = 1024
+"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process: from another one, or because the terminal was closed."""
@@ -57,6 +60,14 @@ def under_torchrun() -> bool:
 def is_first_rank() -> bool:
     """Return True on the rank of torchrun that prints, and without torchrun."""
     return not under_torchrun() or os.environ.get("RANK") == "0"
+
+
+def check_ranks(ranks: int) -> int:
+    """Return the number of ranks of a command's `--ranks`, or raise if one machine cannot run them."""
+    if not 1 <= ranks <= MAX_RANKS:
+        given, fix = f"{ranks:,}", "ask for what one machine can run"
+        raise ClusterError("--ranks", f"1 to {MAX_RANKS:,} ranks on this machine", given, fix)
+    return ranks
 
 
 def run_on_ranks(

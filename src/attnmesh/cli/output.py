@@ -3,11 +3,11 @@
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import threading
 import time
-from dataclasses import asdict
 from errno import EACCES
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -45,17 +45,11 @@ def _writable_out(file: Path | None) -> Path | None:
     return writable("--out", file)
 
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object and nothing else; a bench prints it row by row.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
-]
-HostsOption = Annotated[
-    str | None,
-    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
 ]
 
 console = Console(emoji=False)
@@ -216,40 +210,17 @@ def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
     return as_json
 
 
-class Report:
-    """One JSON object of a bench, written as its rows are measured.
+def command_line(command: str, options: dict[str, Any]) -> str:
+    """Return the command line that gives these options.
 
-    The file is rewritten after each row: it is valid at any moment, and `"complete"` is false until the end. Standard
-    output gets the text of the same object as it grows; an interrupt closes its brackets.
+    >>> command_line("python -m benchmarks decode", {"ranks": 8, "hosts": None, "alone": True})
+    'python -m benchmarks decode --ranks 8 --alone'
     """
-
-    def __init__(self, command: str, as_json: bool, out: Path | None) -> None:
-        self.record: dict[str, Any] = {"command": command, "machine": machine()}
-        self.as_json, self.out, self.printed = as_json, out, ""
-
-    def add(self, table: str, *rows: Any) -> None:
-        """Add rows, which are dataclasses or have a `record()`, to the last table or to a new one."""
-        records = [row.record() if hasattr(row, "record") else asdict(row) for row in rows]
-        self.set(**{table: [*self.record.get(table, []), *records]})
-
-    def set(self, **facts: Any) -> None:
-        """Set values of the object: new ones, or the last one with more in it."""
-        self.record |= facts
-        self._write({**self.record, "complete": False})
-        # The object grows at its end, so its text without closing brackets begins with the text printed before.
-        self._print(json.dumps(self.record, indent=2).rstrip("]}\n "))
-
-    def close(self, complete: bool) -> None:
-        """Write the object whole."""
-        self.record["complete"] = complete
-        self._write(self.record)
-        self._print(json.dumps(self.record, indent=2) + "\n")
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self.out is not None:
-            write_json(self.out, record)
-
-    def _print(self, text: str) -> None:
-        if self.as_json:
-            typer.echo(text.removeprefix(self.printed), nl=False)
-            self.printed = text
+    words = command.split()
+    for name, value in options.items():
+        if name == "ranks" and options.get("hosts"):
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            if each is not False and each not in (None, ""):
+                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+    return shlex.join(words)

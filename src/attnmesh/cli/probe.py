@@ -9,9 +9,18 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cli.bench_command import typed
-from attnmesh.cli.netns import run_on, world_of
-from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
+from attnmesh.cli.launch import check_ranks, run_on_ranks
+from attnmesh.cli.output import (
+    AsJson,
+    OutFile,
+    Verbose,
+    command_line,
+    console,
+    machine,
+    pairs,
+    progress,
+    published,
+)
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
@@ -23,7 +32,6 @@ from attnmesh.planner.plan import in_seconds
 
 def probe(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, of one thread each.")] = 4,
-    hosts: HostsOption = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     out: OutFile = None,
@@ -47,11 +55,10 @@ def probe(
         if not first:
             return
     else:
-        world = world_of(ranks, hosts)
-        with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
-            found = run_on(world, measured)[0]
-        command = typed("attnmesh probe", {"ranks": ranks, "hosts": hosts})
-        kept = keep_machine(found, "cpu") if hosts is None else None  # other hosts are simulated
+        with progress.status(f"measuring {ranks} ranks"):
+            found = run_on_ranks(check_ranks(ranks), measured)[0]
+        command = command_line("attnmesh probe", {"ranks": ranks})
+        kept = keep_machine(found, "cpu")
     report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
     if published(report, as_json, out):
         return

@@ -1,19 +1,65 @@
-"""The skeleton of a bench command: its shared options, progress, rows as they are measured, and tables."""
+"""The skeleton of a bench: its shared options, progress, one JSON object that grows by rows, and tables."""
 
 import inspect
-import shlex
+import json
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from attnmesh.cli.launch import Send
-from attnmesh.cli.output import AsJson, OutFile, Report, Verbose, console, progress
+from attnmesh.cli.output import AsJson, OutFile, Verbose, command_line, console, machine, progress, write_json
 
 Measure = Callable[..., Iterable[Table | str]]
 """Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""
+
+HostsOption = Annotated[
+    str | None,
+    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
+]
+
+
+class Report:
+    """One JSON object of a bench, written as its rows are measured.
+
+    The file is rewritten after each row: it is valid at any moment, and `"complete"` is false until the end. Standard
+    output gets the text of the same object as it grows; an interrupt closes its brackets.
+    """
+
+    def __init__(self, command: str, as_json: bool, out: Path | None) -> None:
+        self.record: dict[str, Any] = {"command": command, "machine": machine()}
+        self.as_json, self.out, self.printed = as_json, out, ""
+
+    def add(self, table: str, *rows: Any) -> None:
+        """Add rows, which are dataclasses or have a `record()`, to the last table or to a new one."""
+        records = [row.record() if hasattr(row, "record") else asdict(row) for row in rows]
+        self.set(**{table: [*self.record.get(table, []), *records]})
+
+    def set(self, **facts: Any) -> None:
+        """Set values of the object: new ones, or the last one with more in it."""
+        self.record |= facts
+        self._write({**self.record, "complete": False})
+        # The object grows at its end, so its text without closing brackets begins with the text printed before.
+        self._print(json.dumps(self.record, indent=2).rstrip("]}\n "))
+
+    def close(self, complete: bool) -> None:
+        """Write the object whole."""
+        self.record["complete"] = complete
+        self._write(self.record)
+        self._print(json.dumps(self.record, indent=2) + "\n")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.out is not None:
+            write_json(self.out, record)
+
+    def _print(self, text: str) -> None:
+        if self.as_json:
+            typer.echo(text.removeprefix(self.printed), nl=False)
+            self.printed = text
 
 
 class Bench:
@@ -54,15 +100,15 @@ def _shared(as_json: AsJson = False, verbose: Verbose = False, out: OutFile = No
     """Hold the options that all benches share."""
 
 
-def bench_command(app: typer.Typer, command: str, short_help: str, explained: str) -> Callable[[Measure], Measure]:
-    """Register a function as the bench `command`, with the options `--json`, `--verbose` and `--out` beside its own.
+def bench_command(app: typer.Typer, name: str, short_help: str, explained: str) -> Callable[[Measure], Measure]:
+    """Register a function as the bench `name`, with the options `--json`, `--verbose` and `--out` beside its own.
 
     `explained` is printed after the tables with `--verbose`.
     """
 
     def register(measure: Measure) -> Measure:
         def run(*, as_json: bool, verbose: bool, out: Any, **options: Any) -> None:
-            with Bench(typed(command, options), as_json, out) as bench:
+            with Bench(command_line(f"python -m benchmarks {name}", options), as_json, out) as bench:
                 tables = measure(bench, **options)
             if not as_json:
                 for table in tables:
@@ -76,23 +122,7 @@ def bench_command(app: typer.Typer, command: str, short_help: str, explained: st
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         run.__doc__ = measure.__doc__
-        app.command(name=command.split()[-1], short_help=short_help)(run)
+        app.command(name=name, short_help=short_help)(run)
         return measure
 
     return register
-
-
-def typed(command: str, options: dict[str, Any]) -> str:
-    """Return the command line that gives these options.
-
-    >>> typed("attnmesh bench decode", {"ranks": 8, "hosts": None, "alone": True})
-    'attnmesh bench decode --ranks 8 --alone'
-    """
-    words = command.split()
-    for name, value in options.items():
-        if name == "ranks" and options.get("hosts"):
-            continue
-        for each in value if isinstance(value, list) else [value]:
-            if each is not False and each not in (None, ""):
-                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
-    return shlex.join(words)
