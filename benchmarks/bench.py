@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.launch import Send
-from attnmesh.cli.output import AsJson, OutFile, Verbose, command_line, console, machine, progress, write_json
+from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, machine, write_json
 
 Measure = Callable[..., Iterable[Table | str]]
 """Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""
@@ -66,7 +66,7 @@ class Bench:
     """One run of a bench: rows are written to the report, and shown as progress, when they are measured."""
 
     def __init__(self, command: str, as_json: bool, out: Any) -> None:
-        self.report, self.status = Report(command, as_json, out), progress.status("starting")
+        self.report, self.status = Report(command, as_json, out), Status("starting")
         self.tables: dict[str, list[Any]] = {}
         self.code = 0
         """Exit code of the command."""

@@ -20,7 +20,7 @@ from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.core.partial import Partial, merge_unchecked
 from benchmarks.netns import World, run_on, send_rows
-from benchmarks.timing import Call, Timing, peak_memory, race
+from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
 
 WIDTH = 128
 
@@ -81,7 +81,8 @@ def _run_part(world: World, function: Callable[[], Iterator[Row]], add: Send) ->
 
 def memory(ranks: int, add: Send) -> None:
     """Measure the memory of a step, by tree and by ring."""
-    run_on_ranks(ranks, send_rows, _memories, exact_memory=True, on_message=add)
+    with exact_memory():
+        run_on_ranks(ranks, send_rows, _memories, spawned=True, on_message=add)
 
 
 # --- merges alone ---

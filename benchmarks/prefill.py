@@ -29,7 +29,7 @@ from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
-from benchmarks.timing import Timing, peak_memory, race
+from benchmarks.timing import Timing, exact_memory, peak_memory, race
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _check_selection(ranks: int, length: int, selection: Selection) -> None:
 
 def memory(ranks: int, length: int, add: Send) -> None:
     """Measure memory under a full mask, in ranks that return freed memory at once, which is slow."""
-    run_on_ranks(ranks, send_rows, _memories, length, exact_memory=True, on_message=add)
+    with exact_memory():
+        run_on_ranks(ranks, send_rows, _memories, length, spawned=True, on_message=add)
 
 
 def _one_rank(length: int) -> list[Row]:

@@ -24,9 +24,8 @@ def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field:
 
 def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseconds: median [quartiles]") -> Table:
     """Return the table of comparisons with rivals."""
-    table = titled(title, "case, and its rival")
-    for name in ("rival", "attnmesh", "times faster\n(goal)", "share of\nthe limit"):
-        table.add_column(name, justify="right")
+    columns = ("rival", "attnmesh", "times faster\n(goal)", "share of\nthe limit")
+    table = titled(title, "case, and its rival", figures=columns)
     for row in rows:
         goal = "" if row.goal is None else f"\n({row.goal}{'' if row.met else ', missed'})"
         share = "" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
@@ -37,9 +36,8 @@ def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseco
 
 def prefill_table(case: str, rows: "Iterable[prefill.Row]") -> Table:
     """Return the times, elements and bytes of one case of prefill."""
-    table = titled(f"{case}, forward + backward", "shape, exchange")
-    for name in ("ms", "beside\nring", "elements", "bytes\nalone, ms"):
-        table.add_column(name, justify="right")
+    columns = ("ms", "beside\nring", "elements", "bytes\nalone, ms")
+    table = titled(f"{case}, forward + backward", "shape, exchange", figures=columns)
     for row in rows:
         times = "" if row.timing is None else row.timing.in_two_lines
         off = "" if row.counted == row.predicted else f"\n({row.predicted:,} predicted)"
@@ -51,9 +49,8 @@ def prefill_table(case: str, rows: "Iterable[prefill.Row]") -> Table:
 
 def peak_table(memories: "Iterable[prefill.Memory]") -> Table:
     """Return the memory of shapes and exchanges, beside the formula."""
-    table = titled("peak extra memory per rank, MB", "case", "shape, exchange")
-    for name in ("measured", "by the formula"):
-        table.add_column(name, justify="right")
+    columns = ("measured", "by the formula")
+    table = titled("peak extra memory per rank, MB", "case", "shape, exchange", figures=columns)
     for memory in memories:
         table.add_row(memory.case, memory.contender, f"{memory.measured:.1f}", f"{memory.foretold:.1f}")
     return table
@@ -61,9 +58,8 @@ def peak_table(memories: "Iterable[prefill.Memory]") -> Table:
 
 def decode_table(ranks: int, case: str, rows: "Iterable[decode.Row]") -> Table:
     """Return the times of one case of decoding."""
-    table = titled(f"{case}, {ranks} ranks, one call", "contender")
-    for name in ("ms", "times ours"):
-        table.add_column(name, justify="right")
+    columns = ("ms", "times ours")
+    table = titled(f"{case}, {ranks} ranks, one call", "contender", figures=columns)
     for row in rows:
         table.add_row(row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
     return table
@@ -83,9 +79,8 @@ def memory_table(memories: "Iterable[kernel.Memory]") -> Table:
 def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
     """Return the times and memory of a whole model."""
     title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
-    table = titled(title, "decoding", "ms per token")
-    for name in ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s"):
-        table.add_column(name, justify="right")
+    columns = ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s")
+    table = titled(title, "decoding", "ms per token", figures=columns)
     for row in rows:
         figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
         table.add_row(row.contender, row.timing.in_two_lines, *figures)
@@ -94,9 +89,8 @@ def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
 
 def plan_table(world: str, workload: str, rows: "list[plan.Ran]") -> Table:
     """Return the plans of one workload, predicted and measured."""
-    table = titled(f"{workload}, on {world}", "plan")
-    for name in ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff"):
-        table.add_column(name, justify="right")
+    columns = ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff")
+    table = titled(f"{workload}, on {world}", "plan", figures=columns)
     for row in rows:
         crossed = row.between
         bytes_ = () if crossed is None else (f"{crossed.payload:,}", f"{crossed.off:+.1%}")
@@ -108,9 +102,10 @@ def plan_table(world: str, workload: str, rows: "list[plan.Ran]") -> Table:
 def latent_table(request: "latent.Request", rows: "list[latent.Row]") -> Table:
     """Return the times and memory of a layer with latent attention."""
     threads = torch.get_num_threads()
-    table = titled(f"128 heads, {request.tokens:,} tokens, {request.dtype}, {threads} threads in all", "decoding")
-    for name in ("ms per step", "beside\n1 rank", "cached\nMB", "rows\nexpanded"):
-        table.add_column(name, justify="right")
+    figures = ("ms per step", "beside\n1 rank", "cached\nMB", "rows\nexpanded")
+    table = titled(
+        f"128 heads, {request.tokens:,} tokens, {request.dtype}, {threads} threads in all", "decoding", figures=figures
+    )
     for row in rows:
         ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
         table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
@@ -120,9 +115,9 @@ def latent_table(request: "latent.Request", rows: "list[latent.Row]") -> Table:
 def recurrent_table(request: "recurrent.Request", case: str, rows: "list[recurrent.Row]") -> Table:
     """Return the times and messages of one case of a recurrent layer."""
     heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
-    table = titled(f"{case}: {heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "contender")
-    for name in ("ms", "cpu ms", "MB\nreceived", "messages\nms", "limit\nms", "beside\nshares"):
-        table.add_column(name, justify="right")
+    title = f"{case}: {heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores"
+    columns = ("ms", "cpu ms", "MB\nreceived", "messages\nms", "limit\nms", "beside\nshares")
+    table = titled(title, "contender", figures=columns)
     for row in rows:
         figures = (row.messages_ms, row.limit_ms, row.beside_shares)
         cells = ("" if x is None else f"{x:,}" for x in figures)
@@ -133,9 +128,8 @@ def recurrent_table(request: "recurrent.Request", case: str, rows: "list[recurre
 
 def diffusion_table(case: str, rows: "list[diffusion.Row]") -> Table:
     """Return the times and bytes of one workload of diffusion."""
-    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, shape")
-    for name in ("ms", "beside\nring", "of\nbytes", "MB\nreceived", "bytes\nalone, ms", "error"):
-        table.add_column(name, justify="right")
+    columns = ("ms", "beside\nring", "of\nbytes", "MB\nreceived", "bytes\nalone, ms", "error")
+    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, shape", figures=columns)
     for row in rows:
         received = None if row.received is None else round(row.received / 1e6, 1)
         figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.of_bytes, received, row.limit_ms)]

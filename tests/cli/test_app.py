@@ -119,7 +119,7 @@ def test_a_status_without_a_terminal_prints_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(output, "INTERVAL", 0.05)
-    with output.progress.status("one [/] step") as status:
+    with output.Status("one [/] step") as status:
         time.sleep(0.3)
         status.update("two")
         time.sleep(0.3)

@@ -8,13 +8,13 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli import proofs
-from attnmesh.cli.output import AsJson, Verbose, console, machine, pairs, print_json, progress, titled
+from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
 
 
 def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Prove each kernel of this installation against attention in float64, and show which kernels are chosen."""
-    with progress.status("the reference against the energy's gradient") as status:
+    with Status("the reference against the energy's gradient") as status:
         law = proofs.law_error()
         results = []
         for result in proofs.proofs():
@@ -49,9 +49,8 @@ difference from the reference in float64, relative to its largest value. kernel=
 
 
 def _proof_table(results: list[Proof]) -> Table:
-    table = titled("kernels, in the order in which they are picked", "kernel", "device", "dtype")
-    for name in ("out error", "gradient error", "allowed"):
-        table.add_column(name, justify="right")
+    figures = ("out error", "gradient error", "allowed")
+    table = titled("kernels, in the order in which they are picked", "kernel", "device", "dtype", figures=figures)
     table.add_column("verdict")
     for r in results:
         if r.absent is None:

@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -77,39 +78,36 @@ def run_on_ranks(
     seconds: float | None = 1800.0,
     threads: int = 1,
     gpus: bool = False,
-    exact_memory: bool = False,
+    spawned: bool = False,
     on_message: Send | None = None,
 ) -> list[Any]:
     """Return each rank's result, from gloo ranks of `threads` threads; raise the first error, which ends all ranks.
 
     With `gpus` each rank has a GPU and they use NCCL. With `on_message` the first argument of the function is a `Send`,
-    and each message is passed to `on_message` as it arrives. With `exact_memory` freed memory returns to the system at
-    once: the resident size is then what is held, but calls are slow. No rank and no file outlives this call, an
-    interrupt, SIGTERM or SIGHUP.
+    and each message is passed to `on_message` as it arrives. Ranks that are `spawned` have this process's environment,
+    and share no memory with other processes. No rank and no file outlives this call, an interrupt, SIGTERM or SIGHUP.
     """
-    context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
+    context: Any = mp.get_context("spawn" if spawned or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
         functions = [function, *(x for x in arguments if inspect.isfunction(x))]
         context.set_forkserver_preload([x.__module__ for x in functions])  # imported once, not by each rank
         _start_forkserver()
-    if exact_memory:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
-        store, processes, pipes = Path(folder) / "store", [], []
+        store, pipes, processes = Path(folder) / "store", list[Connection](), list[Any]()
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, ranks, threads, gpus, store)
-                work = (function, arguments, on_message is not None)
-                process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
-                with _interrupts_deferred():
-                    process.start()
-                    processes.append(process)
-                theirs.close()
-                pipes.append(ours)
+            with ThreadPoolExecutor(
+                1
+            ) as starter:  # no interrupt cuts the start of a rank short, which would stay behind
+                for rank in range(ranks):
+                    ours, theirs = context.Pipe(duplex=False)
+                    place = (rank, ranks, threads, gpus, store)
+                    work = (function, arguments, on_message is not None)
+                    process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
+                    starter.submit(_start, process, processes).result()
+                    theirs.close()
+                    pipes.append(ours)
             return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
         finally:
-            os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             _end(processes)
 
 
@@ -151,24 +149,10 @@ def leaving_tidily() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Handle an interrupt at the end of the block: a rank whose start is cut short would be left behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    handled = {number: handler for number, handler in before.items() if callable(handler)}
-    if threading.current_thread() is not threading.main_thread() or not handled:
-        yield
-        return
-    interrupts: list[tuple[int, FrameType | None]] = []
-    for number in handled:
-        signal.signal(number, lambda *interrupt: interrupts.append(interrupt))
-    try:
-        yield
-    finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)
-        if interrupts:
-            handled[signal.Signals(interrupts[0][0])](*interrupts[0])
+def _start(process: Any, processes: list[Any]) -> None:
+    """Start a rank in a thread that interrupts do not reach: Python handles them in the main thread."""
+    process.start()
+    processes.append(process)
 
 
 def results(

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Container, Iterable
 from errno import EACCES
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import attnmesh
 from attnmesh.cli.launch import RankError, is_first_rank
@@ -52,15 +54,16 @@ OutFile = Annotated[
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
 ]
 
-console = Console(emoji=False)
+console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
+"""Standard output; and standard error, for progress and messages."""
 
 
 class Status:
     """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds."""
 
-    def __init__(self, error: Console, text: str) -> None:
-        self.error, self.text, self.start = error, text, time.monotonic()
-        self.spinner = error.status(escape(printable(text))) if error.is_terminal else None
+    def __init__(self, text: str) -> None:
+        self.text, self.start = text, time.monotonic()
+        self.spinner = progress.status(escape(printable(text))) if progress.is_terminal else None
         self.stopped = threading.Event()
 
     def __enter__(self) -> "Status":
@@ -88,25 +91,12 @@ class Status:
     def _print_lines(self) -> None:
         while not self.stopped.wait(INTERVAL):
             seconds = time.monotonic() - self.start
-            self.error.print(escape(f"{printable(self.text)} ({seconds:.0f} s)"), highlight=False, soft_wrap=True)
+            print_message(escape(f"{printable(self.text)} ({seconds:.0f} s)"))
 
 
-class Progress:
-    """Standard error: the step that a command is at, and messages."""
-
-    def __init__(self) -> None:
-        self.error = Console(stderr=True, emoji=False)
-
-    def status(self, text: str) -> Status:
-        """Return a step to be shown in a `with` statement."""
-        return Status(self.error, text)
-
-    def print(self, text: str) -> None:
-        """Print one line of markup, however long it is."""
-        self.error.print(text, highlight=False, soft_wrap=True)
-
-
-progress = Progress()
+def print_message(text: str) -> None:
+    """Print one line of markup on standard error, however long it is."""
+    progress.print(text, highlight=False, soft_wrap=True)
 
 
 def print_error(error: Exception) -> int:
@@ -120,7 +110,7 @@ def print_error(error: Exception) -> int:
         text = escape(_brief(error))
     else:
         raise error
-    progress.print(f"[bold red]error:[/] {text}")
+    print_message(f"[bold red]error:[/] {text}")
     return 1
 
 
@@ -179,9 +169,21 @@ def pairs(title: str, values: dict[str, Any]) -> Table:
     return rows
 
 
-def titled(title: str, *columns: str) -> Table:
-    """Return an empty table with its title on the left."""
-    return Table(*columns, title=escape(title), title_justify="left", title_style="bold")
+def titled(title: str, *columns: str, figures: Iterable[str] = ()) -> Table:
+    """Return an empty table with its title on the left, of columns and then of columns of figures."""
+    right = (Column(name, justify="right") for name in figures)
+    return Table(*columns, *right, title=escape(title), title_justify="left", title_style="bold")
+
+
+def numbered(title: str, columns: dict[str, list[str]], left: Container[str], caption: str) -> Table:
+    """Return a table of numbered rows that fits 80 characters. Columns are figures, but for those on the left."""
+    table = titled(title, "")
+    table.box, table.padding, table.caption, table.caption_justify = SIMPLE_HEAD, (0, 0, 0, 0), caption, "left"
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "known as")
+    for number, cells in enumerate(zip(*columns.values(), strict=True), 1):
+        table.add_row(str(number), *cells)
+    return table
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -211,16 +213,16 @@ def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
 
 
 def command_line(command: str, options: dict[str, Any]) -> str:
-    """Return the command line that gives these options.
+    """Return the command line that gives these options, but for those of output.
 
     >>> command_line("python -m benchmarks decode", {"ranks": 8, "hosts": None, "alone": True})
     'python -m benchmarks decode --ranks 8 --alone'
     """
     words = command.split()
     for name, value in options.items():
-        if name == "ranks" and options.get("hosts"):
+        if name in ("as_json", "verbose", "out") or (name == "ranks" and options.get("hosts")):
             continue
-        for each in value if isinstance(value, list) else [value]:
+        for each in value if isinstance(value, (list, tuple)) else [value]:
             if each is not False and each not in (None, ""):
                 words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
     return shlex.join(words)

@@ -3,25 +3,24 @@
 import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnmesh.cli.output import (
     AsJson,
+    Status,
     Verbose,
+    command_line,
     console,
+    numbered,
     pairs,
     print_json,
     printable,
-    progress,
-    titled,
     writable,
 )
 from attnmesh.cli.plan_figure import check_picture, write_plot
@@ -36,7 +35,6 @@ from attnmesh.cli.plan_workload import (
     preset_of,
     recurrent_of,
     recurrent_record,
-    recurrent_text,
     source_of,
 )
 from attnmesh.core.checks import DTYPES
@@ -62,6 +60,7 @@ QLenOption = Annotated[int | None, typer.Option(min=1, help="New tokens per sequ
 
 
 def plan(
+    context: typer.Context,
     cluster: Annotated[
         str,
         typer.Option(
@@ -109,20 +108,21 @@ def plan(
     if model is not None and decode and workload is None:
         check_alone(sizes)
         check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
-        print_serving(cluster, model, machines, common, as_json=as_json)
+        print_serving(context.params, machines, common)
         return
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
     _check_files(plot, report)
     shown = distinct(_priced(work, machines, plot, report))[:top]
     if as_json:
-        print_json(_record(cluster, work, machines, shown) | source_of(workload, work.length))
+        command = command_line("attnmesh plan", context.params)
+        print_json(_record(command, work, machines, shown) | source_of(workload, work.length))
     else:
         _print(workload, shown, [file for file in (plot, report) if file], verbose)
 
 
 def _priced(work: Workload, machines: Cluster, plot: Path | None, report: Path | None) -> list[Plan]:
     """Return all plans, and write the files that were asked for."""
-    with progress.status("pricing") as status:
+    with Status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if plot is not None:
             write_plot(plot, work, machines, plans, status.update)
@@ -287,13 +287,13 @@ def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], v
 
 def _table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
-    table = titled(f"{work.title}; {machines.title}", "")
-    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns fit 80 characters
-    table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
-    table.add_column("known as")
-    columns = {
+    words = {
+        "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
+        "known as": [one.known_as for one in shown],
         "exchange": [one.exchange for one in shown],
         "layout": [type(one.layout).__name__.lower() for one in shown],
+    }
+    figures = {
         "tile\na host": [by(one.tile) for one in shown],
         "time": [in_seconds(one.seconds) for one in shown],
         "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
@@ -301,13 +301,8 @@ def _table(shown: Sequence[Plan]) -> Table:
         "memory\na rank": [in_bytes(one.memory) for one in shown],
     }
     if 1 in (machines.hosts, machines.ranks):  # one class of links only
-        del columns["tile\na host"], columns["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
-    for name in columns:
-        table.add_column(name, justify="right" if "\n" in name or name == "time" else "left", no_wrap=True)
-    for number, (one, *figures) in enumerate(zip(shown, *columns.values(), strict=True), 1):
-        table.add_row(str(number), by(one.shape), one.known_as, *figures)
-    table.caption, table.caption_justify = CAPTION, "left"
-    return table
+        del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
+    return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
 
 
 CAPTION = """\
@@ -315,9 +310,9 @@ Fastest first; for each shape and exchange only the best placement on hosts. Byt
 that of attention: weights are not counted. --model with --decode counts them."""
 
 
-def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
+def _record(command: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
     return {
-        "command": _command(cluster, work),
+        "command": command,
         "cluster": machines.record(),
         "workload": asdict(work) | {"mask": repr(work.mask)},
         "plans": [_plan_record(one) for one in shown],
@@ -338,13 +333,3 @@ def _plan_record(one: Plan) -> dict[str, Any]:
         "parts": dict(one.parts),
         "recurrent": recurrent_record(one.recurrent) if one.workload.recurrent else None,
     }
-
-
-def _command(cluster: str, work: Workload) -> str:
-    words = f"attnmesh plan --cluster {shlex.quote(cluster)} --heads {work.q_heads}/{work.kv_heads}"
-    words += f" --head-dim {work.head_dim} --length {work.length} --{work.phase} --dtype {work.dtype}"
-    mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
-    counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
-    mask += "" if work.latent is None else f" --latent {work.latent[0]}/{work.latent[1]}"
-    mask += "".join(f" --recurrent {recurrent_text(kind)}" for kind in work.recurrent_kinds)
-    return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

@@ -13,12 +13,12 @@ from attnmesh.cli.launch import check_ranks, run_on_ranks
 from attnmesh.cli.output import (
     AsJson,
     OutFile,
+    Status,
     Verbose,
     command_line,
     console,
     machine,
     pairs,
-    progress,
     published,
 )
 from attnmesh.errors import ClusterError
@@ -46,7 +46,7 @@ def probe(
         check_master()
         dist.init_process_group()
         first, command = dist.get_rank() == 0, "torchrun ... attnmesh probe"
-        with progress.status("measuring the ranks of torchrun") as status:
+        with Status("measuring the ranks of torchrun") as status:
             if not first:
                 status.stop()
             found = measured()
@@ -55,7 +55,7 @@ def probe(
         if not first:
             return
     else:
-        with progress.status(f"measuring {ranks} ranks"):
+        with Status(f"measuring {ranks} ranks"):
             found = run_on_ranks(check_ranks(ranks), measured)[0]
         command = command_line("attnmesh probe", {"ranks": ranks})
         kept = keep_machine(found, "cpu")
