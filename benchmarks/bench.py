@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +14,7 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.launch import Send
-from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, machine, write_json
+from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, machine, print_json
 
 Measure = Callable[..., Iterable[Table | str]]
 """Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""
@@ -21,6 +23,27 @@ HostsOption = Annotated[
     str | None,
     typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
 ]
+
+
+def write_json(file: Path, record: dict[str, Any]) -> None:
+    """Replace a regular file in one step, so that readers find the old or the new text; write to others directly."""
+    text = json.dumps(record, indent=2) + "\n"
+    if file.is_symlink() or not (file.is_file() and os.access(file.parent, os.W_OK)):
+        file.write_text(text)
+        return
+    part = file.with_name(f".attnmesh-{os.getpid()}.json")
+    part.write_text(text)
+    shutil.copymode(file, part)
+    os.replace(part, file)
+
+
+def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
+    """Write a report to the file, if any, and print it with `as_json`. Return `as_json`."""
+    if out is not None:
+        write_json(out, report)
+    if as_json:
+        print_json(report)
+    return as_json
 
 
 class Report:

@@ -350,19 +350,19 @@ def generate_on_ranks(
     world: int, _: Any, request: Any, *, on_message: Callable[[Any], None], **options: Any
 ) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
-    assert 1 <= world <= len(request.ids)
-    assert request.mesh.shape.ranks * request.mesh.tp == world
+    assert 1 <= world <= len(request.prompt.ids)
+    assert request.prompt.mesh.shape.ranks * request.prompt.mesh.tp == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
     torch.Generator().manual_seed(request.seed)
     on_message(("loaded", 0.1))
-    on_message(("prefilled", len(request.ids)))
-    tokens = list(request.ids[-4:])
+    on_message(("prefilled", len(request.prompt.ids)))
+    tokens = list(request.prompt.ids[-4:])
     for token in tokens:
         on_message(("token", token))
     counts = [1] * world
-    return [generate_worker.Result(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
+    return [generate_worker.Result(tokens, len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:

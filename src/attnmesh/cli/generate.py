@@ -90,10 +90,7 @@ def generate(
         chosen = prepared.mesh.shape
         check_reproducible("--reproducible", reproducible, chosen.queries * chosen.keys, merge)
         request = Request(
-            model=prepared.place,
-            ids=prepared.ids,
-            mesh=prepared.mesh,
-            heads=prepared.heads,
+            prompt=prepared._replace(tokenizer=None),
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             seed=seed,

@@ -191,27 +191,6 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def write_json(file: Path, record: dict[str, Any]) -> None:
-    """Replace a regular file in one step, so that readers find the old or the new text; write to others directly."""
-    text = json.dumps(record, indent=2) + "\n"
-    if file.is_symlink() or not (file.is_file() and os.access(file.parent, os.W_OK)):
-        file.write_text(text)
-        return
-    part = file.with_name(f".attnmesh-{os.getpid()}.json")
-    part.write_text(text)
-    shutil.copymode(file, part)
-    os.replace(part, file)
-
-
-def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
-    """Write a report to the file, if any, and print it with `as_json`. Return `as_json`."""
-    if out is not None:
-        write_json(out, report)
-    if as_json:
-        print_json(report)
-    return as_json
-
-
 def command_line(command: str, options: dict[str, Any]) -> str:
     """Return the command line that gives these options, but for those of output.
 

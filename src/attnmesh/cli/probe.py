@@ -1,5 +1,6 @@
 """The command `attnmesh probe`: measure the constants of a world of ranks, for `attnmesh plan`."""
 
+import json
 import os
 import socket
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from attnmesh.cli.output import (
     console,
     machine,
     pairs,
-    published,
+    print_json,
 )
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
@@ -45,22 +46,23 @@ def probe(
     if torchrun:
         check_master()
         dist.init_process_group()
-        first, command = dist.get_rank() == 0, "torchrun ... attnmesh probe"
-        with Status("measuring the ranks of torchrun") as status:
-            if not first:
-                status.stop()
-            found = measured()
-        kept = keep_machine(found, device_type_of(dist.group.WORLD)) if is_first_of_host() else None
-        dist.destroy_process_group()
+    first = not torchrun or dist.get_rank() == 0
+    with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks") as status:
         if not first:
-            return
-    else:
-        with Status(f"measuring {ranks} ranks"):
-            found = run_on_ranks(check_ranks(ranks), measured)[0]
-        command = command_line("attnmesh probe", {"ranks": ranks})
-        kept = keep_machine(found, "cpu")
+            status.stop()
+        found = measured() if torchrun else run_on_ranks(check_ranks(ranks), measured)[0]
+    kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
+    kept = keep_machine(found, kind) if is_first_of_host() else None
+    if torchrun:
+        dist.destroy_process_group()
+    if not first:
+        return
+    command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
     report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
-    if published(report, as_json, out):
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        print_json(report)
         return
     console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
     if kept is not None:
@@ -85,7 +87,7 @@ def measured() -> Cluster:
 
 
 def is_first_of_host() -> bool:
-    """Return True on one rank of torchrun on each host."""
+    """Return True on one rank of torchrun on each host, and without torchrun."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
