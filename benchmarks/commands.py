@@ -14,11 +14,14 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.output import machine, pairs, titled
+from attnmesh.cli.output import Status, console, machine, pairs, printable, titled, writable
+from attnmesh.cli.plan import cluster_of, heads_of
+from attnmesh.cli.plan_workload import length_of
 from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.core.checks import require
 from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.planner.workload import Workload
 from attnmesh_command import SETTINGS
 from benchmarks import tables
 from benchmarks.bench import Bench, HostsOption, bench_command
@@ -330,6 +333,25 @@ def bench_diffusion(
     diffusion_bench.rows(diffusion_bench.Request(names, scale, length, rounds), world, run.table("rows"))
     run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
     return by_case(tables.diffusion_table, run.tables["rows"])
+
+
+@app.command(short_help="Draw the predicted time and bytes of published schemes.")
+def plot(
+    file: Annotated[Path, typer.Option("--plot", help="The .png or .svg to draw.", dir_okay=False)],
+    cluster: Annotated[str, typer.Option(help="As that of attnmesh plan.")],
+    length: Annotated[str, typer.Option(help="Tokens, as 128k or 5M.")],
+    heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Columns of a query and of a key.")] = 128,
+    phase: Annotated[str, typer.Option(help="training, prefill or decode.")] = "training",
+) -> None:
+    """Draw what attnmesh plan predicts: time by devices and by tokens, a curve for each published scheme, and bytes."""
+    from benchmarks.plan_figure import check_picture, write_plot
+
+    machines, work = cluster_of(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
+    check_picture(file)
+    with Status("pricing") as status:
+        write_plot(writable("--plot", file), work, machines, status.update)
+    console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
 
 
 GPU_EXPLAINED = """\

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import typer.main
-from benchmarks import bench, commands, faults
+from benchmarks import bench, commands, faults, plan_figure
 from benchmarks import decode as decode_bench
 from benchmarks import diffusion as diffusion_bench
 from benchmarks import kernel as kernel_bench
@@ -83,6 +83,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "length": ("4096", "128k", "64Ki", "1.5M", "100", "5M"),
     "hosts": ("2x2@250mbit", "8x2@1gbit", "1x2@100kbit", "3x1@1.5gbit"),
     "shape": ("1x4x1", "1x2x2"),
+    "phase": ("training", "prefill", "decode"),
     "case": ("causal", "causal, 8/8", "full", ""),
     "out": ("made.json", "made/deep.json"),
     "plot": ("made.png", "made.svg", "[bold]made[/].svg"),
@@ -450,6 +451,7 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
     replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))
     replace(plan, plans_for=priced)
+    replace(plan_figure, plan=priced)
     replace(schemes, plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
     replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))
 

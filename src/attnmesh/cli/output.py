@@ -30,13 +30,12 @@ INTERVAL = 8.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
 
-def writable(option: str, file: Path | None) -> Path | None:
+def writable(option: str, file: Path) -> Path:
     """Return the path, or raise before anything is measured if it cannot be written."""
     try:
-        if file is not None:
-            file.touch()
-            if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
-                raise PermissionError(EACCES, os.strerror(EACCES))
+        file.touch()
+        if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
+            raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
         fix = "make the folder first, or name another"
         raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
@@ -44,7 +43,7 @@ def writable(option: str, file: Path | None) -> Path | None:
 
 
 def _writable_out(file: Path | None) -> Path | None:
-    return writable("--out", file)
+    return file and writable("--out", file)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -23,7 +23,6 @@ from attnmesh.cli.output import (
     printable,
     writable,
 )
-from attnmesh.cli.plan_figure import check_picture, write_plot
 from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_workload import (
@@ -45,7 +44,6 @@ from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload
 
-PlotFile = Annotated[Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)]
 ReportFile = Annotated[
     Path | None,
     typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
@@ -92,7 +90,6 @@ def plan(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all tokens.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
-    plot: PlotFile = None,
     report: ReportFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -107,25 +104,24 @@ def plan(
         common["length"] = length_of(length)
     if model is not None and decode and workload is None:
         check_alone(sizes)
-        check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
+        check_alone({"--report": report}, "no picture of a model in decoding")
         print_serving(context.params, machines, common)
         return
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
-    _check_files(plot, report)
-    shown = distinct(_priced(work, machines, plot, report))[:top]
+    if report is not None:
+        _check_report(report)
+    shown = distinct(_priced(work, machines, report))[:top]
     if as_json:
         command = command_line("attnmesh plan", context.params)
         print_json(_record(command, work, machines, shown) | source_of(workload, work.length))
     else:
-        _print(workload, shown, [file for file in (plot, report) if file], verbose)
+        _print(workload, shown, report, verbose)
 
 
-def _priced(work: Workload, machines: Cluster, plot: Path | None, report: Path | None) -> list[Plan]:
-    """Return all plans, and write the files that were asked for."""
+def _priced(work: Workload, machines: Cluster, report: Path | None) -> list[Plan]:
+    """Return all plans, and write the page that was asked for."""
     with Status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
-        if plot is not None:
-            write_plot(plot, work, machines, plans, status.update)
         if report is not None:
             write_report(report, work, machines, status.update)
     return plans
@@ -232,13 +228,10 @@ def _mask(window: int | None, full: bool) -> Mask:
     return Full() if full else Causal() if window is None else Window(window)
 
 
-def _check_files(plot: Path | None, report: Path | None) -> None:
-    """Raise before pricing if a file cannot be written."""
-    if plot is not None:
-        check_picture(plot)
-    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+def _check_report(report: Path) -> None:
+    """Raise before pricing if the page cannot be written."""
+    if report.suffix.lower() not in (".html", ".htm"):
         raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it plan.html")
-    writable("--plot", plot)
     writable("--report", report)
 
 
@@ -269,7 +262,7 @@ def code_of(plan: Plan) -> str:
     return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
 
 
-def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
+def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
     best, machines = shown[0], shown[0].cluster
     for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
@@ -281,8 +274,8 @@ def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], v
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
         console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
         console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
-    for file in files:
-        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
+    if report is not None:
+        console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
 
 
 def _table(shown: Sequence[Plan]) -> Table:
