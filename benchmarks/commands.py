@@ -14,12 +14,13 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.output import Status, console, machine, pairs, printable, titled, writable
+from attnmesh.cli.output import Status, console, pairs, printable, titled, writable
 from attnmesh.cli.plan import cluster_of, heads_of
 from attnmesh.cli.plan_workload import length_of
 from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.core.checks import require
+from attnmesh.core.machine import machine
 from attnmesh.errors import ArgumentError, MeshError
 from attnmesh.planner.workload import Workload
 from attnmesh_command import SETTINGS

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import netns
 from benchmarks.netns import Hosts, ranks_of
 
-from attnmesh.cli.output import machine
+from attnmesh.core.machine import machine
 from attnmesh.decode import checkpoint
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.shapes import Shape

@@ -47,13 +47,13 @@ from attnmesh import plan as planner
 from attnmesh.cli import (
     generate,
     generate_worker,
-    output,
     plan,
     plan_page,
     probe,
 )
 from attnmesh.cli import proofs as proof
 from attnmesh.cli.app import app
+from attnmesh.core.machine import machine
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
@@ -404,9 +404,9 @@ def stand_in(sandbox: Sandbox) -> None:
     import matplotlib.font_manager  # noqa: F401 (writes its file of fonts before the watch begins)
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
-    machine = output.machine()
-    for module in (output, generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
-        replace(module, machine=lambda: machine)
+    here = machine()
+    for module in (generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
+        replace(module, machine=lambda: here)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
     locate, config, tokenizer = load.locate, load.open_config, cache(load.open_tokenizer)
@@ -621,7 +621,7 @@ def main() -> None:
     print(f"\n{options.inputs:,} inputs in {seconds} s: {counts}")
     if out:
         command = f"python -m tests.tools.fuzz_command --inputs {options.inputs} --first {options.first}"
-        record = {"command": command, "machine": output.machine(), "seconds": seconds, "came": counts}
+        record = {"command": command, "machine": machine(), "seconds": seconds, "came": counts}
         out.write_text(json.dumps(record, indent=2) + "\n")
 
 

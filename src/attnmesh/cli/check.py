@@ -8,8 +8,9 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli import proofs
-from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, pairs, print_json, titled
+from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
+from attnmesh.core.machine import machine
 
 
 def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
@@ -32,9 +33,7 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
         console.print(_choice_table())
         for absence in _absences(results):
             console.print(absence)
-        console.print(
-            f"The reference in float64 equals the energy's gradient, and the gradients of that, to {law:.1e}."
-        )
+        console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
         if verbose:
             console.print(CHECK_EXPLAINED)
         exact = "All kernels here are exact, to the rounding of their dtype."

@@ -12,11 +12,12 @@ import typer
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
 from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, under_torchrun
 from attnmesh.cli.mesh_option import ranks_of_axes
-from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, pairs, print_json, print_message
+from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
+from attnmesh.core.machine import machine
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 

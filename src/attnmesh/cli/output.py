@@ -1,29 +1,22 @@
-"""Output of the command: tables, JSON, progress, errors, and the machine that figures were measured on."""
+"""Output of the command: tables, JSON, progress and errors."""
 
 import json
 import os
-import platform
 import shlex
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Container, Iterable
 from errno import EACCES
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-import attnmesh
 from attnmesh.cli.launch import RankError, is_first_rank
-from attnmesh.core.machine import cpu_name
 from attnmesh.errors import ArgumentError, InputError, RankFailure
 
 INTERVAL = 8.0
@@ -126,37 +119,6 @@ def printable(text: str) -> str:
     new\\nline, \\x1b[31mred
     """
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
-
-
-def machine() -> dict[str, Any]:
-    """Return versions and the names of CPU and GPU, to be printed beside figures."""
-    gpu = {}
-    if torch.cuda.is_available():
-        triton = packages_distributions().get("triton")
-        names = {"gpu": torch.cuda.get_device_name(), "driver": _driver()}
-        gpu = {
-            **names,
-            "cuda": torch.version.cuda,
-            "triton": triton and version(triton[0]),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return {
-        "attnmesh": attnmesh.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        **gpu,
-    }
-
-
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return lines[0] if lines else None
 
 
 def pairs(title: str, values: dict[str, Any]) -> Table:

@@ -51,6 +51,8 @@ ReportFile = Annotated[
 HeadsOption = Annotated[
     str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
 ]
+HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")]
+LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]
 LatentOption = Annotated[
     str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
 ]
@@ -70,17 +72,13 @@ def plan(
     model: ModelOption = None,
     workload: WorkloadOption = None,
     heads: HeadsOption = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
     latent: LatentOption = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")
-    ] = None,
+    layers: LayersOption = None,
     recurrent: RecurrentOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     q_len: QLenOption = None,
@@ -110,21 +108,16 @@ def plan(
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
     if report is not None:
         _check_report(report)
-    shown = distinct(_priced(work, machines, report))[:top]
+    with Status("pricing") as status:
+        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
+        if report is not None:
+            write_report(report, work, machines, status.update)
+    shown = distinct(plans)[:top]
     if as_json:
         command = command_line("attnmesh plan", context.params)
         print_json(_record(command, work, machines, shown) | source_of(workload, work.length))
     else:
         _print(workload, shown, report, verbose)
-
-
-def _priced(work: Workload, machines: Cluster, report: Path | None) -> list[Plan]:
-    """Return all plans, and write the page that was asked for."""
-    with Status("pricing") as status:
-        plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
-        if report is not None:
-            write_report(report, work, machines, status.update)
-    return plans
 
 
 # --- options ---

@@ -11,17 +11,8 @@ import typer
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import check_ranks, run_on_ranks
-from attnmesh.cli.output import (
-    AsJson,
-    OutFile,
-    Status,
-    Verbose,
-    command_line,
-    console,
-    machine,
-    pairs,
-    print_json,
-)
+from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, pairs, print_json
+from attnmesh.core.machine import machine
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
@@ -52,7 +43,8 @@ def probe(
             status.stop()
         found = measured() if torchrun else run_on_ranks(check_ranks(ranks), measured)[0]
     kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
-    kept = keep_machine(found, kind) if is_first_of_host() else None
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun
+    kept = keep_machine(found, kind) if first_of_host else None
     if torchrun:
         dist.destroy_process_group()
     if not first:
@@ -84,11 +76,6 @@ def measured() -> Cluster:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)
-
-
-def is_first_of_host() -> bool:
-    """Return True on one rank of torchrun on each host, and without torchrun."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def check_master() -> None:
