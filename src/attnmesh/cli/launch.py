@@ -37,7 +37,6 @@ GRACE_PERIOD = 2.0
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
 
-
 MAX_RANKS = 1024
 """Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
@@ -95,9 +94,7 @@ def run_on_ranks(
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
         store, pipes, processes = Path(folder) / "store", list[Connection](), list[Any]()
         try:
-            with ThreadPoolExecutor(
-                1
-            ) as starter:  # no interrupt cuts the start of a rank short, which would stay behind
+            with ThreadPoolExecutor(1) as starter:  # a rank whose start an interrupt cuts short would stay behind
                 for rank in range(ranks):
                     ours, theirs = context.Pipe(duplex=False)
                     place = (rank, ranks, threads, gpus, store)
