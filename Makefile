@@ -61,7 +61,7 @@ wheel: $(VENV)/ready           ## a wheel of the package, in dist, and a test of
 	$(RUN)/pytest -m long tests/cli/test_wheel.py
 
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
-	$(RUN)/attnmesh bench kernel
+	$(RUN)/python -m benchmarks kernel
 
 SECONDS ?= 60
 fuzz: $(VENV)/ready            ## new random problems against float64, for SECONDS each; damaged files, hostile command lines

@@ -1,4 +1,4 @@
-"""The benchmarks outside the command: `python -m benchmarks model`, `faults`, `recurrent` and others."""
+"""The benches: `python -m benchmarks kernel`, `decode`, `prefill`, `model` and others."""
 
 from attnmesh_command import run
 from benchmarks.commands import app

@@ -1,49 +1,146 @@
-"""The commands `python -m benchmarks model`, `faults`, `plan`, `latent`, `recurrent`, `diffusion` and `gpu-kernels`."""
+"""The table of benches: `python -m benchmarks kernel`, `decode`, `prefill`, `model` and others.
+
+Each imports what it measures when it is run.
+"""
 
 import os
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 from rich.table import Table
 
-from attnmesh.cli.bench import by_case, rows_table
-from attnmesh.cli.bench_command import Bench, bench_command
 from attnmesh.cli.generate_prompt import Prompt, prepare
-from attnmesh.cli.netns import ranks_of, world_of
-from attnmesh.cli.output import HostsOption, machine, pairs, titled
+from attnmesh.cli.output import Status, console, pairs, printable, titled, writable
+from attnmesh.cli.plan import cluster_of, heads_of
+from attnmesh.cli.plan_workload import length_of
+from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
+from attnmesh.cli.proofs import devices
 from attnmesh.core.checks import require
+from attnmesh.core.machine import machine
 from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.planner.workload import Workload
 from attnmesh_command import SETTINGS
-from benchmarks import diffusion as diffusion_bench
-from benchmarks import faults as faults_bench
-from benchmarks import gpu_kernels
-from benchmarks import latent as latent_bench
-from benchmarks import model as model_bench
-from benchmarks import plan as plan_bench
-from benchmarks import recurrent as recurrent_bench
+from benchmarks import tables
+from benchmarks.bench import Bench, HostsOption, bench_command
+from benchmarks.netns import Hosts, ranks_of, run_on_hosts, world_of
+from benchmarks.tables import by_case, rows_table
+
+if TYPE_CHECKING:
+    from benchmarks.plan import Report
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure the planner, recovery from faults, whole models, latent and recurrent layers, and kernels on a GPU.",
+    help="Measure attnmesh beside its rivals and the machine's limits.",
     add_completion=False,
     **SETTINGS,
 )
+
+KERNEL_EXPLAINED = """\
+Times are medians with quartiles of calls that take turns in one process, after a warm-up round. A decode step reads
+every key and value once and multiplies each with its queries. Its limit is the longer of both, at the rates of a
+maximum over 512 MB and of a matrix product in float32, which take turns with the step. Extra memory is the growth of
+the highest resident size during a call."""
+
+
+@bench_command(app, "kernel", "One device's kernels beside SDPA and the read rate.", KERNEL_EXPLAINED)
+def bench_kernel(run: Bench) -> list[Table]:
+    """One device's kernels beside PyTorch's SDPA and the rate at which memory is read (5 minutes, 2 GB on 2 cores)."""
+    from benchmarks import kernel as kernel_bench
+
+    device = devices()[-1]
+    run.step("measuring decode steps beside their limits, then prefill and masks")
+    add = run.table("rows")
+    for row in kernel_bench.rows(device):
+        add(row)
+    run.step("measuring memory")
+    add = run.table("memory")
+    for memory in kernel_bench.memory(device):
+        add(memory)
+    return [pairs("this machine", machine()), rows_table(run.tables["rows"]), tables.memory_table(run.tables["memory"])]
+
+
+PREFILL_EXPLAINED = """\
+Times are those of forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders
+take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring with the same kernel. A
+shape is heads x queries x keys. Elements are those of q, k, v, out and their gradients that the busiest rank received,
+counted at the exchange. Where the schedule, or the formula for the full mask, predicts others, these stand below. With
+--hosts, "bytes alone" is the time of the exchanges over the busiest direction of the busiest link, a lower bound.
+Memory is the largest growth of a rank's resident size in a call, in ranks that free memory at once. The formula is
+attnmesh.planner.candidate.peak_activations, for the backward pass alone."""
+
+
+@bench_command(app, "prefill", "Shapes and exchanges of the mesh beside published packages.", PREFILL_EXPLAINED)
+def bench_prefill(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
+    length: Annotated[int, typer.Option(min=64, help="Tokens of the whole sequence.")] = 4096,
+    hosts: HostsOption = None,
+    case: Annotated[str, typer.Option(help='Only cases with this in their names, as "causal, 8/8".')] = "",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Only such shapes and the ring, as 1x4x4; may be repeated.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 7,
+) -> list[Table]:
+    """Every shape, placement and exchange, forward and backward, beside published packages (minutes)."""
+    from benchmarks import prefill as prefill_bench
+
+    world = world_of(ranks, hosts)
+    run.step(f"measuring times on {world}{' ranks' * (hosts is None)}")
+    wanted = prefill_bench.Selection(case, tuple(shape or ()), rounds)
+    prefill_bench.rows(world, length, wanted, run.table("rows"))
+    add = run.table("memory")
+    if hosts is None and not case:
+        run.step(f"measuring memory on {ranks} ranks")
+        prefill_bench.memory(ranks, length, add)
+    memories = [tables.peak_table(run.tables["memory"])] if run.tables["memory"] else []
+    return [pairs("this machine", machine()), *by_case(tables.prefill_table, run.tables["rows"]), *memories]
+
+
+DECODE_EXPLAINED = """\
+Times are medians with quartiles of calls in a row, in milliseconds on rank 0; contenders take turns. The limit of a
+step is the local attention, timed on all ranks at once, and as many bare exchanges of the same bytes as the tree has.
+The ring passes keys and values on while it attends. Published code without grouped heads gets repeated heads. Memory is
+that of the Tree Attention paper: keys, values and what a step allocates, on the fullest rank."""
+
+
+@bench_command(app, "decode", "Merges across ranks and whole steps beside other patterns.", DECODE_EXPLAINED)
+def bench_decode(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine: 2, 4, 8, ...")] = 8,
+    hosts: HostsOption = None,
+) -> list[Table]:
+    """Decoding: merges, whole steps, long contexts, beside published code and the limit (minutes)."""
+    from benchmarks import decode as decode_bench
+
+    world = world_of(ranks, hosts)
+    count = ranks_of(world)
+    if count & (count - 1):
+        raise typer.BadParameter("a power of two, as the same bits on any number of ranks are measured too")
+    add = run.table("rows")
+    for name, part in decode_bench.parts(world).items():
+        run.step(f"measuring {name} on {count} ranks")
+        part(add)
+    add = run.table("memory")
+    if hosts is None:
+        run.step(f"measuring memory on {ranks} ranks")
+        decode_bench.memory(ranks, add)
+    shown = by_case(partial(tables.decode_table, count), run.tables["rows"])
+    memories = titled("keys, values and what a step allocates, per rank", "case", "contender", "MB")
+    for memory in run.tables["memory"]:
+        memories.add_row(memory.case, memory.contender, f"{memory.megabytes:.1f}")
+    return [pairs("this machine", machine()), *shown, *[memories] * bool(memories.rows)]
+
 
 MODEL_EXPLAINED = """\
 Times are those of one token of the whole model on rank 0, medians with quartiles. All contenders on ranks continue one
 prefilled cache. Memory is that of the largest process; weights that ranks share are counted in each."""
 
 
-@bench_command(
-    app,
-    "python -m benchmarks model",
-    "A whole model: stock on one process, and its context over ranks.",
-    MODEL_EXPLAINED,
-)
+@bench_command(app, "model", "A whole model: stock on one process, and its context over ranks.", MODEL_EXPLAINED)
 def bench_model(
     run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
@@ -58,6 +155,8 @@ def bench_model(
     ] = False,
 ) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
+    from benchmarks import model as model_bench
+
     run.step("reading the prompt")
     world = world_of(ranks, hosts)
     count = ranks_of(world)
@@ -68,23 +167,12 @@ def bench_model(
     run.report.set(prompt_tokens=len(prepared.ids))
     request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.mesh.shape, prepared.heads)
     model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), alone=alone)
-    rows: list[model_bench.Row] = run.tables["rows"]
+    rows = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
     run.report.set(same_tokens=same)
     run.code = 0 if same else 1
     verdict = "All contenders return the same tokens." if same else "[bold red]The contenders return different tokens."
-    return [_model_table(rows, len(prepared.ids)), verdict]
-
-
-def _model_table(rows: "list[model_bench.Row]", prompt_tokens: int) -> Table:
-    title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
-    table = titled(title, "decoding", "ms per token")
-    for name in ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
-        table.add_row(row.contender, row.timing.in_two_lines, *figures)
-    return table
+    return [tables.model_table(rows, len(prepared.ids)), verdict]
 
 
 FAULTS_EXPLAINED = """\
@@ -92,12 +180,7 @@ A ratio of 0.95 is a cost of 5 %. Saving includes all writes: the first has the 
 new tokens, and the wait for the disk at the end counts. Recovery is that of all layers, with one new rank."""
 
 
-@bench_command(
-    app,
-    "python -m benchmarks faults",
-    "The cost of checks and checkpoints, and of recovery from a fault.",
-    FAULTS_EXPLAINED,
-)
+@bench_command(app, "faults", "The cost of checks and checkpoints, and of recovery from a fault.", FAULTS_EXPLAINED)
 def bench_faults(
     run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 4,
@@ -107,6 +190,8 @@ def bench_faults(
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
 ) -> list[Table]:
     """Checked steps, writing with checkpoints, and recovery from copies, each beside doing without (minutes)."""
+    from benchmarks import faults as faults_bench
+
     run.step("reading the model")
     world = ranks_of(world_of(ranks, None))
     prepared = prepare(model, Prompt(" a" * tokens, raw=True), max_new_tokens, world, "auto", run.status)
@@ -117,6 +202,18 @@ def bench_faults(
     return [rows_table(run.tables["rows"], f"{ranks} ranks, milliseconds: median [quartiles]")]
 
 
+@bench_command(app, "probe", "Links and devices of hosts made on this machine.", PROBE_EXPLAINED)
+def bench_probe(
+    run: Bench, hosts: Annotated[str, typer.Option(help="Hosts made on this machine, as 8x2@250mbit (Linux, root).")]
+) -> list[Table]:
+    """Measure hosts made on this machine, as attnmesh probe measures true ones, for attnmesh plan --cluster FILE."""
+    world = Hosts.parse(hosts)
+    run.step(f"measuring {world}")
+    found = run_on_hosts(world, measured)[0]
+    run.report.set(cluster=found.record())
+    return [pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found))]
+
+
 PLAN_EXPLAINED = """\
 Seconds are predicted from constants that were measured at the beginning of the same run; bytes from the plan alone.
 Plans are timed in turns, between two barriers; a short step is repeated. The picked plan has a star. Regret is its time
@@ -124,7 +221,7 @@ over that of the best plan. Bytes are those of all hosts by the counters of thei
 beside the predicted bytes and 147 that gloo adds to each message."""
 
 
-@bench_command(app, "python -m benchmarks plan", "Predictions of the planner beside measurements.", PLAN_EXPLAINED)
+@bench_command(app, "plan", "Predictions of the planner beside measurements.", PLAN_EXPLAINED)
 def bench_plan(
     run: Bench,
     hosts: Annotated[
@@ -138,10 +235,12 @@ def bench_plan(
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 3,
 ) -> list[Table]:
     """Measure each world's constants, plan 9 workloads with them, and run the plans: regret, seconds and bytes."""
-    worlds = [world_of(ranks, text) for text in hosts] if hosts else [world_of(ranks, None)]
-    reports: list[plan_bench.Report] = []
+    from benchmarks import plan as plan_bench
 
-    def show(report: plan_bench.Report) -> None:
+    worlds = [world_of(ranks, text) for text in hosts] if hosts else [world_of(ranks, None)]
+    reports: list[Report] = []
+
+    def show(report: "Report") -> None:
         """Write the reports, of which the last has one more row."""
         records = [{**asdict(one), "cluster": one.cluster.record()} for one in (*reports, report)]
         run.report.set(worlds=records)
@@ -151,20 +250,8 @@ def bench_plan(
         reports.append(plan_bench.report(world, length, most, rounds, show))
     summary = plan_bench.summary(reports)
     run.report.set(summary=summary)
-    tables = [table for one in reports for table in by_case(partial(_plan_table, one.world), one.rows, "workload")]
-    return [*tables, pairs("in short", summary)]
-
-
-def _plan_table(world: str, workload: str, rows: "list[plan_bench.Ran]") -> Table:
-    table = titled(f"{workload}, on {world}", "plan")
-    for name in ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        crossed = row.between
-        bytes_ = () if crossed is None else (f"{crossed.payload:,}", f"{crossed.off:+.1%}")
-        name = f"{'* ' if row.picked else '  '}{row.plan}"
-        table.add_row(name, f"{row.predicted_ms:.1f}", row.timing.in_two_lines, f"{row.beside_best}", *bytes_)
-    return table
+    shown = [table for one in reports for table in by_case(partial(tables.plan_table, one.world), one.rows, "workload")]
+    return [*shown, pairs("in short", summary)]
 
 
 LATENT_EXPLAINED = """\
@@ -172,9 +259,7 @@ A step projects one new token, attends over the cache and projects the output. S
 bytes are those of all ranks together."""
 
 
-@bench_command(
-    app, "python -m benchmarks latent", "A layer with latent attention, stock and over ranks.", LATENT_EXPLAINED
-)
+@bench_command(app, "latent", "A layer with latent attention, stock and over ranks.", LATENT_EXPLAINED)
 def bench_latent(
     run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine.")] = 2,
@@ -183,22 +268,13 @@ def bench_latent(
     steps: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 11,
 ) -> list[Table]:
     """One decode step of a layer of DeepSeek-V3's shape: stock transformers, then latents attended in place."""
+    from benchmarks import latent as latent_bench
+
     ranks = ranks_of(world_of(ranks, None))
     run.step(f"{tokens:,} tokens, stock and on {ranks} ranks")
     request = latent_bench.Request(tokens, dtype, steps)
     latent_bench.rows(request, ranks, torch.get_num_threads(), run.table("rows"))
-    return [_latent_table(request, run.tables["rows"])]
-
-
-def _latent_table(request: latent_bench.Request, rows: list[latent_bench.Row]) -> Table:
-    threads = torch.get_num_threads()
-    table = titled(f"128 heads, {request.tokens:,} tokens, {request.dtype}, {threads} threads in all", "decoding")
-    for name in ("ms per step", "beside\n1 rank", "cached\nMB", "rows\nexpanded"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
-        table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
-    return table
+    return [tables.latent_table(request, run.tables["rows"])]
 
 
 RECURRENT_EXPLAINED = """\
@@ -208,9 +284,7 @@ The limit is an even share of the time of one rank with all tokens, and the mess
 shares" is the time over that of all ranks' shares at once without exchange, and the messages."""
 
 
-@bench_command(
-    app, "python -m benchmarks recurrent", "A Gated DeltaNet layer over ranks: scan and heads.", RECURRENT_EXPLAINED
-)
+@bench_command(app, "recurrent", "A Gated DeltaNet layer over ranks: scan and heads.", RECURRENT_EXPLAINED)
 def bench_recurrent(
     run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
@@ -221,25 +295,14 @@ def bench_recurrent(
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
 ) -> list[Table]:
     """One rank with all tokens beside ranks that exchange states by a scan, or tokens of their heads."""
+    from benchmarks import recurrent as recurrent_bench
+
     world = world_of(ranks, hosts)
     run.step(f"{length:,} tokens on one rank, then on {ranks_of(world)}")
     request = recurrent_bench.Request(length, key_heads, head_dim, rounds)
     recurrent_bench.rows(request, world, run.table("rows"))
     run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
-    return by_case(partial(_recurrent_table, request), run.tables["rows"])
-
-
-def _recurrent_table(request: "recurrent_bench.Request", case: str, rows: "list[recurrent_bench.Row]") -> Table:
-    heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
-    table = titled(f"{case}: {heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores", "contender")
-    for name in ("ms", "cpu ms", "MB\nreceived", "messages\nms", "limit\nms", "beside\nshares"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        figures = (row.messages_ms, row.limit_ms, row.beside_shares)
-        cells = ("" if x is None else f"{x:,}" for x in figures)
-        times = (row.timing.in_two_lines, f"{row.cpu_ms:,}")
-        table.add_row(row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
-    return table
+    return by_case(partial(tables.recurrent_table, request), run.tables["rows"])
 
 
 DIFFUSION_EXPLAINED = """\
@@ -250,9 +313,7 @@ the exchanges over the busiest direction of the busiest link, a lower bound. Err
 float64."""
 
 
-@bench_command(
-    app, "python -m benchmarks diffusion", "Attention of video and image transformers over ranks.", DIFFUSION_EXPLAINED
-)
+@bench_command(app, "diffusion", "Attention of video and image transformers over ranks.", DIFFUSION_EXPLAINED)
 def bench_diffusion(
     run: Bench,
     ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 4,
@@ -265,25 +326,33 @@ def bench_diffusion(
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
 ) -> list[Table]:
     """Two dimensions, Ulysses, ring and USP beside diffusers' own Ulysses, at the sizes of real models (minutes)."""
+    from benchmarks import diffusion as diffusion_bench
+
     world = world_of(ranks, hosts)
     names = tuple(workload or ("wan-14b-720p", "hunyuanvideo-720p", "flux-1024"))
     run.step(f"{', '.join(names)} on {world}{' ranks' * (hosts is None)}")
     diffusion_bench.rows(diffusion_bench.Request(names, scale, length, rounds), world, run.table("rows"))
     run.report.set(load=[round(load, 2) for load in os.getloadavg()], cores=os.cpu_count())
-    return by_case(_diffusion_table, run.tables["rows"])
+    return by_case(tables.diffusion_table, run.tables["rows"])
 
 
-def _diffusion_table(case: str, rows: "list[diffusion_bench.Row]") -> Table:
-    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, shape")
-    for name in ("ms", "beside\nring", "of\nbytes", "MB\nreceived", "bytes\nalone, ms", "error"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        received = None if row.received is None else round(row.received / 1e6, 1)
-        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.of_bytes, received, row.limit_ms)]
-        error = "" if row.error is None else f"{row.error:.0e}"
-        times = "" if row.timing is None else row.timing.in_two_lines
-        table.add_row(row.contender, row.note or times, *figures, error)
-    return table
+@app.command(short_help="Draw the predicted time and bytes of published schemes.")
+def plot(
+    file: Annotated[Path, typer.Option("--plot", help="The .png or .svg to draw.", dir_okay=False)],
+    cluster: Annotated[str, typer.Option(help="As that of attnmesh plan.")],
+    length: Annotated[str, typer.Option(help="Tokens, as 128k or 5M.")],
+    heads: Annotated[str, typer.Option(help="Query heads / key heads, as 32/8.")],
+    head_dim: Annotated[int, typer.Option(min=1, help="Columns of a query and of a key.")] = 128,
+    phase: Annotated[str, typer.Option(help="training, prefill or decode.")] = "training",
+) -> None:
+    """Draw what attnmesh plan predicts: time by devices and by tokens, a curve for each published scheme, and bytes."""
+    from benchmarks.plan_figure import check_picture, write_plot
+
+    machines, work = cluster_of(cluster), Workload(*heads_of(heads), head_dim, length_of(length), phase=phase)
+    check_picture(file)
+    with Status("pricing") as status:
+        write_plot(writable("--plot", file), work, machines, status.update)
+    console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
 
 
 GPU_EXPLAINED = """\
@@ -291,11 +360,13 @@ Times are medians with quartiles of calls that take turns, by CUDA events, as CU
 The L2 cache is emptied before each call. The read rate is that of a maximum over the same keys and values."""
 
 
-@bench_command(app, "python -m benchmarks gpu-kernels", "Decoding and prefill on one GPU beside rivals.", GPU_EXPLAINED)
+@bench_command(app, "gpu-kernels", "Decoding and prefill on one GPU beside rivals.", GPU_EXPLAINED)
 def bench_gpu_kernels(run: Bench) -> list[Table]:
     """Decoding and prefill on one GPU beside SDPA, FlexAttention, flash-attn, FlashInfer and the read rate."""
+    from benchmarks import gpu_kernels
+
     if not torch.cuda.is_available():
-        fix = "use attnmesh bench kernel on a machine without one"
+        fix = "use python -m benchmarks kernel on a machine without one"
         raise ArgumentError("benchmarks gpu-kernels", "a GPU that PyTorch sees", "none", fix)
     add = run.table("rows")
     for row in gpu_kernels.rows(torch.device("cuda", torch.cuda.current_device())):

@@ -17,10 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.cli.bench_prefill import Contender, links_alone, mesh_of, milliseconds_of_bytes
 from attnmesh.cli.launch import Send
-from attnmesh.cli.netns import Hosts, World, run_on, send_rows
-from attnmesh.cli.timing import Timing, race
 from attnmesh.comm.counters import counted
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
@@ -30,6 +27,9 @@ from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
+from benchmarks.netns import Hosts, World, run_on, send_rows
+from benchmarks.prefill import Contender, links_alone, mesh_of, milliseconds_of_bytes
+from benchmarks.timing import Timing, race
 
 RING, PEER = "ring", "Ulysses of diffusers"
 

@@ -19,12 +19,12 @@ from transformers.utils import logging
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import send_rows
-from attnmesh.cli.timing import Comparison, Timing, race
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback
 from attnmesh.hf.load import open_model
 from benchmarks import model
+from benchmarks.netns import send_rows
+from benchmarks.timing import Comparison, Timing, race
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.cli.timing import Call, Comparison, Timing, race
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import Logits
 from attnmesh.kernels.cache_view import CacheKernel, DecodeQuery
 from attnmesh.kernels.driver import choose_for_cache
+from benchmarks.timing import Call, Comparison, Timing, race
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
 

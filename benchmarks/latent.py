@@ -14,14 +14,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import send_rows
-from attnmesh.cli.timing import Timing
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.mask import Causal
 from attnmesh.decode.cache import KVCache
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.mesh.axes import Mesh
+from benchmarks.netns import send_rows
+from benchmarks.timing import Timing
 
 
 @dataclass(frozen=True)

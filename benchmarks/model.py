@@ -18,10 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from attnmesh import hf
-from attnmesh.cli.bench_decode import ring
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import World, run_on, send_rows
-from attnmesh.cli.timing import Timing, resident
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.mask import Mask
@@ -30,6 +27,9 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.hf.load import open_model
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
+from benchmarks.decode import ring
+from benchmarks.netns import World, run_on, send_rows
+from benchmarks.timing import Timing, resident
 
 
 @dataclass(frozen=True)

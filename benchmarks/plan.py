@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
-from attnmesh.cli.bench_prefill import mesh_of
-from attnmesh.cli.netns import HEADERS, Hosts, Wire, World, run_on, send_rows, wires
-from attnmesh.cli.timing import Timing
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
+from benchmarks.netns import HEADERS, Hosts, Wire, World, run_on, send_rows, wires
+from benchmarks.prefill import mesh_of
+from benchmarks.timing import Timing
 
 GLOO = 147
 """Bytes that gloo adds to each message: an announcement, its acknowledgement and a header."""

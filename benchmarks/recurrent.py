@@ -19,14 +19,14 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 import attnmesh as am
 from attnmesh.cli.launch import Send
-from attnmesh.cli.netns import World, ranks_of, run_on, send_rows
-from attnmesh.cli.timing import Timing, race
 from attnmesh.comm.counters import counted
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent import prepare
 from attnmesh.hf.shards import ShardMask, Shards
+from benchmarks.netns import World, ranks_of, run_on, send_rows
+from benchmarks.timing import Timing, race
 
 WHOLE, SHARE, SHARES = "1 rank, all tokens", "1 rank, its share of the tokens", "all ranks, shares without exchange"
 SCANNED = "all ranks, shares as the scan computes them"

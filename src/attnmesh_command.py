@@ -27,7 +27,6 @@ except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 COMMANDS = {
-    "bench": "Measure attnmesh beside its rivals and the machine's limits.",
     "generate": "Generate text with a model whose context is spread over ranks.",
     "probe": "Measure the links and devices of a world of ranks.",
     "plan": "The best shape of mesh for a workload on a cluster, before it is run.",
@@ -54,6 +53,12 @@ class DeferredGroup(TyperGroup):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = {name: DeferredCommand(name, short_help=text) for name, text in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the subcommand that is named first; say where `bench`, which was one, has gone."""
+        if args[:1] == ["bench"]:
+            ctx.fail("bench is no command of an installed attnmesh. Run python -m benchmarks decode in a checkout.")
+        return super().resolve_command(ctx, args)
 
 
 def import_subcommands() -> Any:

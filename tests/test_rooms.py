@@ -40,6 +40,13 @@ def test_rooms_import_only_from_above() -> None:
     TopologicalSorter({name: {b for a, b in edges if a == name} for name in FILES}).prepare()  # raises on a circle
 
 
+def test_the_package_imports_nothing_that_is_in_a_checkout_alone() -> None:
+    nodes = {name: [*ast.walk(ast.parse(file.read_text()))] for name, file in FILES.items()}
+    modules = {(name, str(n.module)) for name in nodes for n in nodes[name] if isinstance(n, ast.ImportFrom)}
+    modules |= {(name, x.name) for name in nodes for n in nodes[name] if isinstance(n, ast.Import) for x in n.names}
+    assert not [pair for pair in modules if pair[1].split(".")[0] in ("benchmarks", "tests")]
+
+
 def test_the_map_of_the_code_names_each_file() -> None:
     from tests.tools.code_map import PAGE, page  # it takes the rooms from here
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import attnmesh as am
 from attnmesh.cli import output
+from benchmarks import bench
 
 TOLERATED = 0.25
 """How far a prediction may be from the published figure before it needs a reason."""
@@ -97,7 +98,7 @@ def published(command: str, reports: Iterable[Report], as_json: bool, out: Any =
         "attnmesh": am.__version__,
         "papers": [report.record() for report in reports],
     }
-    if not output.published(record, as_json, out):
+    if not bench.published(record, as_json, out):
         for report in reports:
             report.show()
 

@@ -5,8 +5,8 @@ import json
 import pytest
 from benchmarks import diffusion
 from benchmarks.commands import app
+from benchmarks.netns import Hosts
 
-from attnmesh.cli.netns import Hosts
 from attnmesh.mesh.shapes import Shape
 from tests.cli.test_app import run
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import commands, diffusion, latent, model, plan, recurrent
+from benchmarks import decode, diffusion, latent, model, plan, prefill, recurrent, tables
+from benchmarks.timing import Comparison, Timing
 from rich.console import Console
 from rich.table import Table
-
-from attnmesh.cli import bench, bench_decode, bench_prefill
-from attnmesh.cli.timing import Comparison, Timing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -30,7 +28,7 @@ def plan_tables(record: dict[str, Any]) -> list[Table]:
     for given in record["rows"]:
         row, crossed = row_of(plan.Ran, {**given, "between": None}), given["between"]
         rows.append(row if crossed is None else replace(row, between=plan.Crossed(*crossed)))
-    return bench.by_case(partial(commands._plan_table, record["world"]), rows, "workload")
+    return tables.by_case(partial(tables.plan_table, record["world"]), rows, "workload")
 
 
 FILES = sorted(
@@ -38,14 +36,14 @@ FILES = sorted(
 )
 REQUEST = recurrent.Request(8192, 8, 128, 3)
 TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
-    "kernel": (Comparison, lambda rows: [bench.rows_table(rows)]),
-    "faults": (Comparison, lambda rows: [bench.rows_table(rows)]),
-    "prefill": (bench_prefill.Row, lambda rows: bench.by_case(bench._prefill_table, rows)),
-    "decode": (bench_decode.Row, lambda rows: bench.by_case(partial(bench._decode_table, 16), rows)),
-    "latent": (latent.Row, lambda rows: [commands._latent_table(latent.Request(32768, "float32", 7), rows)]),
-    "model": (model.Row, lambda rows: [commands._model_table(rows, 4093)]),
-    "recurrent": (recurrent.Row, lambda rows: bench.by_case(partial(commands._recurrent_table, REQUEST), rows)),
-    "diffusion": (diffusion.Row, lambda rows: bench.by_case(commands._diffusion_table, rows)),
+    "kernel": (Comparison, lambda rows: [tables.rows_table(rows)]),
+    "faults": (Comparison, lambda rows: [tables.rows_table(rows)]),
+    "prefill": (prefill.Row, lambda rows: tables.by_case(tables.prefill_table, rows)),
+    "decode": (decode.Row, lambda rows: tables.by_case(partial(tables.decode_table, 16), rows)),
+    "latent": (latent.Row, lambda rows: [tables.latent_table(latent.Request(32768, "float32", 7), rows)]),
+    "model": (model.Row, lambda rows: [tables.model_table(rows, 4093)]),
+    "recurrent": (recurrent.Row, lambda rows: tables.by_case(partial(tables.recurrent_table, REQUEST), rows)),
+    "diffusion": (diffusion.Row, lambda rows: tables.by_case(tables.diffusion_table, rows)),
 }
 
 
@@ -55,8 +53,8 @@ def test_the_tables_of_results_fit_a_terminal_of_80(file: Path) -> None:
     if name == "plan":
         shown = [table for world in record["worlds"] for table in plan_tables(world)]
     elif name in TABLES:
-        kind, tables = TABLES[name]
-        shown = tables([row_of(kind, row) for row in record["rows"]])
+        kind, make = TABLES[name]
+        shown = make([row_of(kind, row) for row in record["rows"]])
     else:
         pytest.fail(f"no table is known for {file.name}")
     console = Console(width=80)

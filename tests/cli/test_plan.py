@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -21,7 +22,7 @@ from attnmesh.cli import plan
 from attnmesh.cli.app import app
 from attnmesh.cli.plan_page import Grid, data, grid_of, page
 from attnmesh.planner.plan import in_bytes, in_seconds
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_lengths, over_sizes, sizes
+from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_sizes, sizes
 from attnmesh_command import show_errors
 
 DECODE = ("--cluster", "dgx-h100:16", "--heads", "32/8", "--head-dim", "128", "--length", "5M", "--decode")
@@ -158,16 +159,21 @@ INVALID = {
     ("dgx-h100", "32/8", "9k", "--recurrent", "4x8x8:scalar:matrix"): "each setting once, given '4x8x8:scalar:matrix'",
     ("dgx-h100", "32/8", "9k", "--recurrent", "4x0x8"): "or 0 in all, given 4 heads of 0 x 8. Fix: pass",
     ("dgx-h100:1", "32/8", "99M"): "plan for training: expected at most 80.0 GB a rank",
-    ("dgx-h100", "32/8", "9k", "--plot", "plan.pdf"): "--plot: expected a file named .png or .svg, given 'plan.pdf'",
     ("dgx-h100", "32/8", "9k", "--report", "plan.txt"): "--report: expected a file named .html, given 'plan.txt'",
-    ("dgx-h100", "32/8", "9k", "--plot", "no/such/plan.png"): "expected a file that can be written, given no/such/plan",
+    (
+        "dgx-h100",
+        "32/8",
+        "9k",
+        "--report",
+        "no/such/plan.html",
+    ): "expected a file that can be written, given no/such/plan",
     ("deep.json",): "--cluster: expected a JSON file that probe wrote, given deep.json: maximum recursion",
     ("local:" + "9" * 5000,): "expected NAME, NAME:HOSTS or NAME:HOSTSxRANKS",  # int() would refuse it otherwise
     ("x" * 5000,): "Cluster.preset: expected one of dgx-h100",  # and the system so long a name
     ("dgx-h100", "9" * 5000): "--heads: expected query heads / key heads",
     ("dgx-h100", "32/8", "\u0661k"): "--length: expected tokens",
-    ("dgx-h100", "32/8", "9k", "--plot", "no/\x1b[31m\n.png"): r"given no/\x1b[31m\n.png (No such file",
-    ("dgx-h100", "32/8", "9k", "--plot", "no/:smile:.png"): "given no/:smile:.png (No such file",
+    ("dgx-h100", "32/8", "9k", "--report", "no/\x1b[31m\n.html"): r"given no/\x1b[31m\n.html (No such file",
+    ("dgx-h100", "32/8", "9k", "--report", "no/:smile:.html"): "given no/:smile:.html (No such file",
 }
 
 
@@ -204,11 +210,11 @@ def test_a_name_is_no_markup(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_names_of_files_are_shown_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Brackets in names start no markup, and escapes reach no terminal, in the status and in the table."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan, "write_plot", lambda file, work, machines, plans, status: status(f"drawing {file}"))
+    monkeypatch.setattr(plan, "write_report", lambda file, work, machines, status: status(f"drawing {file}"))
     Path("[").mkdir()
-    code, text = run(*arguments("rtx4090", "8/2", "8k", "--plot", "[/]\x1b[31m.png"))
+    code, text = run(*arguments("rtx4090", "8/2", "8k", "--report", "[/]\x1b[31m.html"))
     assert code == 0
-    assert "Written: [/]\\x1b[31m.png" in text
+    assert "Written: [/]\\x1b[31m.html" in text
 
 
 def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +227,7 @@ def test_the_command_in_the_json_can_be_typed_again(tmp_path: Path, monkeypatch:
     assert json.loads(run(*again[2:], "--json")[1]) == report
 
 
-# --- schemes and their figure ---
+# --- schemes ---
 
 
 @pytest.mark.parametrize("phase", ["training", "prefill", "decode"])
@@ -243,51 +249,6 @@ def test_what_does_not_fit_is_left_out_of_curves() -> None:
     assert devices < {hosts * ranks for hosts, ranks in sizes(cluster)}
 
 
-def test_the_figure_has_a_curve_a_scheme_and_its_bytes() -> None:
-    pytest.importorskip("matplotlib")
-    from attnmesh.cli.plan_figure import draw_plan
-
-    best = best_by_scheme(SMALL, CLUSTER)
-    devices, tokens = curves(over_sizes(SMALL, CLUSTER)), curves(over_lengths(SMALL, CLUSTER))
-    times, growth, links = draw_plan(SMALL, CLUSTER, best, devices, tokens).axes
-    for axes, expected in ((times, devices), (growth, tokens)):
-        drawn = {str(line.get_label()): line for line in axes.lines if str(line.get_label()) in SCHEMES}
-        assert {*drawn} == {*expected}
-        for name, curve in expected.items():
-            assert [*zip(*drawn[name].get_data(), strict=True)] == curve
-        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-        assert {text.get_text().replace("\n", " ") for text in axes.texts} == {*expected}
-    assert dict(devices["USP"])[CLUSTER.world] == best["USP"].seconds
-    widths = [bar.get_width() for bar in links.patches]  # type: ignore[attr-defined]
-    assert widths == [sent for one in best.values() for sent in (one.bytes.between, one.bytes.inside)]
-
-
-@pytest.mark.parametrize(("name", "begins"), [("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")])
-def test_the_plot_is_written(name: str, begins: bytes, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    code, text = run(*arguments("rtx4090", "8/2", "64k", "--decode", "--plot", str(tmp_path / name)))
-    assert code == 0
-    assert "Written:" in text
-    assert (tmp_path / name).read_bytes().startswith(begins)
-
-
-def test_a_name_is_no_formula(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from attnmesh.cli.plan_figure import draw_plan
-
-    named = replace(CLUSTER, name=r"$\frac$")
-    draw_plan(SMALL, named, best_by_scheme(SMALL, named), {}, {}).savefig(tmp_path / "plan.svg")
-
-
-def test_without_matplotlib_the_plot_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    command = lambda: app(["plan", *DECODE, "--plot", str(tmp_path / "a.png")], standalone_mode=False)  # noqa: E731
-    assert show_errors(command, verbose=False) == 1
-    assert "this needs matplotlib: pip install 'attnmesh[plot]'" in capsys.readouterr().err
-
-
 # --- the page ---
 
 GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131072, 8 << 20))
@@ -295,8 +256,8 @@ GRID = Grid(kv_heads=(4, 16), ranks=(2, 4), hosts=(1, 2, 4), lengths=(16384, 131
 
 def test_the_data_of_the_page_is_that_of_plans() -> None:
     known = data(SMALL, CLUSTER, GRID, lambda _: None)
-    assert len(known["points"]) == len(GRID) == 36
-    for (kv_heads, ranks, hosts, length), schemes in zip(GRID.points(), known["points"], strict=True):
+    assert len(known["points"]) == 36
+    for (kv_heads, ranks, hosts, length), schemes in zip(product(*GRID), known["points"], strict=True):
         best = best_by_scheme(am.Workload(16, kv_heads, 64, length), CLUSTER.sized(hosts, ranks))
         assert [known["schemes"][one[0]][0] for one in schemes] == [*best]
         assert [one[2] for one in schemes] == pytest.approx([one.seconds for one in best.values()], rel=1e-5)

@@ -78,8 +78,8 @@ def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
         (("--model", "llama", "--decode", "--heads", "8"), "--heads: expected sizes of the model alone, given '8'"),
         (("--model", "llama", "--decode", "--window", "8"), "--window: expected sizes of the model alone, given 8"),
         (
-            ("--model", "llama", "--decode", "--plot", "a.png"),
-            "--plot: expected no picture of a model in decoding, given",
+            ("--model", "llama", "--decode", "--report", "a.html"),
+            "--report: expected no picture of a model in decoding, given",
         ),
         (("--model", "t5", "--decode"), "model: expected a causal language model, given 't5', a t5"),
         (("--model", "mamba", "--decode"), "plan model: expected layers of attention, given mamba without any."),

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import netns
 
 import attnmesh as am
-from attnmesh.cli import netns
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import rendezvous
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
-from tests.cli.test_netns import needs_hosts
+from tests.benchmarks.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
 from tests.tools import chaos
 from tests.tools.chaos import FAULTS, Outcome, Scenario

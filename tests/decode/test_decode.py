@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.timing import resident
 from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.cli.timing import resident
 from attnmesh.comm.counters import counted
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support import histories

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
+from benchmarks.timing import peak_memory
 
 import attnmesh as am
-from attnmesh.cli.timing import peak_memory
 from attnmesh.core.mask import Band
 from attnmesh.kernels.blocks import cut
 from attnmesh.kernels.driver import KERNELS, choose

@@ -4,12 +4,12 @@ import sys
 from weakref import finalize
 
 import pytest
+from benchmarks import peers, prefill
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import attnmesh as am
-from attnmesh.cli import bench_peers, bench_prefill
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
@@ -53,10 +53,10 @@ def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:
         with tensors:
             return backward(*arguments)
 
-    case = bench_peers.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
+    case = peers.Case("full", am.Full(), am.Contiguous(), (8, kv_heads), TOKENS * shape.ranks, WIDTH)
     module.backward = watched
     try:
-        bench_prefill.attention_call(case, bench_peers.inputs(case), bench_prefill.Contender(shape, shape, exchange))()
+        prefill.attention_call(case, peers.inputs(case), prefill.Contender(shape, shape, exchange))()
     finally:
         module.backward = backward
     return tensors.most / 4 / TOKENS / WIDTH

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
-from attnmesh.cli.netns import LINK, Hosts
+from benchmarks.netns import LINK, Hosts
+
 from attnmesh.decode.checkpoint import FOLDER
 from tests.support.worlds import Ranks, Report
 

@@ -37,7 +37,7 @@ PRELOADED = [
     "tests.support.tiny",
     "tests.support.worlds",
     "attnmesh.cli.generate_worker",
-    "attnmesh.cli.netns",
+    "benchmarks.netns",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("gemma3", "gpt_oss", "llama", "mistral")),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "qwen3")),
 ]

@@ -13,9 +13,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from attnmesh.cli import netns
-from attnmesh.cli.netns import Hosts, ranks_of
-from attnmesh.cli.output import machine
+from benchmarks import netns
+from benchmarks.netns import Hosts, ranks_of
+
+from attnmesh.core.machine import machine
 from attnmesh.decode import checkpoint
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.shapes import Shape

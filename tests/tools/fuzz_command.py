@@ -27,35 +27,33 @@ from typing import Any
 
 import torch
 import typer.main
-from benchmarks import commands as benchmarks_commands
+from benchmarks import bench, commands, faults, plan_figure
+from benchmarks import decode as decode_bench
 from benchmarks import diffusion as diffusion_bench
-from benchmarks import faults
+from benchmarks import kernel as kernel_bench
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
 from benchmarks import plan as plan_bench
+from benchmarks import prefill as prefill_bench
 from benchmarks import recurrent as recurrent_bench
 from benchmarks.commands import app as benchmarks_app
+from benchmarks.netns import Hosts, World, ranks_of, script
+from benchmarks.timing import Comparison, Timing
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from attnmesh import plan as planner
-from attnmesh.cli import bench as commands
 from attnmesh.cli import (
-    bench_decode,
-    bench_kernel,
-    bench_prefill,
     generate,
     generate_worker,
-    output,
     plan,
     plan_page,
     probe,
 )
 from attnmesh.cli import proofs as proof
 from attnmesh.cli.app import app
-from attnmesh.cli.netns import Hosts, World, ranks_of, script
-from attnmesh.cli.timing import Comparison, Timing
+from attnmesh.core.machine import machine
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
@@ -85,6 +83,7 @@ LIKELY: dict[str, tuple[str, ...]] = {
     "length": ("4096", "128k", "64Ki", "1.5M", "100", "5M"),
     "hosts": ("2x2@250mbit", "8x2@1gbit", "1x2@100kbit", "3x1@1.5gbit"),
     "shape": ("1x4x1", "1x2x2"),
+    "phase": ("training", "prefill", "decode"),
     "case": ("causal", "causal, 8/8", "full", ""),
     "out": ("made.json", "made/deep.json"),
     "plot": ("made.png", "made.svg", "[bold]made[/].svg"),
@@ -335,7 +334,7 @@ LOCAL = Cluster.preset("local")
 SCRIPT = re.compile(
     r"set -e\nmkdir -p /run/netns && mount -t tmpfs tmpfs /run/netns\nip link set lo up\n"
     r"(?:(?:ip|tc|export) (?:[A-Za-z0-9 .:/=_@-]|&&)+\n)*"
-    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m attnmesh\.cli\.netns /door/door &\n)+wait\n"
+    r"(?:ip netns exec h\d+ \S+ -m torch\.distributed\.run [a-z0-9 .-]+ -m benchmarks\.netns /door/door &\n)+wait\n"
 )
 """Form of every script that makes emulated hosts."""
 
@@ -352,19 +351,19 @@ def generate_on_ranks(
     world: int, _: Any, request: Any, *, on_message: Callable[[Any], None], **options: Any
 ) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
-    assert 1 <= world <= len(request.ids)
-    assert request.mesh.shape.ranks * request.mesh.tp == world
+    assert min(world, len(request.prompt.ids)) >= 1
+    assert request.prompt.mesh.shape.ranks * request.prompt.mesh.tp == world
     GenerationConfig(max_new_tokens=request.max_new_tokens, **request.options).validate(strict=True)
     temperature = request.options.get("temperature", 1.0)
     assert torch.isfinite(torch.tensor([1e4]) / temperature).all(), f"a temperature of {temperature}"
     torch.Generator().manual_seed(request.seed)
     on_message(("loaded", 0.1))
-    on_message(("prefilled", len(request.ids)))
-    tokens = list(request.ids[-4:])
+    on_message(("prefilled", len(request.prompt.ids)))
+    tokens = list(request.prompt.ids[-4:])
     for token in tokens:
         on_message(("token", token))
     counts = [1] * world
-    return [generate_worker.Result(tokens, len(request.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
+    return [generate_worker.Result(tokens, len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:
@@ -405,9 +404,9 @@ def stand_in(sandbox: Sandbox) -> None:
     import matplotlib.font_manager  # noqa: F401 (writes its file of fonts before the watch begins)
 
     constants.HF_HUB_OFFLINE = True  # names of models cause no network access
-    machine = output.machine()
-    for module in (output, generate, probe, commands, benchmarks_commands, sys.modules["attnmesh.cli.check"]):
-        replace(module, machine=lambda: machine)
+    here = machine()
+    for module in (generate, probe, bench, commands, sys.modules["attnmesh.cli.check"]):
+        replace(module, machine=lambda: here)
     proofs = [proof.Proof("cpu", "cpu", "float32", None, 1e-7, 1e-7, 1e-6), proof.Proof("cuda", "cpu", "float32", "no")]
     choices = list(proof.choices())
     locate, config, tokenizer = load.locate, load.open_config, cache(load.open_tokenizer)
@@ -422,22 +421,22 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(generate, run_on_ranks=generate_on_ranks)
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
     compared = Comparison("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
-    held = bench_kernel.Memory("window", (10, 20), (1.0, None))
-    replace(bench_kernel, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
+    held = kernel_bench.Memory("window", (10, 20), (1.0, None))
+    replace(kernel_bench, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
     rows = [
-        bench_prefill.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
-        bench_prefill.Row("causal", "peer", note="no such mask"),
+        prefill_bench.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
+        prefill_bench.Row("causal", "peer", note="no such mask"),
     ]
     replace(
-        bench_prefill,
+        prefill_bench,
         rows=lambda world, length, selection, add: [add(row) for row in on(world, rows)],
-        memory=lambda ranks, length, add: add(bench_prefill.Memory("full", "ring", 3.5, 3.0)),
+        memory=lambda ranks, length, add: add(prefill_bench.Memory("full", "ring", 3.5, 3.0)),
     )
-    merge = bench_decode.Row("merge", "tree", TIME, 1.0)
+    merge = decode_bench.Row("merge", "tree", TIME, 1.0)
     replace(
-        bench_decode,
+        decode_bench,
         parts=lambda world: {"merges": lambda add: add(on(world, merge))},
-        memory=lambda ranks, add: add(bench_decode.Memory("step", "tree", 1.0)),
+        memory=lambda ranks, add: add(decode_bench.Memory("step", "tree", 1.0)),
     )
     row = whole_model.Row("tree", [1, 2], TIME, 1.0, 1.0, 1.0)
     replace(whole_model, rows=lambda request, threads, world, add, alone: [add(each) for each in on(world, [row, row])])
@@ -449,8 +448,10 @@ def stand_in(sandbox: Sandbox) -> None:
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
     replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
     replace(plan_bench, report=measured_plans)
-    replace(probe, run_on=lambda world, function: on(world, [LOCAL]), keep_machine=lambda cluster, kind: None)
+    replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
+    replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))
     replace(plan, plans_for=priced)
+    replace(plan_figure, plan=priced)
     replace(schemes, plan=priced, sizes=lambda cluster: [(cluster.hosts, cluster.ranks)], lengths=lambda n: [n])
     replace(plan_page, grid_of=lambda work, c: plan_page.Grid((work.kv_heads,), (c.ranks,), (c.hosts,), (work.length,)))
 
@@ -620,7 +621,7 @@ def main() -> None:
     print(f"\n{options.inputs:,} inputs in {seconds} s: {counts}")
     if out:
         command = f"python -m tests.tools.fuzz_command --inputs {options.inputs} --first {options.first}"
-        record = {"command": command, "machine": output.machine(), "seconds": seconds, "came": counts}
+        record = {"command": command, "machine": machine(), "seconds": seconds, "came": counts}
         out.write_text(json.dumps(record, indent=2) + "\n")
 
 

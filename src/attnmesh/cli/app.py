@@ -2,7 +2,6 @@
 
 import typer
 
-from attnmesh.cli.bench import bench
 from attnmesh.cli.check import check
 from attnmesh.cli.generate import generate
 from attnmesh.cli.plan import plan
@@ -11,6 +10,5 @@ from attnmesh_command import COMMANDS, SETTINGS, root
 
 app = typer.Typer(name="attnmesh", add_completion=False, **SETTINGS)
 app.callback()(root)
-app.add_typer(bench, name="bench", help=COMMANDS["bench"])
 for command in (generate, probe, plan, check):
     app.command(short_help=COMMANDS[command.__name__])(command)

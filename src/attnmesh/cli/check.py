@@ -8,13 +8,14 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli import proofs
-from attnmesh.cli.output import AsJson, Verbose, console, machine, pairs, print_json, progress, titled
+from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
+from attnmesh.core.machine import machine
 
 
 def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
     """Prove each kernel of this installation against attention in float64, and show which kernels are chosen."""
-    with progress.status("the reference against the energy's gradient") as status:
+    with Status("the reference against the energy's gradient") as status:
         law = proofs.law_error()
         results = []
         for result in proofs.proofs():
@@ -32,9 +33,7 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
         console.print(_choice_table())
         for absence in _absences(results):
             console.print(absence)
-        console.print(
-            f"The reference in float64 equals the energy's gradient, and the gradients of that, to {law:.1e}."
-        )
+        console.print(f"The reference in float64 equals the energy's gradient, and gradients of that, to {law:.1e}.")
         if verbose:
             console.print(CHECK_EXPLAINED)
         exact = "All kernels here are exact, to the rounding of their dtype."
@@ -49,9 +48,8 @@ difference from the reference in float64, relative to its largest value. kernel=
 
 
 def _proof_table(results: list[Proof]) -> Table:
-    table = titled("kernels, in the order in which they are picked", "kernel", "device", "dtype")
-    for name in ("out error", "gradient error", "allowed"):
-        table.add_column(name, justify="right")
+    figures = ("out error", "gradient error", "allowed")
+    table = titled("kernels, in the order in which they are picked", "kernel", "device", "dtype", figures=figures)
     table.add_column("verdict")
     for r in results:
         if r.absent is None:

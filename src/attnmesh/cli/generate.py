@@ -8,17 +8,16 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich.table import Table
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
-from attnmesh.cli.launch import Send, is_first_rank, run_on_ranks, under_torchrun
+from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, under_torchrun
 from attnmesh.cli.mesh_option import ranks_of_axes
-from attnmesh.cli.netns import ranks_of, world_of
-from attnmesh.cli.output import AsJson, Status, Verbose, console, machine, print_json, progress, titled
+from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
+from attnmesh.core.machine import machine
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 
@@ -85,17 +84,14 @@ def generate(
     set_deadline(deadline)
     _check_sampling(temperature, seed)
     world = _world(ranks, mesh)
-    with progress.status("reading the prompt") as status:
+    with Status("reading the prompt") as status:
         if not is_first_rank():
             status.stop()
         prepared = prepare(model, Prompt(prompt, prompt_file, raw), max_new_tokens, world, mesh, status)
         chosen = prepared.mesh.shape
         check_reproducible("--reproducible", reproducible, chosen.queries * chosen.keys, merge)
         request = Request(
-            model=prepared.place,
-            ids=prepared.ids,
-            mesh=prepared.mesh,
-            heads=prepared.heads,
+            prompt=prepared._replace(tokenizer=None),
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             seed=seed,
@@ -149,7 +145,7 @@ class Display:
             case "loaded", seconds:
                 self.status.update(f"model loaded in {seconds:.1f} s; prefilling {self.prompt_tokens:,} tokens")
             case "resumed", tokens:
-                progress.print(f"going on from {tokens:,} tokens of the checkpoint")
+                print_message(f"going on from {tokens:,} tokens of the checkpoint")
             case "prefilled", tokens if tokens < self.prompt_tokens:
                 self.status.update(f"prefilled {tokens:,} of {self.prompt_tokens:,} tokens")
             case "prefilled", _:
@@ -194,7 +190,7 @@ def _world(ranks: int | None, mesh: str) -> int:
     """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
     named = ranks_of_axes(mesh)
     if not under_torchrun():
-        return ranks_of(world_of(ranks or named, None))
+        return check_ranks(ranks or named)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -212,9 +208,7 @@ def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> Non
         text = prepared.tokenizer.decode(result.tokens, skip_special_tokens=True)
         print_json({**asdict(result), "text": text, "mesh": mesh, "why": prepared.mesh.reason, "machine": machine()})
         return
-    table: Table = titled("", "", "")
-    table.show_header = False
-    for label, value in {
+    figures = {
         "prompt": f"{result.prompt_tokens:,} tokens",
         "new": f"{len(result.tokens):,} tokens",
         "model loaded in": f"{result.load_seconds:.1f} s",
@@ -224,8 +218,8 @@ def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> Non
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
         "mesh": f"{mesh}: {prepared.mesh.reason}",
-    }.items():
-        table.add_row(label, value)
+    }
+    table = pairs("", figures)
     if verbose:
         table.caption, table.caption_justify = EXPLAINED, "left"
     console.print(table)

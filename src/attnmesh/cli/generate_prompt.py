@@ -50,10 +50,11 @@ class Prepared(NamedTuple):
     """A checked prompt for a model, and the mesh."""
 
     place: str
-    tokenizer: Any
     ids: tuple[int, ...]
     heads: tuple[int, int]
     mesh: MeshChoice
+    tokenizer: Any = None
+    """None on ranks, which need none."""
 
 
 def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
@@ -82,7 +83,7 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
-    return Prepared(place, tokenizer, tuple(ids), heads, choose(mesh, ranks, *heads))
+    return Prepared(place, tuple(ids), heads, choose(mesh, ranks, *heads), tokenizer)
 
 
 def _check_length(tokens: int, new: int, config: Any) -> None:

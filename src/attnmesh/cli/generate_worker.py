@@ -13,8 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from attnmesh import hf
+from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
-from attnmesh.cli.mesh_option import TP, MeshChoice
+from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import everyone, init_mesh
@@ -28,12 +29,9 @@ from attnmesh.mesh.shapes import AXES
 
 @dataclass(frozen=True)
 class Request:
-    """A model, a prompt and options, the same on all ranks."""
+    """A prepared prompt and options, the same on all ranks."""
 
-    model: str
-    ids: tuple[int, ...]
-    mesh: MeshChoice
-    heads: tuple[int, int]
+    prompt: Prepared
     max_new_tokens: int
     dtype: str = "auto"
     seed: int = 0
@@ -111,14 +109,14 @@ def _load(send: Send, request: Request) -> _Session:
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh, sharing = _meshes(device.type, request)
-    output = "heads" if request.mesh.is_shared else "replicated"
+    output = "heads" if request.prompt.mesh.is_shared else "replicated"
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     start = perf_counter()
-    model = open_model(request.model, request.dtype, device, sharing, output)
+    model = open_model(request.prompt.place, request.dtype, device, sharing, output)
     load_seconds = perf_counter() - start
     send(("loaded", load_seconds))
-    ids = torch.tensor([request.ids], device=device)
+    ids = torch.tensor([request.prompt.ids], device=device)
     capacity = ids.shape[1] + request.max_new_tokens
     cache = hf.ShardedCache(model.config, mesh, capacity=capacity, output=output, **request.cache)
     torch.manual_seed(request.seed)
@@ -134,11 +132,11 @@ def _load(send: Send, request: Request) -> _Session:
 
 def _meshes(device_type: str, request: Request) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the mesh that shares the tokens, and the mesh that shares the weights."""
-    shape, tp, is_shared, _ = request.mesh
+    shape, tp, is_shared, _ = request.prompt.mesh
     if tp > 1:  # they exchange most, and lie next to each other
         whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
         return whole[AXES], whole[TP]
-    mesh = init_mesh(device_type, shape, *request.heads) if shape.ranks > 1 else None
+    mesh = init_mesh(device_type, shape, *request.prompt.heads) if shape.ranks > 1 else None
     return mesh, mesh["keys"] if mesh is not None and is_shared else None
 
 

@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnmesh.errors import InputError, RankFailure
+from attnmesh.errors import ClusterError, InputError, RankFailure
 
 Send = Callable[[Any], None]
 """Sends a message of a rank, before its result, to the process that started it."""
@@ -36,6 +37,8 @@ GRACE_PERIOD = 2.0
 TIMEOUT = timedelta(hours=1)
 """Timeout of the process group. The process that started a rank notices its death at once."""
 
+MAX_RANKS = 1024
+"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 """Signals that end a process: from another one, or because the terminal was closed."""
@@ -59,6 +62,14 @@ def is_first_rank() -> bool:
     return not under_torchrun() or os.environ.get("RANK") == "0"
 
 
+def check_ranks(ranks: int) -> int:
+    """Return the number of ranks of a command's `--ranks`, or raise if one machine cannot run them."""
+    if not 1 <= ranks <= MAX_RANKS:
+        given, fix = f"{ranks:,}", "ask for what one machine can run"
+        raise ClusterError("--ranks", f"1 to {MAX_RANKS:,} ranks on this machine", given, fix)
+    return ranks
+
+
 def run_on_ranks(
     ranks: int,
     function: Callable[..., Any],
@@ -66,39 +77,34 @@ def run_on_ranks(
     seconds: float | None = 1800.0,
     threads: int = 1,
     gpus: bool = False,
-    exact_memory: bool = False,
+    spawned: bool = False,
     on_message: Send | None = None,
 ) -> list[Any]:
     """Return each rank's result, from gloo ranks of `threads` threads; raise the first error, which ends all ranks.
 
     With `gpus` each rank has a GPU and they use NCCL. With `on_message` the first argument of the function is a `Send`,
-    and each message is passed to `on_message` as it arrives. With `exact_memory` freed memory returns to the system at
-    once: the resident size is then what is held, but calls are slow. No rank and no file outlives this call, an
-    interrupt, SIGTERM or SIGHUP.
+    and each message is passed to `on_message` as it arrives. Ranks that are `spawned` have this process's environment,
+    and share no memory with other processes. No rank and no file outlives this call, an interrupt, SIGTERM or SIGHUP.
     """
-    context: Any = mp.get_context("spawn" if exact_memory or gpus or sys.platform != "linux" else "forkserver")
+    context: Any = mp.get_context("spawn" if spawned or gpus or sys.platform != "linux" else "forkserver")
     if context.get_start_method() == "forkserver":
         functions = [function, *(x for x in arguments if inspect.isfunction(x))]
         context.set_forkserver_preload([x.__module__ for x in functions])  # imported once, not by each rank
         _start_forkserver()
-    if exact_memory:
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
-        store, processes, pipes = Path(folder) / "store", [], []
+        store, pipes, processes = Path(folder) / "store", list[Connection](), list[Any]()
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                place = (rank, ranks, threads, gpus, store)
-                work = (function, arguments, on_message is not None)
-                process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
-                with _interrupts_deferred():
-                    process.start()
-                    processes.append(process)
-                theirs.close()
-                pipes.append(ours)
+            with ThreadPoolExecutor(1) as starter:  # a rank whose start an interrupt cuts short would stay behind
+                for rank in range(ranks):
+                    ours, theirs = context.Pipe(duplex=False)
+                    place = (rank, ranks, threads, gpus, store)
+                    work = (function, arguments, on_message is not None)
+                    process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
+                    starter.submit(_start, process, processes).result()
+                    theirs.close()
+                    pipes.append(ours)
             return results(pipes, lambda rank: _death(rank, processes[rank]), on_message, seconds)
         finally:
-            os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
             _end(processes)
 
 
@@ -140,24 +146,10 @@ def leaving_tidily() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Handle an interrupt at the end of the block: a rank whose start is cut short would be left behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDING)}
-    handled = {number: handler for number, handler in before.items() if callable(handler)}
-    if threading.current_thread() is not threading.main_thread() or not handled:
-        yield
-        return
-    interrupts: list[tuple[int, FrameType | None]] = []
-    for number in handled:
-        signal.signal(number, lambda *interrupt: interrupts.append(interrupt))
-    try:
-        yield
-    finally:
-        for number, handler in handled.items():
-            signal.signal(number, handler)
-        if interrupts:
-            handled[signal.Signals(interrupts[0][0])](*interrupts[0])
+def _start(process: Any, processes: list[Any]) -> None:
+    """Start a rank in a thread that interrupts do not reach: Python handles them in the main thread."""
+    process.start()
+    processes.append(process)
 
 
 def results(

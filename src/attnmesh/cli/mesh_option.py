@@ -1,6 +1,7 @@
 """The option `--mesh`: text such as "tp=2,keys=4" to the ranks along named axes."""
 
 import re
+from math import prod
 from typing import NamedTuple
 
 from attnmesh.errors import MeshError
@@ -59,10 +60,7 @@ def axes_of(text: str) -> dict[str, int]:
 
 def ranks_of_axes(text: str) -> int:
     """Return the ranks of the axes that are named."""
-    ranks = 1
-    for size in axes_of(text).values():
-        ranks *= size
-    return ranks
+    return prod(axes_of(text).values())
 
 
 def choose(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:

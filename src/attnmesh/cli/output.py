@@ -1,40 +1,34 @@
-"""Output of the command: tables, JSON, progress, errors, and the machine that figures were measured on."""
+"""Output of the command: tables, JSON, progress and errors."""
 
 import json
 import os
-import platform
-import shutil
-import subprocess
+import shlex
 import threading
 import time
-from dataclasses import asdict
+from collections.abc import Container, Iterable
 from errno import EACCES
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
-import attnmesh
 from attnmesh.cli.launch import RankError, is_first_rank
-from attnmesh.core.machine import cpu_name
 from attnmesh.errors import ArgumentError, InputError, RankFailure
 
 INTERVAL = 8.0
 """Seconds between two lines of progress where standard error is no terminal."""
 
 
-def writable(option: str, file: Path | None) -> Path | None:
+def writable(option: str, file: Path) -> Path:
     """Return the path, or raise before anything is measured if it cannot be written."""
     try:
-        if file is not None:
-            file.touch()
-            if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
-                raise PermissionError(EACCES, os.strerror(EACCES))
+        file.touch()
+        if not os.access(file, os.W_OK):  # the owner of a read-only file can touch it
+            raise PermissionError(EACCES, os.strerror(EACCES))
     except OSError as error:
         fix = "make the folder first, or name another"
         raise ArgumentError(option, "a file that can be written", f"{file} ({error.strerror})", fix) from None
@@ -42,31 +36,26 @@ def writable(option: str, file: Path | None) -> Path | None:
 
 
 def _writable_out(file: Path | None) -> Path | None:
-    return writable("--out", file)
+    return file and writable("--out", file)
 
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object and nothing else; a bench prints it row by row.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Explain each figure; show warnings and tracebacks.")]
 OutFile = Annotated[
     Path | None,
     typer.Option("--out", help="Also write the JSON to this file.", dir_okay=False, callback=_writable_out),
 ]
-HostsOption = Annotated[
-    str | None,
-    typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
-]
 
-console = Console(emoji=False)
+console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
+"""Standard output; and standard error, for progress and messages."""
 
 
 class Status:
     """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds."""
 
-    def __init__(self, error: Console, text: str) -> None:
-        self.error, self.text, self.start = error, text, time.monotonic()
-        self.spinner = error.status(escape(printable(text))) if error.is_terminal else None
+    def __init__(self, text: str) -> None:
+        self.text, self.start = text, time.monotonic()
+        self.spinner = progress.status(escape(printable(text))) if progress.is_terminal else None
         self.stopped = threading.Event()
 
     def __enter__(self) -> "Status":
@@ -94,25 +83,12 @@ class Status:
     def _print_lines(self) -> None:
         while not self.stopped.wait(INTERVAL):
             seconds = time.monotonic() - self.start
-            self.error.print(escape(f"{printable(self.text)} ({seconds:.0f} s)"), highlight=False, soft_wrap=True)
+            print_message(escape(f"{printable(self.text)} ({seconds:.0f} s)"))
 
 
-class Progress:
-    """Standard error: the step that a command is at, and messages."""
-
-    def __init__(self) -> None:
-        self.error = Console(stderr=True, emoji=False)
-
-    def status(self, text: str) -> Status:
-        """Return a step to be shown in a `with` statement."""
-        return Status(self.error, text)
-
-    def print(self, text: str) -> None:
-        """Print one line of markup, however long it is."""
-        self.error.print(text, highlight=False, soft_wrap=True)
-
-
-progress = Progress()
+def print_message(text: str) -> None:
+    """Print one line of markup on standard error, however long it is."""
+    progress.print(text, highlight=False, soft_wrap=True)
 
 
 def print_error(error: Exception) -> int:
@@ -126,7 +102,7 @@ def print_error(error: Exception) -> int:
         text = escape(_brief(error))
     else:
         raise error
-    progress.print(f"[bold red]error:[/] {text}")
+    print_message(f"[bold red]error:[/] {text}")
     return 1
 
 
@@ -145,37 +121,6 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
 
 
-def machine() -> dict[str, Any]:
-    """Return versions and the names of CPU and GPU, to be printed beside figures."""
-    gpu = {}
-    if torch.cuda.is_available():
-        triton = packages_distributions().get("triton")
-        names = {"gpu": torch.cuda.get_device_name(), "driver": _driver()}
-        gpu = {
-            **names,
-            "cuda": torch.version.cuda,
-            "triton": triton and version(triton[0]),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        }
-    return {
-        "attnmesh": attnmesh.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
-        **gpu,
-    }
-
-
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-    return lines[0] if lines else None
-
-
 def pairs(title: str, values: dict[str, Any]) -> Table:
     """Return a table of names and values."""
     rows = titled(title, "", "")
@@ -185,9 +130,21 @@ def pairs(title: str, values: dict[str, Any]) -> Table:
     return rows
 
 
-def titled(title: str, *columns: str) -> Table:
-    """Return an empty table with its title on the left."""
-    return Table(*columns, title=escape(title), title_justify="left", title_style="bold")
+def titled(title: str, *columns: str, figures: Iterable[str] = ()) -> Table:
+    """Return an empty table with its title on the left, of columns and then of columns of figures."""
+    right = (Column(name, justify="right") for name in figures)
+    return Table(*columns, *right, title=escape(title), title_justify="left", title_style="bold")
+
+
+def numbered(title: str, columns: dict[str, list[str]], left: Container[str], caption: str) -> Table:
+    """Return a table of numbered rows that fits 80 characters. Columns are figures, but for those on the left."""
+    table = titled(title, "")
+    table.box, table.padding, table.caption, table.caption_justify = SIMPLE_HEAD, (0, 0, 0, 0), caption, "left"
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=name != "known as")
+    for number, cells in enumerate(zip(*columns.values(), strict=True), 1):
+        table.add_row(str(number), *cells)
+    return table
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -195,61 +152,17 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, indent=2))
 
 
-def write_json(file: Path, record: dict[str, Any]) -> None:
-    """Replace a regular file in one step, so that readers find the old or the new text; write to others directly."""
-    text = json.dumps(record, indent=2) + "\n"
-    if file.is_symlink() or not (file.is_file() and os.access(file.parent, os.W_OK)):
-        file.write_text(text)
-        return
-    part = file.with_name(f".attnmesh-{os.getpid()}.json")
-    part.write_text(text)
-    shutil.copymode(file, part)
-    os.replace(part, file)
+def command_line(command: str, options: dict[str, Any]) -> str:
+    """Return the command line that gives these options, but for those of output.
 
-
-def published(report: dict[str, Any], as_json: bool, out: Path | None) -> bool:
-    """Write a report to the file, if any, and print it with `as_json`. Return `as_json`."""
-    if out is not None:
-        write_json(out, report)
-    if as_json:
-        print_json(report)
-    return as_json
-
-
-class Report:
-    """One JSON object of a bench, written as its rows are measured.
-
-    The file is rewritten after each row: it is valid at any moment, and `"complete"` is false until the end. Standard
-    output gets the text of the same object as it grows; an interrupt closes its brackets.
+    >>> command_line("python -m benchmarks decode", {"ranks": 8, "hosts": None, "alone": True})
+    'python -m benchmarks decode --ranks 8 --alone'
     """
-
-    def __init__(self, command: str, as_json: bool, out: Path | None) -> None:
-        self.record: dict[str, Any] = {"command": command, "machine": machine()}
-        self.as_json, self.out, self.printed = as_json, out, ""
-
-    def add(self, table: str, *rows: Any) -> None:
-        """Add rows, which are dataclasses or have a `record()`, to the last table or to a new one."""
-        records = [row.record() if hasattr(row, "record") else asdict(row) for row in rows]
-        self.set(**{table: [*self.record.get(table, []), *records]})
-
-    def set(self, **facts: Any) -> None:
-        """Set values of the object: new ones, or the last one with more in it."""
-        self.record |= facts
-        self._write({**self.record, "complete": False})
-        # The object grows at its end, so its text without closing brackets begins with the text printed before.
-        self._print(json.dumps(self.record, indent=2).rstrip("]}\n "))
-
-    def close(self, complete: bool) -> None:
-        """Write the object whole."""
-        self.record["complete"] = complete
-        self._write(self.record)
-        self._print(json.dumps(self.record, indent=2) + "\n")
-
-    def _write(self, record: dict[str, Any]) -> None:
-        if self.out is not None:
-            write_json(self.out, record)
-
-    def _print(self, text: str) -> None:
-        if self.as_json:
-            typer.echo(text.removeprefix(self.printed), nl=False)
-            self.printed = text
+    words = command.split()
+    for name, value in options.items():
+        if name in ("as_json", "verbose", "out") or (name == "ranks" and options.get("hosts")):
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if each is not False and each not in (None, ""):
+                words += [f"--{name.replace('_', '-')}", *([] if each is True else [str(each)])]
+    return shlex.join(words)

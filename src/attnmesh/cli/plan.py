@@ -3,28 +3,26 @@
 import json
 import os
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnmesh.cli.output import (
     AsJson,
+    Status,
     Verbose,
+    command_line,
     console,
+    numbered,
     pairs,
     print_json,
     printable,
-    progress,
-    titled,
     writable,
 )
-from attnmesh.cli.plan_figure import check_picture, write_plot
 from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
 from attnmesh.cli.plan_page import write_report
 from attnmesh.cli.plan_workload import (
@@ -36,7 +34,6 @@ from attnmesh.cli.plan_workload import (
     preset_of,
     recurrent_of,
     recurrent_record,
-    recurrent_text,
     source_of,
 )
 from attnmesh.core.checks import DTYPES
@@ -47,7 +44,6 @@ from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
 from attnmesh.planner.plan import plan as plans_for
 from attnmesh.planner.workload import PHASES, Workload
 
-PlotFile = Annotated[Path | None, typer.Option(help="Also draw the schemes to this .png or .svg.", dir_okay=False)]
 ReportFile = Annotated[
     Path | None,
     typer.Option(help="Also write an interactive page to this .html: sizes can be changed.", dir_okay=False),
@@ -55,6 +51,8 @@ ReportFile = Annotated[
 HeadsOption = Annotated[
     str | None, typer.Option(help="Query heads / key heads, as 32/8; or one number for both. Or pass --model.")
 ]
+HeadDimOption = Annotated[int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")]
+LayersOption = Annotated[int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")]
 LatentOption = Annotated[
     str | None, typer.Option(help="Latent attention: columns that are projected / rotated, as 512/64.")
 ]
@@ -62,6 +60,7 @@ QLenOption = Annotated[int | None, typer.Option(min=1, help="New tokens per sequ
 
 
 def plan(
+    context: typer.Context,
     cluster: Annotated[
         str,
         typer.Option(
@@ -73,17 +72,13 @@ def plan(
     model: ModelOption = None,
     workload: WorkloadOption = None,
     heads: HeadsOption = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, help="Columns of a query and of a key; 128 by default.")
-    ] = None,
+    head_dim: HeadDimOption = None,
     value_dim: Annotated[int | None, typer.Option(min=1, help="Columns of a value, if not --head-dim.")] = None,
     latent: LatentOption = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Attention layers, one after the other; 1 by default.")
-    ] = None,
+    layers: LayersOption = None,
     recurrent: RecurrentOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     q_len: QLenOption = None,
@@ -93,7 +88,6 @@ def plan(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="No mask: all tokens see all tokens.")] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 10,
-    plot: PlotFile = None,
     report: ReportFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -108,27 +102,22 @@ def plan(
         common["length"] = length_of(length)
     if model is not None and decode and workload is None:
         check_alone(sizes)
-        check_alone({"--plot": plot, "--report": report}, "no picture of a model in decoding")
-        print_serving(cluster, model, machines, common, as_json=as_json)
+        check_alone({"--report": report}, "no picture of a model in decoding")
+        print_serving(context.params, machines, common)
         return
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
-    _check_files(plot, report)
-    shown = distinct(_priced(work, machines, plot, report))[:top]
-    if as_json:
-        print_json(_record(cluster, work, machines, shown) | source_of(workload, work.length))
-    else:
-        _print(workload, shown, [file for file in (plot, report) if file], verbose)
-
-
-def _priced(work: Workload, machines: Cluster, plot: Path | None, report: Path | None) -> list[Plan]:
-    """Return all plans, and write the files that were asked for."""
-    with progress.status("pricing") as status:
+    if report is not None:
+        _check_report(report)
+    with Status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
-        if plot is not None:
-            write_plot(plot, work, machines, plans, status.update)
         if report is not None:
             write_report(report, work, machines, status.update)
-    return plans
+    shown = distinct(plans)[:top]
+    if as_json:
+        command = command_line("attnmesh plan", context.params)
+        print_json(_record(command, work, machines, shown) | source_of(workload, work.length))
+    else:
+        _print(workload, shown, report, verbose)
 
 
 # --- options ---
@@ -232,13 +221,10 @@ def _mask(window: int | None, full: bool) -> Mask:
     return Full() if full else Causal() if window is None else Window(window)
 
 
-def _check_files(plot: Path | None, report: Path | None) -> None:
-    """Raise before pricing if a file cannot be written."""
-    if plot is not None:
-        check_picture(plot)
-    if report is not None and report.suffix.lower() not in (".html", ".htm"):
+def _check_report(report: Path) -> None:
+    """Raise before pricing if the page cannot be written."""
+    if report.suffix.lower() not in (".html", ".htm"):
         raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it plan.html")
-    writable("--plot", plot)
     writable("--report", report)
 
 
@@ -269,7 +255,7 @@ def code_of(plan: Plan) -> str:
     return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
 
 
-def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], verbose: bool) -> None:
+def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
     best, machines = shown[0], shown[0].cluster
     for name, value in source_of(workload, best.workload.length).items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
@@ -281,19 +267,19 @@ def _print(workload: str | None, shown: Sequence[Plan], files: Sequence[Path], v
         times = {STAGES[name]: in_seconds(seconds) for name, seconds in best.parts if seconds}
         console.print(pairs(f"{best.name}: {in_seconds(best.seconds)}", times))
         console.print(pairs(f"sources of the constants of {machines.name}", dict(machines.sources)))
-    for file in files:
-        console.print(f"Written: {printable(str(file))}", highlight=False, markup=False)
+    if report is not None:
+        console.print(f"Written: {printable(str(report))}", highlight=False, markup=False)
 
 
 def _table(shown: Sequence[Plan]) -> Table:
     work, machines = shown[0].workload, shown[0].cluster
-    table = titled(f"{work.title}; {machines.title}", "")
-    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)  # ten columns fit 80 characters
-    table.add_column("heads x\nqueries x\nkeys", no_wrap=True)
-    table.add_column("known as")
-    columns = {
+    words = {
+        "heads x\nqueries x\nkeys": [by(one.shape) for one in shown],
+        "known as": [one.known_as for one in shown],
         "exchange": [one.exchange for one in shown],
         "layout": [type(one.layout).__name__.lower() for one in shown],
+    }
+    figures = {
         "tile\na host": [by(one.tile) for one in shown],
         "time": [in_seconds(one.seconds) for one in shown],
         "between\nhosts": [in_bytes(one.bytes.between) for one in shown],
@@ -301,13 +287,8 @@ def _table(shown: Sequence[Plan]) -> Table:
         "memory\na rank": [in_bytes(one.memory) for one in shown],
     }
     if 1 in (machines.hosts, machines.ranks):  # one class of links only
-        del columns["tile\na host"], columns["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
-    for name in columns:
-        table.add_column(name, justify="right" if "\n" in name or name == "time" else "left", no_wrap=True)
-    for number, (one, *figures) in enumerate(zip(shown, *columns.values(), strict=True), 1):
-        table.add_row(str(number), by(one.shape), one.known_as, *figures)
-    table.caption, table.caption_justify = CAPTION, "left"
-    return table
+        del figures["tile\na host"], figures["between\nhosts" if machines.hosts == 1 else "inside\nhosts"]
+    return numbered(f"{work.title}; {machines.title}", words | figures, words, CAPTION)
 
 
 CAPTION = """\
@@ -315,9 +296,9 @@ Fastest first; for each shape and exchange only the best placement on hosts. Byt
 that of attention: weights are not counted. --model with --decode counts them."""
 
 
-def _record(cluster: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
+def _record(command: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
     return {
-        "command": _command(cluster, work),
+        "command": command,
         "cluster": machines.record(),
         "workload": asdict(work) | {"mask": repr(work.mask)},
         "plans": [_plan_record(one) for one in shown],
@@ -338,13 +319,3 @@ def _plan_record(one: Plan) -> dict[str, Any]:
         "parts": dict(one.parts),
         "recurrent": recurrent_record(one.recurrent) if one.workload.recurrent else None,
     }
-
-
-def _command(cluster: str, work: Workload) -> str:
-    words = f"attnmesh plan --cluster {shlex.quote(cluster)} --heads {work.q_heads}/{work.kv_heads}"
-    words += f" --head-dim {work.head_dim} --length {work.length} --{work.phase} --dtype {work.dtype}"
-    mask = {Full(): " --full", Causal(): ""}.get(work.mask, f" --window {work.mask.left}")
-    counts = {"value-dim": work.value_dim, "q-len": work.q_len, "layers": work.layers, "batch": work.batch}
-    mask += "" if work.latent is None else f" --latent {work.latent[0]}/{work.latent[1]}"
-    mask += "".join(f" --recurrent {recurrent_text(kind)}" for kind in work.recurrent_kinds)
-    return words + mask + "".join(f" --{name} {n}" for name, n in counts.items() if n not in (None, 1))

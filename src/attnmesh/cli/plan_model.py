@@ -1,15 +1,13 @@
 """The option `--model` of `attnmesh plan`: sizes from a configuration, and how weights and keys share the memory."""
 
-import shlex
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from attnmesh.cli.mesh_option import MeshChoice
-from attnmesh.cli.output import console, print_json, progress, titled
+from attnmesh.cli.output import Status, command_line, console, numbered, print_json
 from attnmesh.errors import ArgumentError, ClusterError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import in_bytes, in_seconds
@@ -43,20 +41,18 @@ def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, dict[str, int]
     return model_size(config, **workload), other_layers(config)
 
 
-def print_serving(cluster: str, name: str, machines: Cluster, workload: dict[str, Any], *, as_json: bool) -> None:
+def print_serving(given: dict[str, Any], machines: Cluster, workload: dict[str, Any]) -> None:
     """Print the ways to share a model's weights and keys. Raise if the tokens fit in none."""
+    name = given["model"]
     model, left_out = model_of(name, workload)
-    with progress.status("pricing"):
+    with Status("pricing"):
         found = serving(model, machines)
     _check_fits(found, model, machines)
-    if not as_json:
+    if not given["as_json"]:
         console.print(_table(found, model, machines))
         console.print(_text(name, found, model, left_out), highlight=False, markup=False)
         return
-    work, counts = model.workload, {"batch": model.workload.batch, "q-len": model.workload.q_len}
-    command = f"attnmesh plan --cluster {shlex.quote(cluster)} --model {shlex.quote(name)} --decode"
-    command += f" --length {work.length} --dtype {work.dtype}"
-    command += "".join(f" --{option} {count}" for option, count in counts.items() if count not in (None, 1))
+    command = command_line("attnmesh plan", given)
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
     ways = [_record(one) for one in found]
     print_json({"command": command, "cluster": machines.record(), **sizes, "ways": ways})
@@ -83,17 +79,15 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
 
 def _table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
     """Return the ways to share weights and keys as a table."""
-    table = titled(f"{model.workload.title}; {cluster.title}", "")
-    table.box, table.padding = SIMPLE_HEAD, (0, 0, 0, 0)
-    table.add_column("mesh", no_wrap=True)
-    for name in ("weights\na rank", "keys\na rank", "tokens\nthat fit", "attention", "a token"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for number, one in enumerate(found, 1):
-        fits = f"{one.tokens:,}" if one.tokens else "none"
-        times = in_seconds(one.plan.seconds), in_seconds(one.seconds)
-        table.add_row(str(number), _mesh(one), in_bytes(one.weights), in_bytes(one.keys), fits, *times)
-    table.caption, table.caption_justify = CAPTION, "left"
-    return table
+    columns = {
+        "mesh": [_mesh(one) for one in found],
+        "weights\na rank": [in_bytes(one.weights) for one in found],
+        "keys\na rank": [in_bytes(one.keys) for one in found],
+        "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
+        "attention": [in_seconds(one.plan.seconds) for one in found],
+        "a token": [in_seconds(one.seconds) for one in found],
+    }
+    return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh"], CAPTION)
 
 
 CAPTION = """\

@@ -4,12 +4,12 @@ The cost model runs here, for each point of a grid. The page holds the results a
 """
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
@@ -24,21 +24,13 @@ Point = tuple[int, int, int, int]
 """Key heads, ranks a host, hosts, tokens."""
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The points of a page: all combinations of these values."""
+class Grid(NamedTuple):
+    """The points of a page are all combinations of these values; the length changes fastest."""
 
     kv_heads: tuple[int, ...]
     ranks: tuple[int, ...]
     hosts: tuple[int, ...]
     lengths: tuple[int, ...]
-
-    def points(self) -> Iterator[Point]:
-        """Return all points; the length changes fastest."""
-        return product(self.kv_heads, self.ranks, self.hosts, self.lengths)
-
-    def __len__(self) -> int:
-        return len(self.kv_heads) * len(self.ranks) * len(self.hosts) * len(self.lengths)
 
 
 def grid_of(workload: Workload, cluster: Cluster, hosts: int = HOSTS) -> Grid:
@@ -70,11 +62,12 @@ def page(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str
 def data(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str], None]) -> dict[str, Any]:
     """Return the data of the page: per point, the schemes sorted by time and the explanation of the best plan."""
     names: dict[str, int] = {}
+    places: list[Point] = list(product(*grid))
     points: dict[Point, list[list[float]]] = {}
     reasons: dict[Point, str] = {}
     # Sorted by devices, so that points with the same number share the cached traffic.
-    for number, point in enumerate(sorted(grid.points(), key=lambda point: point[1] * point[2]), 1):
-        status(f"pricing point {number:,} of {len(grid):,} of the page")
+    for number, point in enumerate(sorted(places, key=lambda point: point[1] * point[2]), 1):
+        status(f"pricing point {number:,} of {len(places):,} of the page")
         kv_heads, ranks, hosts, length = point
         found = best_by_scheme(replace(workload, kv_heads=kv_heads, length=length), cluster.sized(hosts, ranks))
         points[point] = [_figures(one, names) for one in found.values()]
@@ -89,8 +82,8 @@ def data(workload: Workload, cluster: Cluster, grid: Grid, status: Callable[[str
         "start": {"kv": workload.kv_heads, "ranks": cluster.ranks, "hosts": cluster.hosts, "length": workload.length},
         "schemes": [[name, line.colour, line.dashed] for name, line in SCHEMES.items()],
         "names": list(names),
-        "points": [points[point] for point in grid.points()],
-        "reasons": [reasons[point] for point in grid.points()],
+        "points": [points[point] for point in places],
+        "reasons": [reasons[point] for point in places],
     }
 
 

@@ -110,16 +110,6 @@ def recurrent_of(text: str) -> Recurrent:
     return Recurrent(*map(int, found.groups()), **options)
 
 
-def recurrent_text(kind: Recurrent) -> str:
-    """Return the text of `--recurrent` for these layers.
-
-    >>> recurrent_text(recurrent_of("32x128x128:conv=8192x4"))
-    '32x128x128:matrix:layers=1:conv=8192x4'
-    """
-    conv = f":conv={kind.conv_channels}x{kind.conv_width}" if kind.conv_channels else ""
-    return f"{kind.heads}x{kind.key_dim}x{kind.value_dim}:{kind.transition}:layers={kind.layers}{conv}"
-
-
 def recurrent_record(cost: RecurrentCost) -> dict[str, Any]:
     """Return the figures of all recurrent layers as a JSON object."""
     exchanges = {

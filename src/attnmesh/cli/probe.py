@@ -1,5 +1,6 @@
 """The command `attnmesh probe`: measure the constants of a world of ranks, for `attnmesh plan`."""
 
+import json
 import os
 import socket
 from typing import Annotated, Any
@@ -9,9 +10,9 @@ import torch.distributed as dist
 import typer
 from torch.distributed.device_mesh import init_device_mesh
 
-from attnmesh.cli.bench_command import typed
-from attnmesh.cli.netns import run_on, world_of
-from attnmesh.cli.output import AsJson, HostsOption, OutFile, Verbose, console, machine, pairs, progress, published
+from attnmesh.cli.launch import check_ranks, run_on_ranks
+from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, pairs, print_json
+from attnmesh.core.machine import machine
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
@@ -23,7 +24,6 @@ from attnmesh.planner.plan import in_seconds
 
 def probe(
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine, of one thread each.")] = 4,
-    hosts: HostsOption = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     out: OutFile = None,
@@ -37,23 +37,24 @@ def probe(
     if torchrun:
         check_master()
         dist.init_process_group()
-        first, command = dist.get_rank() == 0, "torchrun ... attnmesh probe"
-        with progress.status("measuring the ranks of torchrun") as status:
-            if not first:
-                status.stop()
-            found = measured()
-        kept = keep_machine(found, device_type_of(dist.group.WORLD)) if is_first_of_host() else None
-        dist.destroy_process_group()
+    first = not torchrun or dist.get_rank() == 0
+    with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks") as status:
         if not first:
-            return
-    else:
-        world = world_of(ranks, hosts)
-        with progress.status(f"measuring {world}{' ranks' * (hosts is None)}"):
-            found = run_on(world, measured)[0]
-        command = typed("attnmesh probe", {"ranks": ranks, "hosts": hosts})
-        kept = keep_machine(found, "cpu") if hosts is None else None  # other hosts are simulated
+            status.stop()
+        found = measured() if torchrun else run_on_ranks(check_ranks(ranks), measured)[0]
+    kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
+    first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun
+    kept = keep_machine(found, kind) if first_of_host else None
+    if torchrun:
+        dist.destroy_process_group()
+    if not first:
+        return
+    command = "torchrun ... attnmesh probe" if torchrun else command_line("attnmesh probe", {"ranks": ranks})
     report = {"command": command, "machine": machine(), "cluster": found.record(), "kept": kept and str(kept)}
-    if published(report, as_json, out):
+    if out is not None:
+        out.write_text(json.dumps(report, indent=2) + "\n")
+    if as_json:
+        print_json(report)
         return
     console.print(pairs(f"{found.hosts} hosts of {found.ranks} ranks", described(found)))
     if kept is not None:
@@ -75,11 +76,6 @@ def measured() -> Cluster:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     return Cluster.measure(init_device_mesh(kind, (1, 1, world), mesh_dim_names=AXES) if world > 1 else None)
-
-
-def is_first_of_host() -> bool:
-    """Return True on one rank of torchrun on each host."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def check_master() -> None:

@@ -1,8 +1,14 @@
-"""This machine: its processor, and the user's folder of files that can be made again."""
+"""This machine: its processor, its versions, and the user's folder of files that can be made again."""
 
 import os
 import platform
+import shutil
+import subprocess
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 def cache_folder() -> Path | None:
@@ -26,6 +32,31 @@ def cpu_name() -> str:
     """Return the model of the processor, or its architecture."""
     named = cpu_facts("model name")
     return named[0].split(":", 1)[1].strip() if named else platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """Return versions and the names of CPU and GPU, to be printed beside figures."""
+    facts: dict[str, Any] = {
+        "attnmesh": version("attnmesh"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": f"{cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+    }
+    if torch.cuda.is_available():
+        triton = packages_distributions().get("triton")
+        facts |= {"gpu": torch.cuda.get_device_name(), "driver": _driver(), "cuda": torch.version.cuda}
+        facts |= {"triton": triton and version(triton[0]), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return facts
+
+
+def _driver() -> str | None:
+    """Return the version of NVIDIA's driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+    return lines[0] if lines else None
 
 
 NO_MEMORY = (

@@ -1,4 +1,4 @@
-"""`attnmesh bench kernel`: one device's kernels beside PyTorch's SDPA and the read rate of memory."""
+"""`python -m benchmarks kernel`: one device's kernels beside PyTorch's SDPA and the read rate of memory."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
-from attnmesh.cli.timing import Call, Comparison, Timing, peak_memory, race
 from attnmesh.core.mask import Mask
+from benchmarks.timing import Call, Comparison, Timing, peak_memory, race
 
 Heads = tuple[Tensor, Tensor, Tensor]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import netns
+from benchmarks.netns import Hosts, run_on_hosts, script, world_of
 from benchmarks.plan import call_of, counted, crossing
 from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
-from attnmesh.cli import netns
 from attnmesh.cli.launch import RankError
-from attnmesh.cli.netns import Hosts, run_on_hosts, script, world_of
 from attnmesh.comm.topology import host_numbers
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import Axis, Mesh
@@ -95,7 +95,7 @@ def test_no_more_ranks_than_a_machine_can_run(ranks: int) -> None:
 )
 def test_where_no_hosts_can_be_made(monkeypatch: pytest.MonkeyPatch, change: tuple[str, object], told: str) -> None:
     name, value = change
-    monkeypatch.setattr(f"attnmesh.cli.netns.{name}", value)
+    monkeypatch.setattr(f"benchmarks.netns.{name}", value)
     with pytest.raises(ClusterError, match="run it as root on Linux") as caught:
         run_on_hosts(Hosts(2, 1, 1e8), told_of_hosts)
     assert told in str(caught.value)
@@ -160,21 +160,21 @@ def processes_of(text: str) -> list[str]:
 def test_nothing_is_left_of_two_sets_of_hosts(hosts: None, tmp_path: Path, how: signal.Signals) -> None:
     """They stand side by side with the same names and addresses, and go with the ones who asked for them."""
     code = (
-        "from attnmesh.cli.netns import Hosts, run_on_hosts; from tests.cli.test_netns import wait_long; "
+        "from benchmarks.netns import Hosts, run_on_hosts; from tests.benchmarks.test_netns import wait_long; "
         "run_on_hosts(Hosts.parse('2x1@100mbit'), wait_long)"
     )
     places = [tmp_path / "one", tmp_path / "two"]
     askers = []
     for place in places:
         place.mkdir()
-        environment = {**os.environ, "TMPDIR": str(place), "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment = {**os.environ, "TMPDIR": str(place)}
         askers.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL))
     end = time.monotonic() + 60
     ranks = [0, 0]
     while ranks != [2, 2] and time.monotonic() < end:  # on each host one rank, beside the torchrun that started it
         time.sleep(0.2)
         ranks = [
-            sum("-m attnmesh.cli.netns" in x and "distributed" not in x for x in processes_of(str(p))) for p in places
+            sum("-m benchmarks.netns" in x and "distributed" not in x for x in processes_of(str(p))) for p in places
         ]
     assert ranks == [2, 2]
     for asker in askers:

@@ -1,4 +1,4 @@
-"""The figure of `attnmesh plan --plot`: time against devices and tokens, and bytes per class of links, by scheme."""
+"""`python -m benchmarks plot`: predicted time against devices and tokens, and bytes per class of links, by scheme."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnmesh.errors import ArgumentError
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.plan import Plan, in_bytes, in_seconds
+from attnmesh.planner.plan import in_bytes, in_seconds, plan
 from attnmesh.planner.schemes import (
     SCHEMES,
     Schemes,
@@ -36,10 +36,9 @@ def check_picture(file: Path) -> None:
     import matplotlib  # noqa: F401
 
 
-def write_plot(
-    file: Path, workload: Workload, cluster: Cluster, plans: Sequence[Plan], status: Callable[[str], None]
-) -> None:
+def write_plot(file: Path, workload: Workload, cluster: Cluster, status: Callable[[str], None]) -> None:
     """Write the figure to a file."""
+    plans = plan(workload, cluster)
     status("pricing other numbers of devices")
     devices = curves(over_sizes(workload, cluster))
     status("pricing other lengths")

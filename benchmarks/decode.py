@@ -1,4 +1,4 @@
-"""`attnmesh bench decode`: merges across ranks, and whole steps, beside published code, other patterns and the limit.
+"""`python -m benchmarks decode`: merges across ranks, and whole steps, beside published code, others and the limit.
 
 A time is that of one call of many in a row, as in a server, with all ranks at work. The limit of a step is the local
 attention and `log2(p)` bare exchanges of the same payload.
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import World, run_on, send_rows
-from attnmesh.cli.timing import Call, Timing, peak_memory, race
 from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.core.partial import Partial, merge_unchecked
+from benchmarks.netns import World, run_on, send_rows
+from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
 
 WIDTH = 128
 
@@ -81,7 +81,8 @@ def _run_part(world: World, function: Callable[[], Iterator[Row]], add: Send) ->
 
 def memory(ranks: int, add: Send) -> None:
     """Measure the memory of a step, by tree and by ring."""
-    run_on_ranks(ranks, send_rows, _memories, exact_memory=True, on_message=add)
+    with exact_memory():
+        run_on_ranks(ranks, send_rows, _memories, spawned=True, on_message=add)
 
 
 # --- merges alone ---

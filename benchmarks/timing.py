@@ -1,10 +1,12 @@
 """Timing and memory of calls: rivals take turns in one process, and each time is a median with quartiles."""
 
 import gc
+import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -143,6 +145,19 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
         return None
     # Memory freed by other threads lowers a reading, so the largest of three is taken.
     return max(_growth(call) for _ in range(3))
+
+
+@contextmanager
+def exact_memory() -> Iterator[None]:
+    """Let ranks that are spawned in the block free memory at once: what is resident is then what is held.
+
+    Their calls are slow.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    try:
+        yield
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
 def _growth(call: Call) -> int:

@@ -1,4 +1,4 @@
-"""`attnmesh bench prefill`: shapes and exchanges of the mesh beside each other and beside published packages.
+"""`python -m benchmarks prefill`: shapes and exchanges of the mesh beside each other and beside published packages.
 
 All run in one set of ranks, in turns, forward and backward. A round takes as long as its slowest rank. The baseline is
 our own ring with the same kernel, since packages with a naive CPU kernel say nothing about their exchange.
@@ -16,10 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
-from attnmesh.cli.bench_peers import PEERS, Case, inputs, wrong_gradients
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.cli.netns import Hosts, World, ranks_of, run_on, send_rows
-from attnmesh.cli.timing import Timing, peak_memory, race
 from attnmesh.comm.counters import counted
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
@@ -30,6 +27,9 @@ from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
 from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
+from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
+from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
+from benchmarks.timing import Timing, exact_memory, peak_memory, race
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _check_selection(ranks: int, length: int, selection: Selection) -> None:
 
 def memory(ranks: int, length: int, add: Send) -> None:
     """Measure memory under a full mask, in ranks that return freed memory at once, which is slow."""
-    run_on_ranks(ranks, send_rows, _memories, length, exact_memory=True, on_message=add)
+    with exact_memory():
+        run_on_ranks(ranks, send_rows, _memories, length, spawned=True, on_message=add)
 
 
 def _one_rank(length: int) -> list[Row]:

@@ -26,16 +26,23 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from attnmesh.cli.launch import TIMEOUT, RankDeath, RankError, Send, leaving_tidily, perform, results, run_on_ranks
+from attnmesh.cli.launch import (
+    TIMEOUT,
+    RankDeath,
+    RankError,
+    Send,
+    check_ranks,
+    leaving_tidily,
+    perform,
+    results,
+    run_on_ranks,
+)
 from attnmesh.errors import ClusterError
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 MAX_HOSTS = 250
 """Hosts on one switch at most, each with an address of 10.0.0.0/24."""
-
-MAX_PROCESSES = 1024
-"""Ranks on one machine at most; a typing error beyond would exhaust the machine."""
 
 LONGEST_RUN = 3600.0
 """Seconds after which a run is given up."""
@@ -94,12 +101,7 @@ World = int | Hosts
 
 def world_of(ranks: int, hosts: str | None) -> World:
     """Return the world of a command's `--ranks` and `--hosts`."""
-    if hosts is not None:
-        return Hosts.parse(hosts)
-    if not 1 <= ranks <= MAX_PROCESSES:
-        given, fix = f"{ranks:,}", "ask for what one machine can run"
-        raise ClusterError("--ranks", f"1 to {MAX_PROCESSES:,} ranks on this machine", given, fix)
-    return ranks
+    return check_ranks(ranks) if hosts is None else Hosts.parse(hosts)
 
 
 def ranks_of(world: World) -> int:
@@ -182,7 +184,7 @@ def script(hosts: Hosts, folder: Path) -> str:
     run += f" --nnodes {hosts.hosts} --nproc-per-node {hosts.ranks}"
     where = f"--master-addr {address(0)} --master-port 29500"
     lines = [
-        f"ip netns exec h{i} {run} --node-rank {i} {where} -m attnmesh.cli.netns {shlex.quote(str(folder / 'door'))} &"
+        f"ip netns exec h{i} {run} --node-rank {i} {where} -m benchmarks.netns {shlex.quote(str(folder / 'door'))} &"
         for i in range(hosts.hosts)
     ]
     return "\n".join([*links(hosts), f"export GLOO_SOCKET_IFNAME={LINK} OMP_NUM_THREADS=1", *lines, "wait", ""])

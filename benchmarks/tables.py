@@ -1,0 +1,139 @@
+"""Tables of the benches, from their rows: each fits a terminal of 80 columns."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.table import Table
+
+from attnmesh.cli.output import titled
+from benchmarks.timing import Comparison
+
+if TYPE_CHECKING:
+    from benchmarks import decode, diffusion, kernel, latent, model, plan, prefill, recurrent
+
+
+def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
+    """Return a table for each case, in the order of the rows, made from the case and its rows."""
+    cases: dict[str, list[Any]] = {}
+    for row in rows:
+        cases.setdefault(getattr(row, field), []).append(row)
+    return [make(case, own) for case, own in cases.items()]
+
+
+def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseconds: median [quartiles]") -> Table:
+    """Return the table of comparisons with rivals."""
+    columns = ("rival", "attnmesh", "times faster\n(goal)", "share of\nthe limit")
+    table = titled(title, "case, and its rival", figures=columns)
+    for row in rows:
+        goal = "" if row.goal is None else f"\n({row.goal}{'' if row.met else ', missed'})"
+        share = "" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
+        times = row.theirs.in_two_lines, row.ours.in_two_lines
+        table.add_row(f"{row.case}; {row.rival}", *times, f"{row.ratio:.2f}{goal}", share)
+    return table
+
+
+def prefill_table(case: str, rows: "Iterable[prefill.Row]") -> Table:
+    """Return the times, elements and bytes of one case of prefill."""
+    columns = ("ms", "beside\nring", "elements", "bytes\nalone, ms")
+    table = titled(f"{case}, forward + backward", "shape, exchange", figures=columns)
+    for row in rows:
+        times = "" if row.timing is None else row.timing.in_two_lines
+        off = "" if row.counted == row.predicted else f"\n({row.predicted:,} predicted)"
+        beside, elements, limit = ("" if x is None else f"{x:,}" for x in (row.beside_ring, row.counted, row.limit_ms))
+        name = row.contender if row.note is None else f"{row.contender}: {row.note}"
+        table.add_row(name, times, beside, elements + off, limit)
+    return table
+
+
+def peak_table(memories: "Iterable[prefill.Memory]") -> Table:
+    """Return the memory of shapes and exchanges, beside the formula."""
+    columns = ("measured", "by the formula")
+    table = titled("peak extra memory per rank, MB", "case", "shape, exchange", figures=columns)
+    for memory in memories:
+        table.add_row(memory.case, memory.contender, f"{memory.measured:.1f}", f"{memory.foretold:.1f}")
+    return table
+
+
+def decode_table(ranks: int, case: str, rows: "Iterable[decode.Row]") -> Table:
+    """Return the times of one case of decoding."""
+    columns = ("ms", "times ours")
+    table = titled(f"{case}, {ranks} ranks, one call", "contender", figures=columns)
+    for row in rows:
+        table.add_row(row.contender, str(row.timing), "" if row.times_ours is None else f"{row.times_ours}")
+    return table
+
+
+def memory_table(memories: "Iterable[kernel.Memory]") -> Table:
+    """Return the memory of masked calls at each length."""
+    table = titled("peak extra memory, MB, float32, 8 heads of 64", "case")
+    for memory in memories:
+        if not table.rows:
+            for length in memory.lengths:
+                table.add_column(f"{length:,} tokens", justify="right")
+        table.add_row(memory.case, *("unknown" if peak is None else f"{peak:.0f}" for peak in memory.megabytes))
+    return table
+
+
+def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
+    """Return the times and memory of a whole model."""
+    title = f"{prompt_tokens:,} tokens of context, on {torch.get_num_threads()} threads in all"
+    columns = ("keys and values,\nMB per rank", "all memory,\nMB per rank", "prefill s")
+    table = titled(title, "decoding", "ms per token", figures=columns)
+    for row in rows:
+        figures = (f"{row.cache_megabytes:.1f}", f"{row.resident_megabytes:.0f}", f"{row.prefill_seconds:.1f}")
+        table.add_row(row.contender, row.timing.in_two_lines, *figures)
+    return table
+
+
+def plan_table(world: str, workload: str, rows: "list[plan.Ran]") -> Table:
+    """Return the plans of one workload, predicted and measured."""
+    columns = ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff")
+    table = titled(f"{workload}, on {world}", "plan", figures=columns)
+    for row in rows:
+        crossed = row.between
+        bytes_ = () if crossed is None else (f"{crossed.payload:,}", f"{crossed.off:+.1%}")
+        name = f"{'* ' if row.picked else '  '}{row.plan}"
+        table.add_row(name, f"{row.predicted_ms:.1f}", row.timing.in_two_lines, f"{row.beside_best}", *bytes_)
+    return table
+
+
+def latent_table(request: "latent.Request", rows: "list[latent.Row]") -> Table:
+    """Return the times and memory of a layer with latent attention."""
+    threads = torch.get_num_threads()
+    figures = ("ms per step", "beside\n1 rank", "cached\nMB", "rows\nexpanded")
+    table = titled(
+        f"128 heads, {request.tokens:,} tokens, {request.dtype}, {threads} threads in all", "decoding", figures=figures
+    )
+    for row in rows:
+        ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
+        table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
+    return table
+
+
+def recurrent_table(request: "recurrent.Request", case: str, rows: "list[recurrent.Row]") -> Table:
+    """Return the times and messages of one case of a recurrent layer."""
+    heads = f"{request.key_heads}/{2 * request.key_heads} heads of {request.head_dim}"
+    title = f"{case}: {heads}, {request.tokens:,} tokens, float32, {os.cpu_count()} cores"
+    columns = ("ms", "cpu ms", "MB\nreceived", "messages\nms", "limit\nms", "beside\nshares")
+    table = titled(title, "contender", figures=columns)
+    for row in rows:
+        figures = (row.messages_ms, row.limit_ms, row.beside_shares)
+        cells = ("" if x is None else f"{x:,}" for x in figures)
+        times = (row.timing.in_two_lines, f"{row.cpu_ms:,}")
+        table.add_row(row.contender, *times, f"{row.received / 1e6:.1f}", *cells)
+    return table
+
+
+def diffusion_table(case: str, rows: "list[diffusion.Row]") -> Table:
+    """Return the times and bytes of one workload of diffusion."""
+    columns = ("ms", "beside\nring", "of\nbytes", "MB\nreceived", "bytes\nalone, ms", "error")
+    table = titled(f"{case}, one layer, forward, float32, {os.cpu_count()} cores", "scheme, shape", figures=columns)
+    for row in rows:
+        received = None if row.received is None else round(row.received / 1e6, 1)
+        figures = ["" if x is None else f"{x:,}" for x in (row.beside_ring, row.of_bytes, received, row.limit_ms)]
+        error = "" if row.error is None else f"{row.error:.0e}"
+        times = "" if row.timing is None else row.timing.in_two_lines
+        table.add_row(row.contender, row.note or times, *figures, error)
+    return table
