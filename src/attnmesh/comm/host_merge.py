@@ -4,13 +4,14 @@ import math
 import struct
 from collections.abc import Sequence
 from ctypes import memmove, string_at
+from time import perf_counter
 from typing import cast
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from attnmesh.comm.counters import count_messages, timed_merge
+from attnmesh.comm.counters import count_messages, current_traffic
 from attnmesh.comm.failures import failure
 from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
@@ -54,11 +55,13 @@ class HostMerge:
 
     def run(self, message: Tensor, number: int) -> bool:
         """Merge the messages of all ranks in place. Return whether the numbers of their calls are equal."""
-        start, number = message.data_ptr(), wrapped(number)
-        memmove(start, CHECKSUM.pack(number % MODULUS, -(number % MODULUS)), CHECKSUM.size)
+        start, number = message.data_ptr(), wrapped(number) % MODULUS
+        memmove(start, CHECKSUM.pack(number, -number), CHECKSUM.size)
+        traffic, began = current_traffic.get(), perf_counter()
         try:
-            with timed_merge():
-                merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+            merge_in_host(message, self.rows, self.width, self.axis, self.mailboxes, self.rounds)
+            if traffic is not None:
+                traffic.merges.append(perf_counter() - began)
         except CallsDifferError:  # the ranks that compare their calls wait for this one
             message[:2] = DIFFERENT
             return False

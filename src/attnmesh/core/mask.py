@@ -108,6 +108,18 @@ class Mask:
             first, last = torch.maximum(first, start), torch.minimum(last, start + (size - 1))
         return first, last
 
+    def first_seen(self, position: int) -> int:
+        """Return the first position that a query sees, of a mask without documents.
+
+        >>> import attnmesh as am
+        >>> [(am.Window(5) & am.Chunks(4)).first_seen(position) for position in (3, 4, 12)]
+        [0, 4, 12]
+        """
+        first = max(0, position - self.left)
+        for size in self.chunks:
+            first = max(first, position - position % size)
+        return first
+
     def visible(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the dense mask, (queries, keys): True where the query sees the key.
 

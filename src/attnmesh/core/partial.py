@@ -70,10 +70,15 @@ def merge(*partials: Partial) -> Partial:
 
 
 def with_sinks(partial: Partial, sinks: Tensor | None) -> Partial:
-    """Return the partial merged with sinks, one logit per query head: each is the partial `(0, sink)`."""
+    """Return the partial merged with sinks, one logit per query head: each is the partial `(0, sink)`.
+
+    There are no gradients in empty rows.
+    """
     if sinks is None:
         return partial
-    return merge(partial, Partial(torch.zeros_like(partial.out[..., :1]), sinks.to(partial.lse.dtype)[:, None]))
+    out, lse = partial
+    weights, total = _weights(torch.stack(torch.broadcast_tensors(lse, sinks.to(lse.dtype)[:, None])))
+    return Partial((out * weights[0]).to(out.dtype), total)
 
 
 def merge_unchecked(partials: Sequence[Partial]) -> Partial:

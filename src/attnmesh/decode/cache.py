@@ -24,8 +24,8 @@ from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
 from attnmesh.decode.checkpoint_writer import SavedPieces
-from attnmesh.decode.known_steps import KnownAppends, KnownSteps
 from attnmesh.decode.pages import PagedCache
+from attnmesh.decode.plan import KnownAppends, StepPlans
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache
 from attnmesh.mesh.axes import Mesh, flat_axis
@@ -112,7 +112,7 @@ class KVCache(PagedCache, SavedCache):
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
-        self.known_appends, self.known_steps = KnownAppends(), KnownSteps()
+        self.known_appends, self.step_plans = KnownAppends(), StepPlans()
         if self.tokens.size > 1:
             rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):

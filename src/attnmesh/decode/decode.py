@@ -34,7 +34,7 @@ from attnmesh.core.mask import Causal, Mask, check_mask
 from attnmesh.core.partial import sum_dtype
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
-from attnmesh.decode.known_steps import Known, attend_alone, attend_and_merge
+from attnmesh.decode.plan import StepPlan, call_of
 from attnmesh.decode.step import (
     DecodeStep,
     ask_in_step,
@@ -117,9 +117,9 @@ def decode(
         except InputError as error:
             _report(error, cache, _unchecked_step(cache, *options[:-1]), checked)
             raise
-    plain = cache.mesh.heads.size == 1 and sinks is None and key_lengths is None and not unsupported
-    known = cache.known_steps.find(q, cache.shard, options) if plain else None
-    if known is not None and (out := _run_known(q, cache, *known, compares=checked is not False)) is not None:
+    plain = cache.mesh.heads.size == 1 and key_lengths is None and not unsupported
+    plan, out = cache.step_plans.find(q, cache.shards, sinks, options) if plain else None, None
+    if plan is not None and (out := _run_plan(q, cache, sinks, *plan, compares=checked is not False)) is not None:
         return out
     step = _unchecked_step(cache, *options[:-1])
     try:
@@ -134,10 +134,12 @@ def decode(
         return cast(Tensor, decode_op(q, tensors_of(cache.view), sinks, key_lengths, *step.encode()))
     if step.reproducible and cache.is_forked and _stays_on_device(cache, step):
         cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    with torch.no_grad():
-        out = _run_compared(q, cache, sinks, key_lengths, step, checked)
-    if plain:
-        cache.known_steps.learn(q, cache.shard, options, step)
+    if plain and plan is None and cache.step_plans.learn(q, cache.shards.own, sinks, options, step):
+        plan = cache.step_plans.find(q, cache.shards, sinks, options)
+        out = None if plan is None else _run_plan(q, cache, sinks, *plan, compares=checked is not False)
+    if out is None:
+        with torch.no_grad():
+            out = _run_compared(q, cache, sinks, key_lengths, step, checked)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
@@ -150,29 +152,24 @@ def _unchecked_step(
     return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
 
 
-def _run_known(q: Tensor, cache: KVCache, known: Known, length: int, used: int, *, compares: bool) -> Tensor | None:
-    """Return the output of a step whose kind is known, as `_run_compared` does; None if a number is not finite."""
-    if known.host_merge is None:
-        return attend_alone(q, cache.shard, known, length)
-    number = _call_number((*_kind(q, known.step, None, None), ()), cache.history_checksum)
-    number += length + digest_on_host(q)
-    found = attend_and_merge(q, cache.shard, known, known.host_merge, used, number)
+def _run_plan(
+    q: Tensor, cache: KVCache, sinks: Tensor | None, plan: StepPlan, length: int, used: int, *, compares: bool
+) -> Tensor | None:
+    """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
+    if plan.host_merge is None:
+        return plan.attend(q, cache.shards.own, sinks, length, used)
+    number = _call_number((*plan.call, ()), cache.history_checksum) + length + digest_on_host(q)
+    number += 0 if sinks is None else digest_on_host(sinks)
+    found = plan.attend_and_merge(q, cache.shards.own, sinks, length, used, number)
     if found is None:
         return None
     message, equal = found
     if not equal and compares:
-        text = functools.partial(_describe, q, cache, None, None, known.step)
-        MergeChecker(cache.mesh, known.step.merge, True, text).after(message[:2], "decode")
-    out, heads = known.host_merge.out(message), known.host_merge.heads(known.step.output)
-    out = (out if heads is None else out[:, heads]).to(q.dtype).contiguous()
+        text = functools.partial(_describe, q, cache, sinks, None, plan.step)
+        MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
+    out = plan.host_merge.out(message)
+    out = (out if plan.heads is None else out[:, plan.heads]).to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
-
-
-def _kind(
-    q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None
-) -> tuple[tuple[Any, ...], torch.dtype, torch.Size, torch.dtype | None, bool]:
-    """Return the kind of a step: its options, and the dtypes and shapes of its tensors."""
-    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
 
 
 def _run_compared(
@@ -184,7 +181,7 @@ def _run_compared(
     checked: bool | None,
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    kind, checker = _kind(q, step, sinks, key_lengths), cache.checker
+    kind, checker = call_of(q, step, sinks, key_lengths), cache.checker
     stays, asking = _stays_on_device(cache, step), asks(cache.device)
     wanted = (not stays or kind not in checker.kinds) if checked is None else checked
     compares = wanted and may_compare(cache.device) and not checker.is_alone

@@ -31,7 +31,9 @@ def kind_of(
 
     With `any_keys` calls with any number of keys, 1 or more, are of one kind.
     """
-    if is_traced() or not PLAIN.issuperset((type(q), type(k), type(v), type(sinks))) or autocast_enabled(q):
+    if not PLAIN.issuperset((type(q), type(k), type(v), type(sinks))) or q is None or k is None or v is None:
+        return None
+    if is_traced() or autocast_enabled(q):
         return None
     if any_keys and q.is_cpu:
         keys = *k.shape[:2], k.shape[3:], *v.shape[:2], v.shape[3:], k.shape[2:3] == v.shape[2:3] != (0,)

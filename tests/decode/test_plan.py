@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.decode import decode as decode_module
-from attnmesh.decode.known_steps import KnownAppends, KnownSteps
+from attnmesh.decode.plan import KnownAppends, StepPlans
 from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
 from tests.support.pool import Pool
@@ -36,7 +36,7 @@ def cache_on(ranks: int, dtype: torch.dtype = torch.float32, **options: object) 
 
 def _forget(cache: am.KVCache) -> None:
     """Forget the kinds, so that the next call takes the usual way."""
-    cache.known_steps, cache.known_appends = KnownSteps(), KnownAppends()
+    cache.step_plans, cache.known_appends = StepPlans(), KnownAppends()
 
 
 def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:
@@ -100,7 +100,7 @@ def _heads_of_ranks() -> list[bool]:
     return [
         *same,
         *(torch.equal(x, part) for x, part in zip(merged, parts, strict=True)),
-        len(cache.known_steps.kinds) > 0,
+        len(cache.step_plans.kinds) > 0,
     ]
 
 

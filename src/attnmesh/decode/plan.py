@@ -1,0 +1,182 @@
+"""Plans of decoding: what is settled for a kind of new tokens, and for a kind of steps.
+
+New tokens are one native call. A step is one launch on the cache and one native merge across ranks.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.comm.host_merge import CHECKSUM, HostMerge, host_merge_for
+from attnmesh.comm.merge_messages import chosen_merge
+from attnmesh.core.mask import Band, Mask
+from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.decode.cache_config import Sizes
+from attnmesh.decode.cache_shard import CacheShard, stored
+from attnmesh.decode.replicas import Shards
+from attnmesh.decode.step import DecodeStep
+from attnmesh.kernels.driver import NATIVE, choose_for_cache
+from attnmesh.kernels.native.kernel import NativeKind
+from attnmesh.kernels.plans import MOST_KINDS, is_one_launch
+from attnmesh.kernels.traced import are_plain
+
+
+class KnownAppends:
+    """The kinds of new tokens that a cache and its forks have appended: shapes and dtypes, on caches of one size."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[Any, ...]] = set()
+
+    def run(self, k: Tensor, v: Tensor | None, shards: Shards) -> bool:
+        """Append tokens of a known kind that fit, all to one rank. Return False if others are to be checked."""
+        shard = shards.own
+        if not self.kinds or _kind_of_new(k, v, shard.sizes) not in self.kinds:
+            return False
+        if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
+            return False
+        (length, used), more = shard.state.tolist(), k.shape[2]
+        if not shard.append_run(stored(k, v), more, length, used):
+            return False
+        shards.known_length = length + more
+        return True
+
+    def learn(self, k: Tensor, v: Tensor | None, sizes: Sizes) -> None:
+        """Keep the kind of tokens that were checked and appended."""
+        if (kind := _kind_of_new(k, v, sizes)) is not None and k.shape[2]:
+            if len(self.kinds) >= MOST_KINDS:
+                self.kinds.clear()
+            self.kinds.add(kind)
+
+
+def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
+    """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
+    if v is None:
+        return (k.shape, k.dtype, sizes) if are_plain(k) else None
+    return (k.shape, v.shape, k.dtype, v.dtype, sizes) if are_plain(k, v) else None
+
+
+class StepPlan(NamedTuple):
+    """What is settled for a kind of steps on caches of one size: the native launch, and the native merge of ranks."""
+
+    kind: NativeKind
+    step: DecodeStep
+    sizes: Sizes
+    call: tuple[Any, ...]  # what the number of the call is made of
+    host_merge: HostMerge | None  # None on one rank
+    heads: slice | None  # of the output; None for all
+
+    def attend(self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int) -> Tensor | None:
+        """Return the output of a step on one rank, or None if a number is not finite."""
+        first, stop, bounds = _visible(self.step.mask, length, q.shape[2])
+        gone = length - used
+        if first < gone:
+            return None
+        out, lse = self.kind.blank()
+        into, keys = (out.data_ptr(), lse.data_ptr()), shard.stored
+        if not self.kind.launch_at(q, keys[0], keys[-1], into, bounds, first - gone, stop - first):
+            return None
+        if sinks is not None:
+            out, _ = with_sinks(Partial(out, lse), sinks)
+        return out.to(q.dtype).contiguous()
+
+    def attend_and_merge(
+        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, number: int
+    ) -> tuple[Tensor, bool] | None:
+        """Return the merged message of a step of one query, and whether the ranks' calls are equal.
+
+        `length` and `used` are the tokens of all ranks and of this one, and `number` is that of the call. Return None,
+        before the merge, if a number is not finite.
+        """
+        assert self.host_merge is not None
+        message, rows = self.host_merge.blank(), self.host_merge.rows
+        first = self.step.mask.first_seen(length - 1)
+        start = int(torch.searchsorted(shard.token_index[:used], first)) if first else 0
+        if start == used:  # the identity
+            message[2 : 2 + rows] = -torch.inf
+            message[2 + rows :] = 0.0
+        else:
+            lse, keys = message.data_ptr() + CHECKSUM.size, shard.stored
+            if not self.kind.launch_at(q, keys[0], keys[-1], (lse + 4 * rows, lse), None, start, used - start):
+                return None
+        if sinks is not None and self.step.tokens.index == 0:  # the first rank adds them
+            place = self.host_merge.places(message)
+            for x, merged in zip(place, with_sinks(place, sinks), strict=True):
+                x.copy_(merged)
+        return message, self.host_merge.run(message, number)
+
+
+class StepPlans:
+    """The plans of the steps of one cache and its forks, by kind."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, StepPlan] = {}
+
+    def find(
+        self, q: Tensor, shards: Shards, sinks: Tensor | None, options: tuple[Any, ...]
+    ) -> tuple[StepPlan, int, int] | None:
+        """Return the plan of a step, if there is one, with the tokens of all ranks and of this one."""
+        shard = shards.own
+        if not self.kinds or shard.padding is not None or shard.shared:
+            return None
+        if not are_plain(q) or (sinks is not None and not are_plain(sinks)):
+            return None
+        try:
+            plan = self.kinds.get(_kind(q, sinks, options))
+        except TypeError:  # an option that cannot be hashed
+            return None
+        if plan is None or plan.sizes is not shard.sizes:
+            return None
+        length, used = shard.state.tolist()[:2]
+        if not q.shape[2] <= length <= shard.sizes.capacity:
+            return None
+        if plan.sizes.mask is not None and not shards.serves(length - q.shape[2]):
+            return None
+        return plan, length, used
+
+    def learn(
+        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, options: tuple[Any, ...], step: DecodeStep
+    ) -> bool:
+        """Make the plan of a step that was checked. Return False if no launch serves it."""
+        sizes, mask, logits, axis, rows = shard.sizes, step.mask, step.logits, step.tokens, q.shape[2]
+        if not are_plain(q) or (sinks is not None and not are_plain(sinks)):
+            return False
+        if step.reproducible or mask.ends or (rows > 1 and (mask.chunks or axis.size > 1)):
+            return False
+        kernel = choose_for_cache(step.kernel, q, shard.keys, shard.values, logits.capped)
+        if kernel is not NATIVE or not is_one_launch(q, shard.keys, shard.values, logits):
+            return False
+        host_merge = None
+        if axis.size > 1:
+            how = chosen_merge(axis, step.merge, step.output, q.device)
+            host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
+            if host_merge is None:
+                return False
+        if len(self.kinds) >= MOST_KINDS:
+            self.kinds.clear()
+        kind, call = NativeKind.of(q, shard.keys, shard.values, logits), call_of(q, step, sinks, None)
+        heads = None if host_merge is None else host_merge.heads(step.output)
+        self.kinds[_kind(q, sinks, options)] = StepPlan(kind, step, sizes, call, host_merge, heads)
+        return True
+
+
+def call_of(q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None) -> tuple[Any, ...]:
+    """Return the options of a step, and the dtypes and shapes of its tensors."""
+    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
+
+
+def _kind(q: Tensor, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return all that the checks of a step depend on, but for its cache."""
+    more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.layout)
+    return q.shape, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
+
+
+def _visible(mask: Mask, length: int, rows: int) -> tuple[int, int, Band | None]:
+    """Return the keys that the last rows see, from the first to the stop, and those of each row if they differ."""
+    first, stop = mask.first_seen(length - rows), length
+    if rows == 1 or (mask.left >= length and mask.right >= rows):
+        return first, stop, None
+    positions = range(length - rows, length)
+    low = [max(0, position - mask.left) - first for position in positions]
+    high = [min(stop, position + mask.right + 1) - first for position in positions]
+    return first, stop, Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))
