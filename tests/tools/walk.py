@@ -88,15 +88,22 @@ def attention_call(shape: tuple[int, int, int] | None) -> Callable[[], object]:
     return lambda: am.attention(*parts, mesh=mesh, layout=layout, length=TOKENS)
 
 
-def decode_call(shape: tuple[int, int, int] | None, *, sinks: bool = False) -> Callable[[], object]:
-    """Return a step of one token on a cache of 64, on a mesh or on one rank."""
-    mesh = None if shape is None else am.init_mesh(shape)
-    sizes = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
+def decode_call(shape: tuple[int, int, int] | None, kind: str = "") -> Callable[[], object]:
+    """Return a step of one token of a kind on a cache of 64, on a mesh or on one rank."""
+    mesh, options = None if shape is None else am.init_mesh(shape), dict[str, Any]()
+    sizes: dict[str, Any] = {"batch": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "capacity": 256}
+    if kind == "window":
+        sizes["mask"] = options["mask"] = am.Window(20)
     torch.manual_seed(0)
     cache = am.KVCache(mesh, **sizes, dtype=torch.float32)
-    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind())
-    q, given = torch.randn(1, HEADS, 1, DIM), {"sinks": torch.zeros(HEADS)} if sinks else {}
-    return lambda: am.decode(q, cache, **given)
+    real = torch.arange(TOKENS)[None] > 2 if kind == "padding" else None
+    cache.append(*torch.randn(2, 1, KV_HEADS, TOKENS, DIM).unbind(), token_mask=real)
+    if kind == "sinks":
+        options["sinks"] = torch.zeros(HEADS)
+    if kind == "heads":
+        options["output"] = "heads"
+    q = torch.randn(1, HEADS, 1, DIM)
+    return lambda: am.decode(q, cache, **options)
 
 
 ALONE: dict[str, Callable[[], Callable[[], object]]] = {
@@ -108,7 +115,10 @@ ON_TWO: dict[str, Callable[[], Callable[[], object]]] = {
     "attention, 2 ranks, queries": lambda: attention_call((1, 2, 1)),
     "attention, 2 ranks, heads": lambda: attention_call((2, 1, 1)),
     "decode, 2 ranks": lambda: decode_call((1, 1, 2)),
-    "decode, 2 ranks, sinks": lambda: decode_call((1, 1, 2), sinks=True),
+    "decode, 2 ranks, sinks": lambda: decode_call((1, 1, 2), "sinks"),
+    "decode, 2 ranks, window": lambda: decode_call((1, 1, 2), "window"),
+    "decode, 2 ranks, heads": lambda: decode_call((1, 1, 2), "heads"),
+    "decode, 2 ranks, padding": lambda: decode_call((1, 1, 2), "padding"),
 }
 
 

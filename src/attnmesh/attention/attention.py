@@ -5,10 +5,9 @@ from typing import Never
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.attention.call import Call, Options, agree_on_problem
+from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend, attend_latents
-from attnmesh.attention.plan import Plan
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
@@ -108,7 +107,7 @@ def attention(
             return plan.attend(q, k, v, sinks).out
         out = attend_shards(call, Mesh.of(mesh), checked)
         if kind is not None:
-            PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, call.logits, kernel))
+            PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, options.logits(q.shape[3]), kernel))
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     return out
 
@@ -118,16 +117,15 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
 
     With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
     """
-    *_, sinks, key_lengths, options = call
+    sinks, key_lengths = call.sinks, call.key_lengths
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
-    problem = agree_on_problem(mesh, call, checked)
-    check_most_keys("attention key_lengths", key_lengths, problem.key_length)
+    plan = agree_on_plan(mesh, call, checked)
+    check_most_keys("attention key_lengths", key_lengths, plan.problem.key_length)
     with without_autocast(q):
         if mesh.shape.ranks == 1:
-            kind = problem.mask, call.logits, options.kernel
+            kind = plan.problem.mask, plan.logits, plan.kernel
             return run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths))[0]
-        plan = Plan(mesh, problem, options.exchange, options.kernel, call.logits)
         if latents is not None:
             return attend_latents(q, k, v, latents, sinks, plan)
         q, k, v = tokens_to_heads(q, k, v, plan)

@@ -1,12 +1,13 @@
-"""One call of `attention`: its arguments, their checks, the problem that all ranks agree to solve, and its code."""
+"""One call of `attention`: its arguments, their checks, and the plan on which all ranks agree."""
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Never
+from typing import NamedTuple, Never
 
 import torch
 from torch import Tensor
 
+from attnmesh.attention.plan import Plan
 from attnmesh.comm.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.core.checks import (
     check_checked,
@@ -22,7 +23,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import check_kernel
-from attnmesh.kernels.plans import MOST_KINDS, kind_of
+from attnmesh.kernels.plans import MOST_KINDS, Kind, kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
@@ -30,6 +31,9 @@ from attnmesh.mesh.world import cached_per_world
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
+
+Heads = tuple[int, int, int]
+"""Heads of q and of k, and their width."""
 
 
 class Options(NamedTuple):
@@ -51,6 +55,10 @@ class Options(NamedTuple):
         """The mask given, or the causal one."""
         return Causal() if self.mask is None else self.mask
 
+    def logits(self, dim: int) -> Logits:
+        """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
+        return Logits.of("attention", self.scale, self.softcap, dim)
+
     def problem(self, shape: Shape, tokens: Pair) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
         length = tokens[0] if self.length is None else self.length
@@ -70,19 +78,14 @@ class Call(NamedTuple):
     options: Options
 
     @property
-    def heads(self) -> Pair:
-        """Heads of q and of k."""
-        return self.q.shape[1], self.k.shape[1]
+    def heads_and_dim(self) -> Heads:
+        """Heads of q and of k, and their width."""
+        return self.q.shape[1], self.k.shape[1], self.q.shape[3]
 
     @property
     def tokens(self) -> Pair:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
-
-    @property
-    def logits(self) -> Logits:
-        """The scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
-        return Logits.of("attention", self.options.scale, self.options.softcap, self.q)
 
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards, and key_lengths that a device holds."""
@@ -96,27 +99,28 @@ class Call(NamedTuple):
         return describe_call("attention", **fields, gradients=learned)
 
 
-def agree_on_problem(mesh: Mesh, call: Call, checked: bool | None) -> Problem:
-    """Return the problem that all ranks solve together. Raise the same error on all ranks if there is none."""
-    options, device = call.options, call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
-    if mesh.shape.ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
+def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
+    """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
+    options, ranks = call.options, mesh.shape.ranks
+    if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
-        queries, keys = (count * mesh.shape.ranks for count in call.tokens)
-        return _make_problem(mesh.shape, options, call.heads, (queries, keys))
+        queries, keys = call.tokens
+        return _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks))
+    device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
         _, table = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
-        return _problem_of_table(mesh.shape, options, call.heads, tuple(map(tuple, table)))
+        return _plan_of_table(mesh, options, call.heads_and_dim, tuple((queries, keys) for queries, keys in table))
     check_call(mesh, call, checked)
-    problem = _make_problem(mesh.shape, options, call.heads, (options.length, options.length))
+    plan = _make_plan(mesh, options, call.heads_and_dim, (options.length, options.length))
     try:
-        _check_own_shard(problem, mesh.shard, call.tokens)  # nothing is counted: other ranks' shards are not known
+        _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
         raise with_swap_hint(error, heads_and_length(call.q), heads_and_length(call.k)) from None
-    return problem
+    return plan
 
 
 @cached_per_world()
-def _texts(mesh: Mesh) -> dict[tuple[Any, ...], str]:
+def _texts(mesh: Mesh) -> dict[Kind, str]:
     """Return the texts of checked calls on a mesh, by kind. No check is made twice."""
     return {}
 
@@ -141,25 +145,23 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     return text
 
 
-@lru_cache(maxsize=1024)
-def _problem_of_table(shape: Shape, options: Options, heads: Pair, table: tuple[Pair, ...]) -> Problem:
-    """Return the problem whose tokens are counted by shard in `table`, (queries, keys) a row."""
+@cached_per_world(1024)
+def _plan_of_table(mesh: Mesh, options: Options, heads: Heads, table: tuple[Pair, ...]) -> Plan:
+    """Return the plan for tokens that are counted by shard in `table`, (queries, keys) a row."""
     queries, keys = (sum(column) for column in zip(*table, strict=True))
-    return _make_problem(shape, options, heads, (queries, keys), table)
+    return _make_plan(mesh, options, heads, (queries, keys), table)
 
 
-def _make_problem(
-    shape: Shape, options: Options, heads: Pair, tokens: Pair, table: Sequence[Sequence[int]] = ()
-) -> Problem:
-    """Return the problem, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
-    problem = options.problem(shape, tokens)
+def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Plan:
+    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
+    problem, (q_heads, k_heads, dim) = options.problem(mesh.shape, tokens), heads
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
-        raise with_swap_hint(error, (heads[0], tokens[0]), (heads[1], tokens[1]), first=True) from None
-    return problem
+        raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
+    return Plan(mesh, problem, options.exchange, options.kernel, options.logits(dim))
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
@@ -174,7 +176,7 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_exchange("attention exchange", options.exchange)
         _check_lengths(call, mesh.shape.ranks)
         check_kernel(options.kernel)
-        Logits.of("attention", options.scale, options.softcap, q)
+        options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         if k.shape[1] % mesh.shape.heads:

@@ -63,12 +63,16 @@ def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
 
     `kv` are this rank's keys and values, or its latents.
     """
+    step = task.schedule.query_step
+    if task.head_groups == 1 and not (step.send or step.receive) and len(step.keep) == q.shape[2]:  # no query travels
+        (arrivals,) = _arrivals((q,), kv, task)
+        return _attend_heads(arrivals, task)
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     total = identity(q, value_dim, sum_dtype(q.dtype))
     returns = PendingReturns(_merge_in)
     for arrivals in _arrivals((q,), kv, task):
         mine = tuple(x[:, _query_heads(arrivals.heads, q, kv[0])] for x in total)
-        returns.add(_attend_heads(arrivals, task), task.schedule.query_step, task.mesh.row, mine)
+        returns.add(_attend_heads(arrivals, task), step, task.mesh.row, mine)
     returns.finish()
     return total
 
@@ -153,10 +157,16 @@ def _arrivals(queries: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
 
     def begin(heads: slice) -> Arrivals:
-        q_heads = _query_heads(heads, queries[0], kv[0])
-        coming = gather(tuple(x[:, q_heads] for x in queries), task.schedule.query_step, task.mesh.row)
-        return Arrivals(heads, coming, _kv_by_step(tuple(x[:, heads] for x in kv), task))
+        some_queries, some_kv = queries, kv
+        if heads.stop - heads.start < kv[0].shape[1]:
+            q_heads = _query_heads(heads, queries[0], kv[0])
+            some_queries, some_kv = tuple(x[:, q_heads] for x in queries), tuple(x[:, heads] for x in kv)
+        coming = gather(some_queries, task.schedule.query_step, task.mesh.row)
+        return Arrivals(heads, coming, _kv_by_step(some_kv, task))
 
+    if task.head_groups == 1:
+        yield begin(slice(0, kv[0].shape[1]))
+        return
     edges = [group * kv[0].shape[1] // task.head_groups for group in range(task.head_groups + 1)]
     groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
     under_way = begin(groups[0])

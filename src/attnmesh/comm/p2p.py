@@ -32,6 +32,9 @@ Post = tuple[Callable[..., Any], int, Tensor]
 
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
+    if not step.send and not step.receive:
+        kept = taken(tensors, step.keep)
+        return lambda: kept
     parts: dict[int, Tensors] = {}  # tokens for several peers are taken once
     for _, tokens in step.send:
         if id(tokens) not in parts:

@@ -128,10 +128,10 @@ def check_one_device(subject: str, named: Mapping[str, Tensor]) -> None:
         raise DeviceError(subject, "one device", given, "move them with .to(device)")
 
 
-def check_scale(subject: str, scale: float | None, q: Tensor) -> float:
+def check_scale(subject: str, scale: float | None, dim: int) -> float:
     """Return the scale, 1/sqrt(dim) by default. Its size must fit in float32, which kernels use."""
     if scale is None:
-        return float(q.shape[-1] ** -0.5)
+        return float(dim**-0.5)
     if isinstance(scale, bool) or not isinstance(scale, Real) or not (scale == 0 or 1e-30 <= abs(scale) <= 1e30):
         given = f"{scale!r} of type {type(scale).__name__}"
         raise DtypeError(f"{subject} scale", "None, 0 or a number of size 1e-30 to 1e30", given, "pass a Python float")

@@ -18,9 +18,9 @@ class Logits(NamedTuple):
     softcap: float = math.inf
 
     @staticmethod
-    def of(subject: str, scale: float | None, softcap: float | None, q: Tensor) -> "Logits":
-        """Return the logits that a caller asks for, or raise."""
-        return Logits(check_scale(subject, scale, q), check_softcap(subject, softcap))
+    def of(subject: str, scale: float | None, softcap: float | None, dim: int) -> "Logits":
+        """Return the logits that a caller asks for, of queries of this width, or raise."""
+        return Logits(check_scale(subject, scale, dim), check_softcap(subject, softcap))
 
     @property
     def capped(self) -> bool:

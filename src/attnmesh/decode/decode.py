@@ -276,7 +276,7 @@ def check_step(
         expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
         raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
     check_merge("decode", step.merge, step.output)
-    step = step._replace(logits=Logits.of("decode", *step.logits, q))
+    step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
         choose_for_cache(step.kernel, q, cache.shard.keys, cache.shard.values, step.logits.capped)
     check_sinks("decode sinks", sinks, q)

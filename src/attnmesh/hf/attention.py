@@ -63,7 +63,7 @@ def attention_function(
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     if isinstance(spec, TracedMask):
         with without_autocast(q):
-            out = attend_traced(q, k, v, spec.visible, Logits.of(SUBJECT, scaling, softcap, q), s_aux)
+            out = attend_traced(q, k, v, spec.visible, Logits.of(SUBJECT, scaling, softcap, q.shape[-1]), s_aux)
         return out.transpose(1, 2).contiguous(), None
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
@@ -97,7 +97,7 @@ def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) 
     if latents is None:
         out: Tensor = attend(q, kv, *layer)
         return out
-    scale = check_scale(SUBJECT, layer.scale, q)
+    scale = check_scale(SUBJECT, layer.scale, q.shape[-1])
     sums = attend(latents.projection.absorb(q), kv, *layer._replace(scale=scale))
     return latents.projection.project(sums)
 
@@ -187,5 +187,5 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q)
+    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
     return run_attend(AttendCall(q, k, v, layer.mask, logits, "auto", layer.sinks, None, queries, keys))[0]

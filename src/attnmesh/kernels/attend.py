@@ -99,7 +99,7 @@ def attend(
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
-    logits, places = Logits.of("attend", scale, softcap, q), (q_positions, k_positions)
+    logits, places = Logits.of("attend", scale, softcap, q.shape[-1]), (q_positions, k_positions)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
     with without_autocast(q):

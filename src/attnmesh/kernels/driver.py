@@ -189,13 +189,11 @@ def _empty_rows(block: Block, device: torch.device) -> Tensor:
 
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-    """Return the blocks of a band. On a GPU they are kept as long as it lives, so that their bounds are copied once."""
+    """Return the blocks of a band, cut once as long as it lives. So a GPU gets their bounds once."""
     if not q.shape[0]:
         return []
-    if q.device.type == "cpu":
-        return kernel.cut(band, q, k, v)
-    kinds = [(x.shape, x.dtype, x.device) for x in (q, k, v)]
-    return _kept(band, (kernel.name, *kinds), lambda: kernel.cut(band, q, k, v), _bytes)
+    kinds = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
+    return _kept(band, kinds, lambda: kernel.cut(band, q, k, v), _bytes)
 
 
 def _kept(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T], int]) -> T:
@@ -223,5 +221,7 @@ def identity(q: Tensor, value_dim: int, dtype: torch.dtype) -> Partial:
 
 def _is_one_block(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:
     """Return True if one block is the whole problem, so that nothing is copied, merged or summed."""
-    spans = [(block.queries, block.keys) for block in blocks]
-    return spans == [(slice(0, q.shape[2]), slice(0, k.shape[2]))]
+    if len(blocks) != 1:
+        return False
+    rows, keys = blocks[0].queries, blocks[0].keys
+    return (rows.start, rows.stop, keys.start, keys.stop) == (0, q.shape[2], 0, k.shape[2])
