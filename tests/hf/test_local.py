@@ -100,6 +100,15 @@ def test_a_mask_without_cached_tokens_is_refused() -> None:
             ours(prompt(5), past_key_values=cache, attention_mask=torch.ones(1, 5, dtype=torch.long))
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "llama4"])
+def test_packed_positions_are_refused_for_what_they_are(family: str) -> None:
+    """Also in a model of windows, whose own masks are no reason."""
+    model, positions = families.model(family, "attnmesh"), torch.arange(30)[None] % 17
+    given = "given packed sequences, whose positions restart. Fix: pass them through attnmesh.hf.shard_batch"
+    with pytest.raises(errors.MaskError, match=given):
+        model(input_ids=prompt(30), position_ids=positions, use_cache=False)
+
+
 def test_a_pipeline_gives_stock_text() -> None:
     words = {f"w{n}": n for n in range(97)}
     made = Tokenizer(WordLevel(words, unk_token="w2"))
