@@ -31,9 +31,6 @@ HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 220, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
 
-FREE = ("decode, 2 ranks, padding",)
-"""Calls that take the general way, and as many frames as it does."""
-
 
 @dataclass
 class Walk:
@@ -77,9 +74,9 @@ def walk(call: Callable[[], object]) -> Walk:
     return found
 
 
-def most_frames(name: str) -> int | None:
-    """Return how many frames a call may take, or None for one that is free."""
-    return None if name in FREE else next(most for start, most in MOST.items() if name.startswith(start))
+def most_frames(name: str) -> int:
+    """Return how many frames a call may take."""
+    return next(most for start, most in MOST.items() if name.startswith(start))
 
 
 def _room(file: str) -> str:
@@ -149,9 +146,9 @@ def _rank(rank: int, folder: str) -> None:
 
 def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
-        frames, limit = len(found.files), most_frames(name)
+        frames = len(found.files)
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
-        print(f"{name:<28} {frames:>6} {limit or '-':>5} {len(set(found.files)):>5} {found.changes:>7}  {most}")
+        print(f"{name:<28} {frames:>6} {most_frames(name):>5} {len(set(found.files)):>5} {found.changes:>7}  {most}")
 
 
 def main() -> None:

@@ -41,13 +41,10 @@ class HostMerge:
         """Return memory for a message: the checksum, the lse of each row, and the rows of out."""
         return torch.empty(2 + self.rows * (1 + self.width), dtype=torch.float32, device="cpu")
 
-    def out(self, message: Tensor) -> Tensor:
-        """Return a view of the partial's out in a message."""
-        return message[2 + self.rows :].view(self.shape)
-
     def places(self, message: Tensor) -> Partial:
         """Return views of the partial in a message."""
-        return Partial(self.out(message), message[2 : 2 + self.rows].view(self.shape[:-1]))
+        stop = 2 + self.rows
+        return Partial(message[stop:].view(self.shape), message[2:stop].view(self.shape[:-1]))
 
     def heads(self, output: str) -> slice | None:
         """Return this rank's share of the heads, or None for all."""

@@ -163,11 +163,10 @@ def _run_plan(
     found = plan.attend_and_merge(q, cache.shards.own, sinks, length, used, number)
     if found is None:
         return None
-    message, equal = found
+    message, out, equal = found
     if not equal and compares:
         text = functools.partial(_describe, q, cache, sinks, None, plan.step)
         MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
-    out = plan.host_merge.out(message)
     out = (out if plan.heads is None else out[:, plan.heads]).to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.host_merge import CHECKSUM, HostMerge, host_merge_for
+from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.merge_messages import chosen_merge
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, with_sinks
@@ -60,6 +60,7 @@ class StepPlan(NamedTuple):
     """What is settled for a kind of steps on caches of one size: the native launch, and the native merge of ranks."""
 
     kind: NativeKind
+    sequence: NativeKind  # a launch for one sequence of the batch
     step: DecodeStep
     sizes: Sizes
     call: tuple[Any, ...]  # what the number of the call is made of
@@ -67,43 +68,72 @@ class StepPlan(NamedTuple):
     heads: slice | None  # of the output; None for all
 
     def attend(self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int) -> Tensor | None:
-        """Return the output of a step on one rank, or None if a number is not finite."""
-        first, stop, bounds = _visible(self.step.mask, length, q.shape[2])
-        gone = length - used
-        if first < gone:
-            return None
-        out, lse = self.kind.blank()
-        into, keys = (out.data_ptr(), lse.data_ptr()), shard.stored
-        if not self.kind.launch_at(q, keys[0], keys[-1], into, bounds, first - gone, stop - first):
-            return None
+        """Return the output of a step on one rank, or None for one that a launch a sequence does not serve.
+
+        `length` and `used` are the tokens of all ranks and of this one.
+        """
+        out, lse = into = self.kind.blank()
+        if shard.padding is not None:
+            if not self._attend_sequences(q, shard, into, used):
+                return None
+        else:
+            first, stop, bounds = _visible(self.step.mask, length, q.shape[2])
+            gone, keys = length - used, shard.stored
+            places = out.data_ptr(), lse.data_ptr()
+            if first < gone or not self.kind.launch_at(
+                q, keys[0], keys[-1], places, bounds, first - gone, stop - first
+            ):
+                return None
         if sinks is not None:
-            out, _ = with_sinks(Partial(out, lse), sinks)
+            out, _ = with_sinks(into, sinks)
         return out.to(q.dtype).contiguous()
 
     def attend_and_merge(
         self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, number: int
-    ) -> tuple[Tensor, bool] | None:
-        """Return the merged message of a step of one query, and whether the ranks' calls are equal.
+    ) -> tuple[Tensor, Tensor, bool] | None:
+        """Return the merged message of a step of one query, its out, and whether the ranks' calls are equal.
 
-        `length` and `used` are the tokens of all ranks and of this one, and `number` is that of the call. Return None,
-        before the merge, if a number is not finite.
+        `number` is that of the call. Return None, before the merge, where `attend` does.
         """
         assert self.host_merge is not None
-        message, rows = self.host_merge.blank(), self.host_merge.rows
-        first = self.step.mask.first_seen(length - 1)
-        start = int(torch.searchsorted(shard.token_index[:used], first)) if first else 0
-        if start == used:  # the identity
-            message[2 : 2 + rows] = -torch.inf
-            message[2 + rows :] = 0.0
+        message = self.host_merge.blank()
+        out, lse = into = self.host_merge.places(message)
+        if shard.padding is not None:
+            if not self._attend_sequences(q, shard, into, used):
+                return None
         else:
-            lse, keys = message.data_ptr() + CHECKSUM.size, shard.stored
-            if not self.kind.launch_at(q, keys[0], keys[-1], (lse + 4 * rows, lse), None, start, used - start):
+            first = self.step.mask.first_seen(length - 1)
+            start = int(torch.searchsorted(shard.token_index[:used], first)) if first else 0
+            places, keys = (out.data_ptr(), lse.data_ptr()), shard.stored
+            if start == used:  # the identity
+                out.zero_()
+                lse.fill_(-torch.inf)
+            elif not self.kind.launch_at(q, keys[0], keys[-1], places, None, start, used - start):
                 return None
         if sinks is not None and self.step.tokens.index == 0:  # the first rank adds them
-            place = self.host_merge.places(message)
-            for x, merged in zip(place, with_sinks(place, sinks), strict=True):
+            for x, merged in zip(into, with_sinks(into, sinks), strict=True):
                 x.copy_(merged)
-        return message, self.host_merge.run(message, number)
+        return message, out, self.host_merge.run(message, number)
+
+    def _attend_sequences(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
+        """Attend each sequence of a padded batch by itself. Return False unless its visible keys are in one run."""
+        assert shard.padding is not None
+        real, position = shard.padding.last(shard.state[:1] - 1)
+        places, (first, _) = shard.padding.places[:, :used], self.step.mask.bounds(position)
+        seen = ((places >= first) & real).int()
+        counts, starts = seen.sum(1).tolist(), (seen.argmax(1) if used else seen.sum(1)).tolist()
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            out, lse, one = into.out[row], into.lse[row], slice(row, row + 1)
+            if not count:
+                out.zero_()
+                lse.fill_(-torch.inf)
+                continue
+            keys, values, addresses = shard.stored[0][one], shard.stored[-1][one], (out.data_ptr(), lse.data_ptr())
+            if int(seen[row, start : start + count].sum()) < count:
+                return False
+            if not self.sequence.launch_at(q[one], keys, values, addresses, None, start, count):
+                return False
+        return True
 
 
 class StepPlans:
@@ -117,7 +147,7 @@ class StepPlans:
     ) -> tuple[StepPlan, int, int] | None:
         """Return the plan of a step, if there is one, with the tokens of all ranks and of this one."""
         shard = shards.own
-        if not self.kinds or shard.padding is not None or shard.shared:
+        if not self.kinds or shard.shared or (shard.padding is not None and q.shape[2] > 1):
             return None
         if not are_plain(q) or (sinks is not None and not are_plain(sinks)):
             return None
@@ -154,9 +184,10 @@ class StepPlans:
                 return False
         if len(self.kinds) >= MOST_KINDS:
             self.kinds.clear()
-        kind, call = NativeKind.of(q, shard.keys, shard.values, logits), call_of(q, step, sinks, None)
+        keys, values, call = shard.keys, shard.values, call_of(q, step, sinks, None)
+        kinds = NativeKind.of(q, keys, values, logits), NativeKind.of(q[:1], keys[:1], values[:1], logits)
         heads = None if host_merge is None else host_merge.heads(step.output)
-        self.kinds[_kind(q, sinks, options)] = StepPlan(kind, step, sizes, call, host_merge, heads)
+        self.kinds[_kind(q, sinks, options)] = StepPlan(*kinds, step, sizes, call, host_merge, heads)
         return True
 
 
