@@ -1,15 +1,18 @@
 """Calls of a known kind: the bits of the first one, every difference of kind is seen, nothing is left unchecked."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
 from attnmesh.attention import attention as attention_module
-from attnmesh.errors import InputError
+from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
 from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.native.build import library
 from attnmesh.kernels.plans import LocalPlans
@@ -160,5 +163,68 @@ def test_defaults_of_pytorch_do_not_matter() -> None:
         assert torch.equal(attend(q, k, v), first)
         with torch.device("meta"):
             assert torch.equal(attend(q, k, v), first)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_kinds_of_any_number_of_keys_hold_one_number() -> None:
+    """No keys, and values of another number than the keys, are other kinds; so is a length that is counted."""
+    q, k, v = problem()
+    attend(q, k[:, :, :0], v[:, :, :0])
+    with pytest.raises(ShapeError, match="k and v with the same heads and length"):
+        attend(q, k, v[:, :, :4])
+    attention(q, k[:, :, :5], v[:, :, :5], key_length=5)
+    with pytest.raises(ShapeError, match="key_length to count the tokens given"):
+        attention(q, k[:, :, :4], v[:, :, :4], key_length=5)
+
+
+LAZY = {
+    "negated": (torch._neg_view, "call .resolve_neg()"),
+    "sparse": (Tensor.to_sparse, "call .to_dense()"),
+    "nested": (lambda x: torch.nested.as_nested_tensor(list(x)), "call .to_padded_tensor(0.0)"),
+}
+
+
+@pytest.mark.parametrize("call", [attend, attention])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_whose_memory_is_not_their_numbers_are_refused(
+    call: Callable[..., Tensor], place: int, name: str
+) -> None:
+    change, fix = LAZY[name]
+    tensors = list(problem())
+    call(*tensors)
+    tensors[place] = change(tensors[place])
+    with pytest.raises(DtypeError, match=re.escape(fix)):
+        call(*tensors)
+
+
+@pytest.mark.parametrize("call", [attend, attention])
+def test_modes_of_pytorch_see_one_operator(call: Callable[..., Tensor]) -> None:
+    tensors = problem()
+    call(*tensors)
+    graph = make_fx(lambda q, k, v: call(q, k, v))(*tensors).graph
+    assert [str(node.target) for node in graph.nodes if "attnmesh" in str(node.target)] == ["attnmesh.attend.default"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert call(*tensors).shape == tensors[0].shape
+
+
+def test_a_gradient_of_the_gradient_of_sinks_is_refused() -> None:
+    q, k, v = problem(rows=70, keys=70)
+    sinks = torch.zeros(6, requires_grad=True)
+    (gradient,) = torch.autograd.grad(am.attention(q, k, v, mesh=None, sinks=sinks).sum(), sinks, create_graph=True)
+    with pytest.raises(KernelError, match="a gradient of a gradient"):
+        torch.autograd.grad(gradient.sum(), sinks)
+
+
+@pytest.mark.parametrize("options", [{"softcap": 2.0}, {"kernel": "cpu"}])
+def test_half_precision_does_not_depend_on_the_default_dtype(options: dict[str, Any]) -> None:
+    tensors = problem(torch.float16, rows=3)
+    first = attend(*tensors, **options)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert torch.equal(attend(*tensors, **options), first)
     finally:
         torch.set_default_dtype(before)

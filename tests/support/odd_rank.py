@@ -51,7 +51,7 @@ class Decoding:
         self.cache.append(*(numbers(seed, 1, self.kv_heads, tokens, DIM).to(self.device) for seed in (1, 2)))
 
     def step(self, rows: int = 1, heads: int = HEADS, dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
-        q = numbers(3, 1, heads, rows, DIM).to(self.device, dtype)
+        q = options.pop("of", Tensor.contiguous)(numbers(3, 1, heads, rows, DIM).to(self.device, dtype))
         moved = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in options.items()}
         return am.decode(q, self.cache, **{**self.options, **moved})
 
@@ -105,6 +105,7 @@ DECODING: dict[str, Difference] = {
     "a dtype": Difference(lambda it: it.step(dtype=torch.float16)),
     "a bad argument": Difference(lambda it: it.step(scale="big")),  # type: ignore[arg-type]
     "an unknown option": Difference(lambda it: it.step(dropout_p=0.1)),
+    "a lazy query": Difference(lambda it: it.step(of=torch._neg_view)),
     "new keys of another width": Difference(
         lambda it: it.step_with(DIM // 2), lambda it: it.step_with(DIM), lasts=True
     ),
@@ -116,6 +117,9 @@ DECODING: dict[str, Difference] = {
 
 SEEN = ("a scale seen before",)
 """Differences of which all ranks have made both calls before, if they have made any."""
+
+ON_CPU = ("a lazy query", "a lazy partial")
+"""Differences that an emulated GPU cannot have: its tensors hide that those inside are negated lazily."""
 
 BEFORE = (0, 2)
 """Honest steps before the odd one."""
@@ -141,6 +145,8 @@ def decoding_outcomes(device: str, shape: tuple[int, int, int], before: int, opt
     """Return on a rank, for each difference: the outcome, and what an honest step after it gives."""
     mesh, odd, found = mesh_on(device, shape), dist.get_rank() == ODD, {}
     for name, difference in DECODING.items():
+        if device != "cpu" and name in ON_CPU:
+            continue
         it = Decoding.on(mesh, device, **options)
         kinds = [difference.others if name == "key_lengths" else Decoding.step]
         kinds += [difference.odd] * (name in SEEN)
@@ -173,6 +179,10 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "key_lengths": (
         {"key_lengths": torch.tensor([5]), "mask": am.Full()},
         {"key_lengths": torch.tensor([9]), "mask": am.Full()},
+    ),
+    "more keys than there are": (
+        {"key_lengths": torch.tensor([TOKENS + 1]), "mask": am.Full()},
+        {"key_lengths": torch.tensor([TOKENS]), "mask": am.Full()},
     ),
     "a bad argument": ({"scale": "big"}, {}),
     "an unknown option": ({"dropout_p": 0.1}, {}),
@@ -219,6 +229,8 @@ MERGES: dict[str, dict[str, Any]] = {
     "how": {"how": "direct"},
     "another how": {"how": "tree"},
     "output": {"output": "heads"},
+    "a lazy partial": {"of": torch._neg_view},
+    "a partial on the host": {"of": Tensor.cpu},
     "a bad argument": {"base": "x"},
 }
 
@@ -226,14 +238,15 @@ MERGES: dict[str, dict[str, Any]] = {
 def merge(group: Any, device: str, *, rows: int = 1, heads: int = HEADS, **options: Any) -> Tensor:
     out = torch.full((1, heads, rows, DIM), float(dist.get_rank())).to(device, options.pop("dtype", torch.float32))
     lse = torch.zeros(1, heads, rows).to(device, options.pop("lse", torch.float32))
-    return am.merge_across(am.Partial(out, lse), group, **options).out
+    changed = map(options.pop("of", Tensor.contiguous), (out, lse))
+    return am.merge_across(am.Partial(*changed), group, **options).out
 
 
 def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, Any]:
     """Return on a rank, for each difference: the outcome, and how far an honest merge after it is off."""
     odd, found = dist.get_rank() == ODD, {}
     for name, given in MERGES.items():
-        if given.get("how") == how:
+        if given.get("how") == how or name in (ON_CPU if device != "cpu" else ("a partial on the host",)):
             continue
         group = dist.new_group()  # on which nothing was merged yet
         for _ in range(before):
@@ -244,7 +257,15 @@ def merge_outcomes(device: str, ranks: int, before: int, how: str) -> dict[str, 
     return found
 
 
-BAD = ("a bad argument", "an unknown option", "a dtype", "lse of another dtype", "new keys of another width")
+BAD = (
+    "a bad argument",
+    "an unknown option",
+    "a lazy query",
+    "a lazy partial",
+    "a dtype",
+    "lse of another dtype",
+    "new keys of another width",
+)
 """Differences that are an invalid argument of the odd rank."""
 
 

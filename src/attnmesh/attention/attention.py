@@ -100,15 +100,16 @@ def attention(
         mesh = given_mesh("attention", mesh, ALONE)
         kind = None
         if mesh is None and key_lengths is None and not unsupported:
-            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=mask is Full())
+            any_keys = mask is Full() and length is None and key_length is None
+            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys)
         if kind is not None and is_learned(q, k, v, sinks):
             kind = None
         if (plan := PLANS.find(kind)) is not None:
             return plan.attend(q, k, v, sinks).out
         out = attend_shards(call, Mesh.of(mesh), checked)
-        if kind is not None:
-            PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, options.logits(q.shape[3]), kernel))
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
+    if kind is not None:
+        PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, options.logits(q.shape[3]), kernel))
     return out
 
 

@@ -88,14 +88,13 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     def describe(self) -> str:
-        """Return the text that ranks compare: all but the lengths of shards, and key_lengths that a device holds."""
+        """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
         shapes = {name: [n for dim, n in enumerate(x.shape) if dim != 2] for name, x in named.items()}
         learned = [name for name, x in named.items() if x.requires_grad and torch.is_grad_enabled()]
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
-            on_host = self.key_lengths.device.type == "cpu"
-            fields["key_lengths"] = self.key_lengths.tolist() if on_host else self.key_lengths.device.type
+            fields["key_lengths"] = self.key_lengths.tolist()
         return describe_call("attention", **fields, gradients=learned)
 
 

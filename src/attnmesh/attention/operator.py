@@ -38,16 +38,14 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries."""
     out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, plan)), sinks)
-    if key_lengths is not None and key_lengths.device.type != "cpu":  # eager calls have compared those of the host
-        out = torch.where(_are_equal(key_lengths, plan.mesh), out, torch.nan)
     return length_major(out, q.dtype), lse
 
 
 def _backward(
-    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, key_lengths: Tensor | None, plan: Plan
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, key_lengths: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens."""
-    dq, dk, dv = backward(q, k, v, saved, _task(q, k, v, key_lengths, plan))
+    dq, dk, dv = backward(q, k, v, BackwardInputs(out, lse, dout), _task(q, k, v, key_lengths, plan))
     return length_major(dq, q.dtype), length_major(dk, q.dtype), length_major(dv, q.dtype)
 
 
@@ -90,11 +88,15 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
+    dsinks = None
     if len(ctx.plan) > 1:
         dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.plan)
+        if sinks is not None:
+            dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once(_backward, q, k, v, BackwardInputs(out, lse, dout), key_lengths, *ctx.plan)
-    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout)
+        dq, dk, dv = once(_backward, q, k, v, out, lse, dout, key_lengths, *ctx.plan)
+        if sinks is not None:
+            dsinks = once(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks, None, *[None] * len(ctx.plan)
 
 
@@ -122,8 +124,12 @@ def mesh_op(
     names: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries."""
-    return _attend(q, k, v, sinks, key_lengths, Plan.unpack(names, numbers))
+    """Return (out, lse) of this rank's queries; NaN if the ranks' `key_lengths` differ, which no graph compares."""
+    plan = Plan.unpack(names, numbers)
+    out, lse = _attend(q, k, v, sinks, key_lengths, plan)
+    if key_lengths is not None:
+        out.masked_fill_(~_are_equal(key_lengths, plan.mesh), torch.nan)
+    return out, lse
 
 
 @mesh_op.register_fake
@@ -142,7 +148,7 @@ def mesh_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
     (q, k, v), (out, lse) = inputs, outputs
-    return _backward(q, k, v, BackwardInputs(out, lse, dout), key_lengths, Plan.unpack(names, numbers))
+    return _backward(q, k, v, out, lse, dout, key_lengths, Plan.unpack(names, numbers))
 
 
 @mesh_backward_op.register_fake

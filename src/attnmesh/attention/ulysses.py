@@ -109,8 +109,9 @@ def _tokens(plan: Plan, is_key: bool) -> list[Tensor]:
 def _places(problem: Problem, r: int, c: int, is_key: bool) -> list[Tensor]:
     layout, length = (problem.key_layout, problem.key_length) if is_key else (problem.layout, problem.length)
     shape = problem.shape
-    shards = [layout.positions(length, shape.ranks, shape.shard(h, r, c)) for h in range(shape.heads)]
-    places = torch.cat(shards).argsort().argsort()
+    with torch.device("cpu"), torch.inference_mode(False):  # they are kept for later calls, in any mode
+        shards = [layout.positions(length, shape.ranks, shape.shard(h, r, c)) for h in range(shape.heads)]
+        places = torch.cat(shards).argsort().argsort()
     return list(places.split([len(shard) for shard in shards]))
 
 

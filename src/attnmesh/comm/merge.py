@@ -121,7 +121,7 @@ def host_merge_and_text(axis: Axis, shape: tuple[int, ...], how: str, output: st
     if axis.size == 1 or how not in MERGE_CHOICES:
         return None
     merge = host_merge_for(axis, tuple(shape), chosen_merge(axis, how, output, torch.device("cpu")))
-    return None if merge is None else (merge, call_text(shape, torch.float32, how, output, None, "e"))
+    return None if merge is None else (merge, call_text(shape, torch.float32, how, output))
 
 
 def raise_alike(
@@ -132,7 +132,7 @@ def raise_alike(
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
     poison, compares = partial_of(send_poison, axis, how, output), checked is not False
-    if not asks(device):
+    if not _ranks_ask(axis, device):
         MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
     elif axis.size > 1 and may_compare(device):
         _asker(axis).report(error, poison, compares=compares)
@@ -164,10 +164,11 @@ def _merge(
     base: str = "e",
 ) -> Partial:
     """Return the merge in new tensors."""
-    text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base)
-    compares = axis.size > 1 and checked is not False and may_compare(partial.lse.device)
+    device = partial.lse.device
+    text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
+    compares = axis.size > 1 and checked is not False and may_compare(device)
     checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
-    asker = _asker(axis) if axis.size > 1 and asks(partial.lse.device) else None
+    asker = _asker(axis) if axis.size > 1 and _ranks_ask(axis, device) else None
     if asker is None:
         checker.before()
     elif compares and (checked or how == "allreduce" or text not in asker.kinds) and not asker.ask(text):
@@ -187,6 +188,11 @@ def _merge(
 def _asker(axis: Axis) -> CallChecker:
     """Return the record of the merges along an axis that no host looks at."""
     return CallChecker(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
+
+
+def _ranks_ask(axis: Axis, device: torch.device) -> bool:
+    """Return whether ranks ask before they compare a merge on a device: also if the last one was on another."""
+    return asks(device) or _asker(axis).last_exchange is not None
 
 
 def _ask_in_merge(

@@ -88,7 +88,14 @@ def mesh_of(axis: Axis) -> Mesh:
 
 
 def call_text(
-    shape: tuple[int, ...], dtype: torch.dtype, how: str, output: str, wire: torch.dtype | None, base: str
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    how: str,
+    output: str,
+    wire: torch.dtype | None = None,
+    base: str = "e",
+    device: str = "cpu",
 ) -> str:
     """Return the text of a call that ranks compare."""
-    return describe_call("merge_across", out=list(shape), dtype=dtype, how=how, output=output, wire=wire, base=base)
+    options = {"how": how, "output": output, "wire": wire, "base": base}
+    return describe_call("merge_across", device=device, out=list(shape), dtype=dtype, **options)

@@ -103,6 +103,10 @@ def check_tensor(subject: str, x: Tensor) -> None:
         raise DtypeError(subject, "a tensor of floats", type(x).__name__, "use torch.as_tensor")
     if x.layout != torch.strided:
         raise DtypeError(subject, "a dense tensor", str(x.layout), "call .to_dense()")
+    if x.is_nested:
+        raise DtypeError(subject, "a dense tensor", "a nested tensor", "call .to_padded_tensor(0.0)")
+    if not torch.compiler.is_compiling() and x.is_neg():  # kernels would read its numbers with the other sign
+        raise DtypeError(subject, "a tensor whose memory holds its numbers", "a lazy -x", "call .resolve_neg()")
     # The operators have no forward-mode rule, and PyTorch would take a missing rule for a tangent of zero.
     if not torch.compiler.is_compiling() and unpack_dual(x).tangent is not None:
         fix = "use reverse-mode gradients: torch.autograd.grad or backward"
@@ -143,6 +147,8 @@ def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     check_tensor(subject, sinks)
+    if type(sinks).__name__ == "DTensor" and type(q).__name__ != "DTensor":
+        raise DtypeError(subject, "a plain tensor beside plain q, k and v", "a DTensor", "pass sinks.to_local()")
     fix = "give each query head one logit"
     if not sinks.is_floating_point():
         raise DtypeError(subject, "a tensor of floats", str(sinks.dtype), fix)

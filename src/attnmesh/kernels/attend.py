@@ -223,7 +223,10 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if dlse is not None:
         more_dq, more_dk = _lse_gradients(q, k, lse, dlse, *options)
         dq, dk = dq + more_dq, dk + more_dk
-    dsinks = None if sinks is None else sink_gradient(sinks, out, lse, dout, dlse)
+    dsinks = None
+    if sinks is not None:
+        given = sinks, out, lse, dout, dlse
+        dsinks = once(sink_gradient, *given) if isinstance(ctx.options[0], Mask) else sink_gradient(*given)
     return dq, dk, dv, dsinks, None, None, None, None, None, None
 
 

@@ -115,7 +115,8 @@ class Tiles:
         self.is_low = softcap <= (LOW_CAP if q.dtype == torch.float32 else LOW_CAP_OF_HALF)
         self.taylor = torch.tensor(TAYLOR, dtype=self.dtype)
         self.logits = torch.empty(4, heads * rows * self.keys, dtype=self.dtype)
-        self.copies = [torch.empty(0 if x.dtype == self.dtype else heads * self.keys * x.shape[3]) for x in (k, v)]
+        sizes = (0 if x.dtype == self.dtype else heads * self.keys * x.shape[3] for x in (k, v))
+        self.copies = [torch.empty(size, dtype=self.dtype) for size in sizes]
 
     def loop(self) -> Iterator[tuple[slice, slice, list[Step]]]:
         """Yield heads, queries and the steps over the keys that any of these queries sees."""

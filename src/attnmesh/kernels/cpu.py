@@ -83,15 +83,15 @@ def _attend_tiles(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Partial:
     """Return the partial of few rows, from tiles of keys that are converted to float32 in the core's cache."""
     rows = q.float().reshape(q.shape[0], k.shape[1], -1, q.shape[3]) * scale
     size = max(TILE, CACHE_BYTES // (4 * k.shape[1] * _width(q, v)))
-    tile = torch.empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # reused: new memory costs more
+    tile = rows.new_empty(*k.shape[:2], min(size, k.shape[2]), _width(q, v))  # reused: new memory costs more
 
     def copy_to_tile(x: Tensor) -> Tensor:
         return tile[:, :, : x.shape[2], : x.shape[3]].copy_(x)
 
-    logits = torch.empty(*rows.shape[:3], k.shape[2])
+    logits = rows.new_empty(*rows.shape[:3], k.shape[2])
     for part, keys in zip(logits.split(size, -1), k.split(size, 2), strict=True):
         part.copy_(rows @ copy_to_tile(keys).mT)
-    out = torch.zeros(*rows.shape[:3], v.shape[3])
+    out = rows.new_zeros(*rows.shape[:3], v.shape[3])
     for part, values in zip(torch.softmax(logits, -1).split(size, -1), v.split(size, 2), strict=True):
         out += part @ copy_to_tile(values)
     return Partial(out.to(q.dtype).reshape(*q.shape[:3], -1), torch.logsumexp(logits, -1).reshape(q.shape[:3]))

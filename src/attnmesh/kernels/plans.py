@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
-from attnmesh.kernels.traced import PLAIN, is_traced
+from attnmesh.kernels.traced import PLAIN, is_dense, is_seen
 
 MOST_KINDS = 1024
 """Kinds that are kept. Beyond it they are learned anew."""
@@ -33,17 +33,19 @@ def kind_of(
     """
     if not PLAIN.issuperset((type(q), type(k), type(v), type(sinks))) or q is None or k is None or v is None:
         return None
-    if is_traced() or autocast_enabled(q):
+    if is_seen() or autocast_enabled(q) or not (is_dense(q) and is_dense(k) and is_dense(v)):
         return None
-    if any_keys and q.is_cpu:
-        keys = *k.shape[:2], k.shape[3:], *v.shape[:2], v.shape[3:], k.shape[2:3] == v.shape[2:3] != (0,)
+    if any_keys and q.is_cpu and k.shape[2:3] == v.shape[2:3] != (0,):
+        keys = *k.shape[:2], k.shape[3:], *v.shape[:2], v.shape[3:]
     else:
         keys = k.shape, v.shape
-    tensors: Kind = q.shape, q.dtype, q.device, q.layout, k.dtype, k.device, k.layout, v.dtype, v.device, v.layout
+    tensors: Kind = q.shape, q.dtype, q.device, k.dtype, k.device, v.dtype, v.device
     if torch.is_grad_enabled():
         tensors += q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad
     if sinks is not None:
-        tensors += sinks.shape, sinks.dtype, sinks.device, sinks.layout
+        if not is_dense(sinks):
+            return None
+        tensors += sinks.shape, sinks.dtype, sinks.device
     # Options of equal values may differ in type, as 1 and True do.
     return *tensors, *keys, *options, *map(type, options)
 

@@ -21,14 +21,22 @@ def is_traced() -> bool:
     return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
+def is_seen() -> bool:
+    """Return True where calls are traced, or a mode of PyTorch looks at each of their operators."""
+    return is_traced() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return True for a tensor whose memory holds its numbers: not sparse, nested or lazily negated."""
+    return x.layout is torch.strided and not (x.is_nested or x.is_neg())
+
+
 def needs_operator(*tensors: Tensor | None) -> bool:
     """Return True if PyTorch has to see a call as one operator, which costs 0.1 ms on a CPU.
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    if is_traced() or torch._C._len_torch_dispatch_stack():
-        return True
-    return not PLAIN.issuperset(map(type, tensors))
+    return is_seen() or not PLAIN.issuperset(map(type, tensors))
 
 
 def is_learned(*tensors: Tensor | None) -> bool:
@@ -63,6 +71,6 @@ def are_plain(*tensors: Any) -> bool:
     """Return True for CPU tensors without gradients, outside traces and autocast."""
     graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
+        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad) or not is_dense(x):
             return False
-    return not (is_traced() or torch.is_autocast_enabled("cpu"))
+    return not (is_seen() or torch.is_autocast_enabled("cpu"))
