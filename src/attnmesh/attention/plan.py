@@ -50,7 +50,8 @@ class Plan(NamedTuple):
         if (task := tasks.get(kind)) is None:
             if len(tasks) >= MOST_KINDS:
                 tasks.clear()
-            task = tasks[kind] = self._task(q, k, v, latent)
+            with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
+                task = tasks[kind] = self._task(q, k, v, latent)
         return task
 
     def _task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:

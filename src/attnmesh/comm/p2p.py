@@ -33,6 +33,7 @@ Post = tuple[Callable[..., Any], int, Tensor]
 def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
+        connect(axis, tensors[0].device)
         kept = taken(tensors, step.keep)
         return lambda: kept
     parts: dict[int, Tensors] = {}  # tokens for several peers are taken once

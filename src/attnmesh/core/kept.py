@@ -31,7 +31,7 @@ class Kept:
             if key in self.values:
                 self.values.move_to_end(key)
                 return cast(T, self.values[key][0])
-        with torch.inference_mode(False):  # for later calls in any mode
+        with torch.device("cpu"), torch.inference_mode(False):  # for later calls in any mode
             value = make()
         with self.lock:
             if key not in self.values:

@@ -124,10 +124,9 @@ class Problem:
 @lru_cache(maxsize=256)
 def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     """Return the schedule of the ranks at (r, c)."""
-    with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-        query_step = _query_step(problem, r, c)
-        key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
-        bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
+    query_step = _query_step(problem, r, c)
+    key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
+    bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
     return Schedule(query_step, key_steps, bands)
 
 
