@@ -11,12 +11,16 @@ FIRST, LAST = "<!-- The map: make format -->\n", "<!-- The end of the map -->\n"
 PURPOSES = {
     "errors": "the exceptions",
     "core": "the mathematics, on tensors; no rank",
-    "kernels": "one device",
+    "runtime": "what one process owns",
     "mesh": "which rank holds and computes what, as values; nothing is sent",
+    "kernels": "one device",
     "planner": "the price of a shape before a run",
     "comm": "everything that crosses ranks",
+    "guard": "checks, the comparison of ranks, and failures",
     "attention": "prefill and training",
     "decode": "the cache and decoding",
+    "recurrent": "what recurrent layers send",
+    "store": "caches on disk, and recovery",
     "hf": "transformers",
     "diffusers": "diffusion transformers",
     "engines": "serving engines",
@@ -38,7 +42,7 @@ def rooms() -> str:
     parts = []
     for room in ROOMS:
         lines = [line_of(name) for name in order if name.split(".")[0] == room]
-        parts.append("\n".join([f"### {room}: {PURPOSES[room]}\n", *lines, ""]))
+        parts += ["\n".join([f"### {room}: {PURPOSES[room]}\n", *lines, ""])] if lines else []
     return "\n".join(parts)
 
 
