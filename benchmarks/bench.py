@@ -15,7 +15,7 @@ from rich.table import Table
 
 from attnmesh.cli.launch import Send
 from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, print_json
-from attnmesh.core.machine import machine
+from attnmesh.runtime.machine import machine
 
 Measure = Callable[..., Iterable[Table | str]]
 """Measures a bench, given its `Bench` and its options, and returns tables and lines to print."""

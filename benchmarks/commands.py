@@ -20,9 +20,9 @@ from attnmesh.cli.plan_workload import length_of
 from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
 from attnmesh.core.checks import require
-from attnmesh.core.machine import machine
 from attnmesh.errors import ArgumentError, MeshError
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.machine import machine
 from attnmesh_command import SETTINGS
 from benchmarks import tables
 from benchmarks.bench import Bench, HostsOption, bench_command

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send
-from attnmesh.comm.counters import counted
 from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.axes import Mesh
@@ -27,6 +26,7 @@ from attnmesh.planner.candidate import Candidate
 from attnmesh.planner.plan import plan
 from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
+from attnmesh.runtime.counters import counted
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.prefill import Contender, links_alone, mesh_of, milliseconds_of_bytes
 from benchmarks.timing import Timing, race

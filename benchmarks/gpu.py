@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.machine import machine
+from attnmesh.runtime.machine import machine
 
 RESULTS = Path(__file__).parent / "results"
 

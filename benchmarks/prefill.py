@@ -17,7 +17,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.counters import counted
 from attnmesh.errors import ArgumentError
 from attnmesh.mesh.schedule import EXCHANGES, Problem, Schedule, schedule
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes
@@ -27,6 +26,7 @@ from attnmesh.planner.cost import cost
 from attnmesh.planner.hardware import BOUNDLESS, Device, Link
 from attnmesh.planner.traffic import rank_grid, tiles
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.counters import counted
 from benchmarks.netns import Hosts, World, ranks_of, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
 from benchmarks.timing import Timing, exact_memory, peak_memory, race

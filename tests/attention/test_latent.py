@@ -8,12 +8,12 @@ from attnmesh.attention import latent
 from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
-from attnmesh.comm.counters import counted
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
 from tests.support.dense import dense
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

@@ -11,10 +11,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.comm.counters import Traffic, counted
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
+from attnmesh.runtime.counters import Traffic, counted
 from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
 from tests.support.pool import Pool
 from tests.support.seeds import batches

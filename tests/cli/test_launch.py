@@ -20,7 +20,7 @@ import attnmesh as am
 from attnmesh.cli.launch import RankError, run_on_ranks
 from attnmesh.comm.shared_memory import alive
 from attnmesh.errors import ShapeError
-from attnmesh.mesh.world import WORLD
+from attnmesh.runtime.world import WORLD
 
 
 def own_rank() -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.counters import counted
+from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
 
 FORMS = ("scalar", "diagonal", "matrix")

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.comm.counters import counted
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
 from tests.support import histories
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

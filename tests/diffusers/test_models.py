@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnmesh.comm.counters import counted
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Full
 from attnmesh.diffusers import disable, enable
@@ -15,6 +14,7 @@ from attnmesh.diffusers.tokens import run_sizes
 from attnmesh.mesh.schedule import EXCHANGES, Problem
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.planner.traffic import traffic
+from attnmesh.runtime.counters import counted
 from tests.support.diffusion import MODELS, PIPELINES, Inputs, pipeline_steps
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

@@ -14,8 +14,8 @@ from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.comm.counters import counted
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

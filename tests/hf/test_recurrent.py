@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.comm.counters import counted
 from attnmesh.core.layout import Layout
 from attnmesh.hf.recurrent import ShardedLayer, prepared
 from attnmesh.mesh.shapes import Shape
+from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.tools.checks import AXES, DoublePrecision

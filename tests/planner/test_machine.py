@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.comm.topology import surroundings
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.world import WORLD
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import Cluster
+from attnmesh.runtime.world import WORLD
 from tests.cli.test_app import run
 from tests.support.pool import Pool
 

@@ -53,13 +53,13 @@ from attnmesh.cli import (
 )
 from attnmesh.cli import proofs as proof
 from attnmesh.cli.app import app
-from attnmesh.core.machine import machine
 from attnmesh.errors import InputError
 from attnmesh.hf import load
 from attnmesh.planner import schemes
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.machine import machine
 from attnmesh_command import show_errors
 from tests.support import families
 from tests.tools.fuzz_store import mutated

@@ -27,7 +27,7 @@ from attnmesh.kernels.plans import MOST_KINDS, Kind, kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.latent import Projection
-from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import gather, return_to_owners
-from attnmesh.core.kept import on_device
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
@@ -24,6 +22,8 @@ from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import Schedule, Step
+from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.kept import on_device
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""

@@ -15,9 +15,9 @@ from attnmesh.kernels.driver import choose
 from attnmesh.kernels.plans import MOST_KINDS
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
-from attnmesh.mesh.world import cached_per_world, decode_cached
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
 """Columns of a latent that are projected, and those of a value."""

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.kept import on_device
 from attnmesh.kernels.plans import empty_length_major
 from attnmesh.kernels.traced import is_learned, needs_operator
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.schedule import Problem
+from attnmesh.runtime.kept import on_device
 
 
 def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:

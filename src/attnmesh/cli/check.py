@@ -10,7 +10,7 @@ from rich.table import Table
 from attnmesh.cli import proofs
 from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
-from attnmesh.core.machine import machine
+from attnmesh.runtime.machine import machine
 
 
 def check(as_json: AsJson = False, verbose: Verbose = False) -> None:

@@ -17,9 +17,9 @@ from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.rendezvous import enter
 from attnmesh.core.checks import DTYPES
-from attnmesh.core.machine import machine
 from attnmesh.decode.decode import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.runtime.machine import machine
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
 PromptText = Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")]

@@ -16,7 +16,6 @@ from attnmesh import hf
 from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.cli.mesh_option import TP
-from attnmesh.comm.counters import counted
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import everyone, init_mesh
 from attnmesh.comm.p2p import all_gather_ints
@@ -25,6 +24,7 @@ from attnmesh.hf.options import Settings
 from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
+from attnmesh.runtime.counters import counted
 
 
 @dataclass(frozen=True)

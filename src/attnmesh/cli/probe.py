@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from attnmesh.cli.launch import check_ranks, run_on_ranks
 from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, pairs, print_json
-from attnmesh.core.machine import machine
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
@@ -20,6 +19,7 @@ from attnmesh.planner.auto import keep_machine
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import in_seconds
+from attnmesh.runtime.machine import machine
 
 
 def probe(

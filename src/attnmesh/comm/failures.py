@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from attnmesh.core.checks import require
 from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
-from attnmesh.mesh.world import WORLD
+from attnmesh.runtime.world import WORLD
 
 GRACE_PERIOD = 2.0
 """Seconds for a silent rank to leave a note, as it may be waiting itself; and for the store to answer."""

@@ -11,7 +11,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from attnmesh.comm.counters import count_messages, current_traffic
 from attnmesh.comm.failures import failure
 from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
@@ -22,7 +21,8 @@ from attnmesh.kernels.native.digest import wrapped
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.counters import count_messages, current_traffic
+from attnmesh.runtime.world import cached_per_world
 
 CHECKSUM = struct.Struct("2f")
 

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import CallChecker, asks, may_compare
-from attnmesh.comm.counters import timed_merge
 from attnmesh.comm.host_merge import HostMerge, host_merge_for, is_plain, merge_as_one_call
 from attnmesh.comm.merge_checks import (
     BASES,
@@ -47,8 +46,9 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
-from attnmesh.mesh.world import cached_per_world
 from attnmesh.planner.decode_cost import COLLECTIVE
+from attnmesh.runtime.counters import timed_merge
+from attnmesh.runtime.world import cached_per_world
 
 
 def merge_across(

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, describe_call
-from attnmesh.comm.counters import count_messages, current_traffic
 from attnmesh.comm.failures import collective
 from attnmesh.comm.host_merge import host_merge_for, merge_in_host, native_mailboxes
 from attnmesh.comm.merge_checks import mesh_of
@@ -18,7 +17,8 @@ from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
 from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.counters import count_messages, current_traffic
+from attnmesh.runtime.world import cached_per_world
 
 TRIAL_BATCHES = (1, 8)
 """Batches of 32 heads of 128, in float32, whose merges are timed before "auto" chooses one."""

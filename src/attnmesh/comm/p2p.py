@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnmesh.comm.counters import Tensors, bytes_of, count_messages, count_received
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.shared_memory import SLOT, Mailboxes, PeerLostError
-from attnmesh.core.kept import on_device
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.counters import Tensors, bytes_of, count_messages, count_received
+from attnmesh.runtime.kept import on_device
+from attnmesh.runtime.world import cached_per_world
 
 Wait = Callable[[], None]
 """Waits until a message has come or gone, and raises RankFailure at the deadline."""

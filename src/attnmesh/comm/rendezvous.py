@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from attnmesh.comm.failures import is_timeout
 from attnmesh.core.checks import require
 from attnmesh.errors import ArgumentError, RankFailure
-from attnmesh.mesh.world import WORLD
+from attnmesh.runtime.world import WORLD
 
 TIMEOUT = timedelta(minutes=30)
 """Timeout of process groups, unless another is given."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attnmesh.kernels.native.build import library
 from attnmesh.mesh.reduction_tree import Round
-from attnmesh.mesh.world import WORLD
+from attnmesh.runtime.world import WORLD
 
 SLOT = 1 << 18
 """Bytes of the longest message. Receivers have room for as many, also where they expect fewer."""

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.counters import count_messages
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.topology import hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.merge import supports
 from attnmesh.kernels.triton_runtime import launch, parts
 from attnmesh.mesh.axes import Axis
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.counters import count_messages
+from attnmesh.runtime.world import cached_per_world
 
 ROOM = 1 << 18
 """Elements of the longest message: 1 MiB of float32."""

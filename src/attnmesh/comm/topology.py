@@ -18,9 +18,9 @@ from attnmesh.kernels.native.build import library
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
-from attnmesh.mesh.world import WORLD, Process, cached_per_world
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import PRESETS, Cluster
+from attnmesh.runtime.world import WORLD, Process, cached_per_world
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them

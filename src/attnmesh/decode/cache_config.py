@@ -10,10 +10,10 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import is_capturing, may_compare
 from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
-from attnmesh.core.machine import is_out_of_memory
 from attnmesh.core.mask import Mask
 from attnmesh.decode.window import check_window, longest_row
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
+from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 

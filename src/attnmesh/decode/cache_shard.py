@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.decode.block_cyclic import BlockCyclic
 from attnmesh.decode.cache_config import Sizes
@@ -18,6 +17,7 @@ from attnmesh.decode.shared_blocks import SharedBlocks, prepended
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.counters import Tensors
 
 
 def stored(k: Tensor, v: Tensor | None) -> Tensors:

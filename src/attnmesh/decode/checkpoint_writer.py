@@ -36,7 +36,7 @@ from attnmesh.decode.replicas import Shards
 from attnmesh.decode.tensor_file import check_more, check_size, link_or_write, sync_folders
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.world import WORLD
+from attnmesh.runtime.world import WORLD
 
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""

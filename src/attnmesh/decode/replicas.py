@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.counters import Tensors
 from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
 from attnmesh.comm.topology import hosts
 from attnmesh.core.digest import history_checksum
@@ -19,6 +18,7 @@ from attnmesh.decode.window import first_seen, reach
 from attnmesh.errors import ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis
+from attnmesh.runtime.counters import Tensors
 
 
 class Shards:

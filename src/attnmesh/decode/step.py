@@ -22,7 +22,7 @@ from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible
 from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
-from attnmesh.mesh.world import cached_per_world, decode_cached
+from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
 class DecodeStep(NamedTuple):

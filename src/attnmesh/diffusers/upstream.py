@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from attnmesh.core.upstream import Upstream
+from attnmesh.runtime.upstream import Upstream
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 

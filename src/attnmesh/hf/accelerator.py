@@ -20,7 +20,7 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import KernelError, MeshError
 from attnmesh.hf.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import ACCELERATE
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 
 class Replicas(NamedTuple):

@@ -23,7 +23,7 @@ from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 
 class Chain:

@@ -19,7 +19,7 @@ from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layer
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced import TracedMask
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 NO_EFFECT = {
     *("cache_position", "is_causal", "labels", "logits_to_keep", "num_items_in_batch", "output_hidden_states"),

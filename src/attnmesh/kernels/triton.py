@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.kept import KEPT
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
@@ -23,6 +22,7 @@ from attnmesh.kernels.merge import (
     warn_unsupported,
 )
 from attnmesh.kernels.triton_runtime import interpreted, launch, parts
+from attnmesh.runtime.kept import KEPT
 
 Result = TypeVar("Result")
 

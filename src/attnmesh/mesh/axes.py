@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import warn_once
 from attnmesh.errors import MeshError
 from attnmesh.mesh.shapes import AXES, Shape
-from attnmesh.mesh.world import cached_per_world
+from attnmesh.runtime.world import cached_per_world
 
 
 @cached_per_world()

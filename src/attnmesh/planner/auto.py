@@ -15,7 +15,6 @@ import torch
 
 from attnmesh.core.checks import warn_once
 from attnmesh.core.layout import Layout
-from attnmesh.core.machine import cache_folder, cpu_name
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
@@ -24,6 +23,7 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MergeGroup, Payload, merge_seconds
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.machine import cache_folder, cpu_name
 
 PRESET_OF_GPU = {
     "H100": "dgx-h100",

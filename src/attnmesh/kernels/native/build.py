@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from attnmesh.core.machine import cache_folder, cpu_facts
+from attnmesh.runtime.machine import cache_folder, cpu_facts
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 

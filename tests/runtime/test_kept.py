@@ -2,7 +2,7 @@ import gc
 
 import torch
 
-from attnmesh.core.kept import Kept
+from attnmesh.runtime.kept import Kept
 
 
 def nbytes(x: torch.Tensor) -> int:

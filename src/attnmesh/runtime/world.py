@@ -8,7 +8,7 @@ from secrets import randbits
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
-from attnmesh.mesh.shutdown import wait_until_idle
+from attnmesh.runtime.shutdown import wait_until_idle
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnmesh.mesh import shutdown
-from attnmesh.mesh.shutdown import wait_until_idle
+from attnmesh.runtime import shutdown
+from attnmesh.runtime.shutdown import wait_until_idle
 
 LATE = """
 import hashlib, sys, threading, time, weakref
