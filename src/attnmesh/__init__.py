@@ -8,12 +8,9 @@ from attnmesh.attention.attention import attention as attention
 from attnmesh.attention.sharding import shard as shard
 from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
-from attnmesh.comm.halo import halo as halo
 from attnmesh.comm.init_mesh import init_mesh as init_mesh
 from attnmesh.comm.init_mesh import split_mesh as split_mesh
 from attnmesh.comm.merge import merge_across as merge_across
-from attnmesh.comm.scan import AffineMap as AffineMap
-from attnmesh.comm.scan import scan_across as scan_across
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Split as Split
 from attnmesh.core.layout import Striped as Striped
@@ -38,6 +35,9 @@ from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
 from attnmesh.planner.workload import Recurrent as Recurrent
 from attnmesh.planner.workload import Workload as Workload
+from attnmesh.recurrent.halo import halo as halo
+from attnmesh.recurrent.scan import AffineMap as AffineMap
+from attnmesh.recurrent.scan import scan_across as scan_across
 
 if TYPE_CHECKING:
     from attnmesh.attention.context_parallel import ContextParallel as ContextParallel

@@ -10,11 +10,11 @@ from torch import Tensor
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
-from attnmesh.comm.head_exchange import heads_to_tokens, tokens_to_heads
 from attnmesh.core.layout import Layout
 from attnmesh.hf.chain import HeadChain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
+from attnmesh.recurrent.heads import heads_to_tokens, tokens_to_heads
 from tests.hf.test_recurrent import TOLERANCE, tokens, trained
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

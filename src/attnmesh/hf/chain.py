@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.halo import halo_of_parts
-from attnmesh.comm.head_exchange import heads_to_tokens, tokens_to_heads
-from attnmesh.comm.scan import AffineMap, scan
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import KernelError, LayoutError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
+from attnmesh.recurrent.halo import halo_of_parts
+from attnmesh.recurrent.heads import heads_to_tokens, tokens_to_heads
+from attnmesh.recurrent.scan import AffineMap, scan
 from attnmesh.runtime.world import cached_per_world
 
 

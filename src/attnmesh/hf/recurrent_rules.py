@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from attnmesh.comm.scan import AffineMap
+from attnmesh.recurrent.scan import AffineMap
 
 Result = TypeVar("Result")
 Stock = Callable[..., Any]

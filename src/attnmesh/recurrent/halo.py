@@ -16,11 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed_with
-from attnmesh.comm.head_exchange import own_tokens
 from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.checks import check_count, check_tensor, require
 from attnmesh.errors import DtypeError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
+from attnmesh.recurrent.heads import own_tokens
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""

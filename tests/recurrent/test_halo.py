@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm.halo import halo_of_parts
 from attnmesh.mesh.axes import Axis
+from attnmesh.recurrent.halo import halo_of_parts
 from tests.support.pool import Pool
 
 CASES = ([4, 2, 4], [0, 0, 3, 1, 0, 2], [5], [1] * 7, [3, 0, 0, 0, 9], [0, 0])

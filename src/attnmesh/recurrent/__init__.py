@@ -1,0 +1,1 @@
+"""Recurrent layers: scans of their states, halos of their convolutions, exchanges of their heads."""
