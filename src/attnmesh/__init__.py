@@ -26,7 +26,6 @@ from attnmesh.core.partial import energy as energy
 from attnmesh.core.partial import merge as merge
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode
-from attnmesh.decode.recover import recover as recover
 from attnmesh.kernels.attend import attend as attend
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
@@ -38,6 +37,7 @@ from attnmesh.planner.workload import Workload as Workload
 from attnmesh.recurrent.halo import halo as halo
 from attnmesh.recurrent.scan import AffineMap as AffineMap
 from attnmesh.recurrent.scan import scan_across as scan_across
+from attnmesh.store.recover import recover as recover
 
 if TYPE_CHECKING:
     from attnmesh.attention.context_parallel import ContextParallel as ContextParallel

@@ -11,10 +11,10 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.core.mask import Mask
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import save_layers
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store.checkpoint import load_layers
+from attnmesh.store.checkpoint_writer import save_layers
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 
 from attnmesh import hf
-from attnmesh.decode import checkpoint_writer
-from attnmesh.decode.checkpoint import MANIFEST
 from attnmesh.errors import InputError, MeshError, StoreError
 from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.options import Settings
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store import checkpoint_writer
+from attnmesh.store.checkpoint import MANIFEST
 from tests.cli.test_generate import run
 from tests.support import families
 from tests.support.mesh_problems import named_mesh

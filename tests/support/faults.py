@@ -10,7 +10,7 @@ from random import Random
 
 from benchmarks.netns import LINK, Hosts
 
-from attnmesh.decode.checkpoint import FOLDER
+from attnmesh.store.checkpoint import FOLDER
 from tests.support.worlds import Ranks, Report
 
 OUTAGE = 0.5

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.decode import checkpoint
 from attnmesh.errors import StoreError
+from attnmesh.store import checkpoint
 
 LENGTHS = 2000, 2050, 2300
 """Tokens in the cache at each save, in turn, so that the number of a save determines its length."""

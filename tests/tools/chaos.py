@@ -16,10 +16,10 @@ from typing import Any
 from benchmarks import netns
 from benchmarks.netns import Hosts, ranks_of
 
-from attnmesh.decode import checkpoint
 from attnmesh.errors import ClusterError
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.machine import machine
+from attnmesh.store import checkpoint
 from tests.support.faults import FAULTS, MARGIN, SECOND_JOB_TIMEOUT, find_failure
 from tests.support.workloads import LENGTHS, length_of_save
 from tests.support.worlds import START_TIMEOUT, Job, Ranks, Report, Testbed

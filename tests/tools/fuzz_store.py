@@ -13,9 +13,9 @@ from random import Random
 import torch
 
 import attnmesh as am
-from attnmesh.decode.checkpoint import MANIFEST, MORE, read_manifest
-from attnmesh.decode.tensor_file import TensorFile
 from attnmesh.errors import StoreError
+from attnmesh.store.checkpoint import MANIFEST, MORE, read_manifest
+from attnmesh.store.tensor_file import TensorFile
 
 STRANGE = (
     *("-1", "0", "1", "2", "7", "8", "255", "65536", "4294967296", "9223372036854775807", "1e308", "-0.0", "1.5"),

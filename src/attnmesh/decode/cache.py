@@ -23,12 +23,12 @@ from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
-from attnmesh.decode.checkpoint_writer import SavedPieces
 from attnmesh.decode.pages import PagedCache
 from attnmesh.decode.plan import KnownAppends, StepPlans
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache
 from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.store.checkpoint_writer import SavedPieces
 
 
 class KVCache(PagedCache, SavedCache):

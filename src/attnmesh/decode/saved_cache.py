@@ -6,8 +6,8 @@ from typing import Self
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import Saving, save_layers
+from attnmesh.store.checkpoint import load_layers
+from attnmesh.store.checkpoint_writer import Saving, save_layers
 
 
 class SavedCache:

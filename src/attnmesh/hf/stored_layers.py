@@ -12,13 +12,13 @@ from transformers import Cache
 from attnmesh.comm.consensus import run_agreed
 from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import Saving, save_layers
-from attnmesh.decode.tensor_file import check_more
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache_layer import ShardedLayer
 from attnmesh.hf.state_layer import StateLayer, set_states, states_of
 from attnmesh.mesh.axes import Mesh
+from attnmesh.store.checkpoint import load_layers
+from attnmesh.store.checkpoint_writer import Saving, save_layers
+from attnmesh.store.tensor_file import check_more
 
 STATES = "recurrent."
 """First part of the names of recurrent states in a folder."""

@@ -22,12 +22,12 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.core.digest import digest
-from attnmesh.decode import checkpoint_writer, tensor_file
-from attnmesh.decode.checkpoint import load_layers
-from attnmesh.decode.checkpoint_writer import save_layers
-from attnmesh.decode.tensor_file import TensorFile, link_or_write
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.store import checkpoint_writer, tensor_file
+from attnmesh.store.checkpoint import load_layers
+from attnmesh.store.checkpoint_writer import save_layers
+from attnmesh.store.tensor_file import TensorFile, link_or_write
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
 from tests.tools.fuzz_store import DamagedCache

@@ -329,7 +329,7 @@ class TokenCounter:
 def test_generation_continues_after_a_rank_is_killed(tmp_path: Path, replaced: bool) -> None:
     """The other ranks continue from their shards and copies, without the killed rank or with a new one in its place."""
     context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.interpreted", "torch._dynamo", "tests.decode.test_recover"])
+    context.set_forkserver_preload(["tests.support.interpreted", "torch._dynamo", "tests.store.test_recover"])
     victim, ranks = 1, 3 if replaced else 2
     places = {0: 0, 1: 1, 2: 2 if replaced else 1}
     processes, pipes = [], []

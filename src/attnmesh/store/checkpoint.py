@@ -29,9 +29,9 @@ from attnmesh.core.mask import FAR
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards, check_copies
-from attnmesh.decode.tensor_file import FIX, TensorFile, check_size, host_memory
 from attnmesh.errors import ShapeError, StoreError
 from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.store.tensor_file import FIX, TensorFile, check_size, host_memory
 
 VERSION = 4
 

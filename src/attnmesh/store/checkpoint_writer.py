@@ -21,7 +21,11 @@ from torch import Tensor
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
-from attnmesh.decode.checkpoint import (
+from attnmesh.decode.replicas import Shards
+from attnmesh.errors import StoreError
+from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.world import WORLD
+from attnmesh.store.checkpoint import (
     MANIFEST,
     MORE,
     NAME,
@@ -32,11 +36,7 @@ from attnmesh.decode.checkpoint import (
     read_manifest,
     save_folders,
 )
-from attnmesh.decode.replicas import Shards
-from attnmesh.decode.tensor_file import check_more, check_size, link_or_write, sync_folders
-from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.world import WORLD
+from attnmesh.store.tensor_file import check_more, check_size, link_or_write, sync_folders
 
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""

@@ -1,0 +1,1 @@
+"""Caches on disk, and recovery after lost ranks."""
