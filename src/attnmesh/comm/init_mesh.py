@@ -12,8 +12,7 @@ from attnmesh.comm.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.core.checks import require
 from attnmesh.errors import DeviceError, MeshError
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
-from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape
-from attnmesh.planner.traffic import rank_grid
+from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 
 
 def init_mesh(

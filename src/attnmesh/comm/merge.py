@@ -46,7 +46,7 @@ from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import InputError
 from attnmesh.kernels.merge import use_triton
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named
-from attnmesh.planner.decode_cost import COLLECTIVE
+from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.runtime.counters import timed_merge
 from attnmesh.runtime.world import cached_per_world
 

@@ -11,7 +11,7 @@ from attnmesh.core.checks import check_choice, check_dtype, check_one_device, ch
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, MeshError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.planner.decode_cost import COLLECTIVE, MERGES
+from attnmesh.mesh.merges import COLLECTIVE, MERGES
 
 MERGE_CHOICES = ("auto", *MERGES)
 

@@ -48,7 +48,7 @@ from attnmesh.decode.window import is_within
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import choose_for_cache
 from attnmesh.kernels.native.digest import digest_on_host
-from attnmesh.planner.decode_cost import COLLECTIVE
+from attnmesh.mesh.merges import COLLECTIVE
 
 
 def decode(

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from attnmesh.core.checks import require
 from attnmesh.errors import MeshError
 
@@ -95,3 +98,9 @@ def mesh_shape(ranks: int, q_heads: int, kv_heads: int) -> Shape:
     (Shape(heads=1, queries=8, keys=2), Shape(heads=1, queries=16, keys=4))
     """
     return mesh_shapes(ranks, q_heads, kv_heads)[0]
+
+
+def rank_grid(shape: Shape, tile: Shape) -> Tensor:
+    """Return the rank at each place (h, r, c) of a mesh. Ranks of one host, which hold a tile, are consecutive."""
+    grid = torch.arange(shape.ranks).reshape([n // t for n, t in zip(shape, tile, strict=True)] + list(tile))
+    return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))

@@ -9,15 +9,11 @@ import torch
 
 from attnmesh.core.digest import AGREEMENT_VALUES
 from attnmesh.core.layout import Striped
+from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.workload import Workload
-
-COLLECTIVE = ("gather", "allreduce")
-"""Merges by collectives of the backend. They cannot detect a wrong message, so ranks compare their calls first."""
-
-MERGES = ("tree", "direct", *COLLECTIVE)
 
 
 class MergeGroup(NamedTuple):

@@ -12,12 +12,12 @@ from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError
+from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate, min_memory
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.cost import cost
-from attnmesh.planner.decode_cost import MERGES
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.traffic import divisors, tiles
 from attnmesh.planner.workload import Workload

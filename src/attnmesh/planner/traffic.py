@@ -88,12 +88,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def rank_grid(shape: Shape, tile: Shape) -> Tensor:
-    """Return the rank at each place (h, r, c) of a mesh. Ranks of one host, which hold a tile, are consecutive."""
-    grid = torch.arange(shape.ranks).reshape([n // t for n, t in zip(shape, tile, strict=True)] + list(tile))
-    return grid.permute(0, 3, 1, 4, 2, 5).reshape(tuple(shape))
-
-
 @lru_cache(maxsize=4096)
 def traffic(problem: Problem, tile: Shape) -> PlannedTraffic:
     """Return the traffic of a problem on hosts that each hold a tile."""
