@@ -22,7 +22,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
-from attnmesh.hf.recurrent import prepare
+from attnmesh.hf.recurrent.prepare import prepare
 from attnmesh.hf.shards import ShardMask, Shards
 from attnmesh.runtime.counters import counted
 from benchmarks.netns import World, ranks_of, run_on, send_rows

@@ -11,7 +11,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
-from attnmesh.hf.chain import HeadChain
+from attnmesh.hf.recurrent.chain import HeadChain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import Shape
 from attnmesh.recurrent.heads import heads_to_tokens, tokens_to_heads

@@ -14,8 +14,8 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf import upstream
-from attnmesh.hf.recurrent import ShardedLayer, prepared
-from attnmesh.hf.recurrent_functions import kind_of
+from attnmesh.hf.recurrent.functions import kind_of
+from attnmesh.hf.recurrent.prepare import ShardedLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from tests.hf.test_recurrent import FAMILIES, model_of, tokens
 from tests.support.mesh_problems import named_mesh

@@ -15,8 +15,8 @@ from transformers import MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from attnmesh.hf import recurrent_rules
-from attnmesh.hf.recurrent_rules import RULES, Link, Rule, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent import rules as recurrent_rules
+from attnmesh.hf.recurrent.rules import RULES, Link, Rule, lightning_link, rg_lru_link
 from tests.support.families import prompt
 from tests.tools.tiny_models import Case, all_types, build
 

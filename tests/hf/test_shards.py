@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, RwkvC
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.mask import Causal
-from attnmesh.hf.labels import ItemCount
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import ShardMask, ShardPositions
+from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.shapes import Shape
 from tests.support import families
 from tests.support.families import prompt

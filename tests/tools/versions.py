@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = {
     "transformers": ["tests/hf", "src/attnmesh/hf"],
-    "accelerate": ["tests/hf/test_trainer.py", "src/attnmesh/hf/accelerator.py"],
+    "accelerate": ["tests/hf/test_trainer.py", "src/attnmesh/hf/training/accelerator.py"],
     "trl": ["tests/hf/test_trainer.py"],
     "peft": ["tests/hf/test_trainer.py"],
     "diffusers": ["tests/diffusers", "src/attnmesh/diffusers"],

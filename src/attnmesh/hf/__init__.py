@@ -10,19 +10,19 @@ Importing this package registers the name with transformers' attention and mask 
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from attnmesh.hf.accelerator import prepare as prepare
 from attnmesh.hf.attention import attention_function
-from attnmesh.hf.cache import ShardedCache as ShardedCache
+from attnmesh.hf.cache.sharded_cache import ShardedCache as ShardedCache
 from attnmesh.hf.checkpoint import Checkpoint as Checkpoint
 from attnmesh.hf.generate import generate as generate
 from attnmesh.hf.mask import mask_function
 from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
-from attnmesh.hf.recurrent import restore as restore
+from attnmesh.hf.recurrent.prepare import restore as restore
 from attnmesh.hf.shards import Shards as Shards
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
-from attnmesh.hf.trainer import on_mesh as on_mesh
-from attnmesh.hf.training import shard_batch as shard_batch
+from attnmesh.hf.training.accelerator import prepare as prepare
+from attnmesh.hf.training.batch import shard_batch as shard_batch
+from attnmesh.hf.training.trainer import on_mesh as on_mesh
 
 AttentionInterface.register(NAME, attention_function)
 AttentionMaskInterface.register(NAME, mask_function)

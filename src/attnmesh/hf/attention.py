@@ -19,7 +19,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
-from attnmesh.hf.cache_layer import PendingKV
+from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
 from attnmesh.hf.latent import LatentStates
 from attnmesh.hf.mask import MaskSpec, spec_of

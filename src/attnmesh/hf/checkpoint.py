@@ -20,7 +20,7 @@ from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import check_count, require, short, type_and_shape
 from attnmesh.core.digest import DIGEST_VALUES, digest
 from attnmesh.errors import ArgumentError, KernelError, StoreError
-from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, Settings, describe_value
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import MANIFEST, check_folder, read_manifest

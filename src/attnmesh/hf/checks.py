@@ -12,12 +12,12 @@ from attnmesh.core.digest import DIGEST_VALUES, fingerprints
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
-from attnmesh.hf.cache_layer import PendingKV
-from attnmesh.hf.labels import ItemCount
+from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced import TracedMask
+from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.world import cached_per_world
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch

@@ -13,7 +13,7 @@ from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, ShapeError
-from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.mask import check_left_padded
 from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache import ShardedCache
+from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
-from attnmesh.hf.recurrent import prepared
+from attnmesh.hf.recurrent.prepare import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
 from attnmesh.mesh.axes import Mesh
 

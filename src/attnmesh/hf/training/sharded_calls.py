@@ -21,7 +21,7 @@ from attnmesh.core.layout import Contiguous, Layout
 from attnmesh.errors import ArgumentError, KernelError
 from attnmesh.hf.models import check_implementation, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
-from attnmesh.hf.training import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, shard_batch
+from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, shard_batch
 
 BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, "num_items_in_batch")
 """Arguments that `shard_batch` takes."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from attnmesh.errors import KernelError
 from attnmesh.hf import upstream
-from attnmesh.hf.chain import HeadChain, current_chain
-from attnmesh.hf.head_rules import HEAD_RULES, run_by_heads
 from attnmesh.hf.models import SUBJECT
-from attnmesh.hf.recurrent_layers import lightning, run_link
-from attnmesh.hf.recurrent_rules import RULES
+from attnmesh.hf.recurrent.chain import HeadChain, current_chain
+from attnmesh.hf.recurrent.head_rules import HEAD_RULES, run_by_heads
+from attnmesh.hf.recurrent.layers import lightning, run_link
+from attnmesh.hf.recurrent.rules import RULES
 from attnmesh.hf.upstream import RecurrentKind
 
 WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning}

@@ -16,10 +16,10 @@ from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
-from attnmesh.hf.caller import prepare_caller
-from attnmesh.hf.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.hf.models import USE_TOKENIZER
 from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards
+from attnmesh.hf.training.caller import prepare_caller
+from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
 
 IGNORE_INDEX = -100

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Full
 from attnmesh.errors import KernelError, MaskError
-from attnmesh.hf.chain import Chain, HeadChain, parts_of, running
 from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
-from attnmesh.hf.recurrent_functions import forward_on_shards, kind_of, refusal_of
-from attnmesh.hf.recurrent_layers import ShardedConv1d, ShardedRglru
-from attnmesh.hf.recurrent_prefill import PrefillStates
+from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, running
+from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
+from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
+from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.upstream import CACHES, PER_TOKEN, TRANSFORMERS
 

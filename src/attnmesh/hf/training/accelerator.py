@@ -18,7 +18,7 @@ from attnmesh.comm.init_mesh import check_groups
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import KernelError, MeshError
-from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError
-from attnmesh.hf.accelerator import as_one_process, check_parallelism
-from attnmesh.hf.sharded_calls import ShardedCalls
+from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import check_trainer
 from attnmesh.mesh.axes import Mesh
 

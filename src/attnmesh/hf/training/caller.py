@@ -9,7 +9,7 @@ from types import FrameType
 
 from torch import nn
 
-from attnmesh.hf.recurrent import CODE, prepare
+from attnmesh.hf.recurrent.prepare import CODE, prepare
 from attnmesh.hf.shards import Shards
 
 CALL = nn.Module._call_impl.__name__

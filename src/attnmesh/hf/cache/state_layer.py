@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache_layer import ShardedLayer
+from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
-from attnmesh.hf.chain import current_chain
-from attnmesh.hf.recurrent_rules import Link, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent.chain import current_chain
+from attnmesh.hf.recurrent.rules import Link, lightning_link, rg_lru_link
 
 
 def run_link(link: Link, convert: Callable[[Tensor], Tensor] = lambda state: state) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from attnmesh.comm.consensus import run_agreed
 from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import KernelError, ShapeError, StoreError
-from attnmesh.hf.cache_layer import ShardedLayer
-from attnmesh.hf.state_layer import StateLayer, set_states, states_of
+from attnmesh.hf.cache.layer import ShardedLayer
+from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import Saving, save_layers

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.hf.chain import HeadChain
-from attnmesh.hf.recurrent_rules import RULES, Stock
+from attnmesh.hf.recurrent.chain import HeadChain
+from attnmesh.hf.recurrent.rules import RULES, Stock
 
 
 def run_by_heads(name: str, stock: Stock, chain: HeadChain, *args: Any, **kwargs: Any) -> Any:

@@ -16,9 +16,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import decode
 from attnmesh.errors import KernelError, ShapeError
-from attnmesh.hf.cache_layer import ShardedLayer, check_settings
-from attnmesh.hf.state_layer import StateLayer, make_layers, states_of
-from attnmesh.hf.stored_layers import StoredLayers
+from attnmesh.hf.cache.layer import ShardedLayer, check_settings
+from attnmesh.hf.cache.state_layer import StateLayer, make_layers, states_of
+from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import collective
-from attnmesh.hf.chain import Chain
+from attnmesh.hf.recurrent.chain import Chain
 from attnmesh.mesh.axes import Axis
 
 

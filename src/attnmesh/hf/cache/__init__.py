@@ -1,0 +1,1 @@
+"""The cache of transformers, sharded: one layer a `KVCache` or a recurrent state."""

@@ -1,0 +1,1 @@
+"""Training on shards: batches, labels, trainers and accelerators."""
