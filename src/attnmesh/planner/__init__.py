@@ -1,1 +1,1 @@
-"""Prices of shapes before they run; pure: it imports `core` and `mesh` alone."""
+"""Prices of shapes before they run; pure: it imports `core`, `runtime` and `mesh` alone."""
