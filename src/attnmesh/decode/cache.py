@@ -26,9 +26,8 @@ from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_head
 from attnmesh.decode.pages import PagedCache
 from attnmesh.decode.plan import KnownAppends, StepPlans
 from attnmesh.decode.replicas import Shards, check_copies
-from attnmesh.decode.saved_cache import SavedCache
+from attnmesh.decode.saved_cache import SavedCache, SavedPieces
 from attnmesh.mesh.axes import Mesh, flat_axis
-from attnmesh.store.checkpoint_writer import SavedPieces
 
 
 class KVCache(PagedCache, SavedCache):

@@ -1,19 +1,89 @@
-"""`save` and `load` of a `KVCache`."""
+"""`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` supplies the work on files."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import Saving, save_layers
+from attnmesh.core.checks import require
+from attnmesh.errors import StoreError
+from attnmesh.runtime.supplied import Supplied
+
+
+class RunningSave(Protocol):
+    """Save that may still be writing, as `store.checkpoint_writer.Saving`."""
+
+    concluded: bool
+
+    @property
+    def written(self) -> bool:
+        """True once this rank's files are on the disk, or writing them has failed."""
+
+    def finish_writing(self) -> None:
+        """Wait until all ranks' files are on the disk, or have failed, so that the cache may change."""
+
+    def wait(self) -> None:
+        """Wait until all ranks have written and this save is the current one. Every rank calls it."""
+
+
+class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
+    """Checksums of the saved files by slots, kept while the slots are unchanged; and the last save."""
+
+    def __init__(self, caches: Sequence[object] = ()) -> None:
+        self.cache_ids = tuple(map(id, caches))  # one per layer
+        self.folder: Path | None = None  # where this process has written the files
+        self.last: RunningSave | None = None
+
+    def forget(self, used: int = 0) -> None:
+        """Drop the files with slots from `used` on, before these slots change."""
+        for start, stop in [piece for piece in self if piece[1] > used]:
+            del self[start, stop]
+
+    @property
+    def at_rest(self) -> bool:
+        """True unless a save was started on which no rank has called `wait`: the same on every rank."""
+        return self.last is None or self.last.concluded
+
+    def check_written(self) -> None:
+        """Raise if the last save is still writing."""
+        given, fix = "a cache whose save is writing", "call wait() on the result of save first"
+        require(self.at_rest, StoreError, "fork", "a cache at rest", given, fix)
+
+    def finish_writing(self) -> None:
+        """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
+        if self.last is not None:
+            self.last.finish_writing()
+
+
+@Supplied
+def save_caches(caches: Sequence[Any], path: str | Path, *, wait: bool) -> RunningSave:
+    """Write caches to a folder: `store.checkpoint_writer` does."""
+    raise NotImplementedError
+
+
+@Supplied
+def load_caches(
+    make: Callable[..., Any],
+    path: str | Path,
+    mesh: DeviceMesh | None,
+    *,
+    layers: int | None = None,
+    capacity: int | None = None,
+    device: torch.device | str | None = None,
+    checked: bool | None = None,
+    copies: int = 1,
+) -> tuple[list[Any], dict[str, Tensor], str]:
+    """Return the caches of a folder, further tensors and a note: `store.checkpoint` does."""
+    raise NotImplementedError
 
 
 class SavedCache:
     """A cache that is saved to a folder, and loaded from it on any number of ranks."""
 
-    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
+    def save(self, path: str | Path, *, wait: bool = True) -> RunningSave:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
 
         Args:
@@ -33,7 +103,7 @@ class SavedCache:
         ...     cache.save(folder).written
         True
         """
-        return save_layers([self], path, wait=wait)  # type: ignore[list-item]
+        return save_caches([self], path, wait=wait)
 
     @classmethod
     def load(
@@ -72,6 +142,8 @@ class SavedCache:
         ...     KVCache.load(folder, None).length
         5
         """
-        options = {"capacity": capacity, "device": device, "checked": checked, "copies": copies}
-        (cache,), _, _ = load_layers(cls, path, mesh, layers=1, **options)  # type: ignore[arg-type, type-var]
-        return cache
+        caches: list[Self]
+        caches, _, _ = load_caches(
+            cls, path, mesh, layers=1, capacity=capacity, device=device, checked=checked, copies=copies
+        )
+        return caches[0]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.core.checks import require
 from attnmesh.decode.replicas import Shards
+from attnmesh.decode.saved_cache import SavedPieces
 from attnmesh.errors import StoreError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.world import WORLD
@@ -46,35 +46,6 @@ POLL_INTERVAL = 1.0
 
 MAX_PIECE, MIN_PIECE = 4096, 64
 """Tokens of the longest file, and of the shortest but the last."""
-
-
-class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
-    """Checksums of the saved files by slots, kept while the slots are unchanged; and the last save."""
-
-    def __init__(self, caches: Sequence[object] = ()) -> None:
-        self.cache_ids = tuple(map(id, caches))  # one per layer
-        self.folder: Path | None = None  # where this process has written the files
-        self.last: Saving | None = None
-
-    def forget(self, used: int = 0) -> None:
-        """Drop the files with slots from `used` on, before these slots change."""
-        for start, stop in [piece for piece in self if piece[1] > used]:
-            del self[start, stop]
-
-    @property
-    def at_rest(self) -> bool:
-        """True unless a save was started on which no rank has called `wait`: the same on every rank."""
-        return self.last is None or self.last.concluded
-
-    def check_written(self) -> None:
-        """Raise if the last save is still writing."""
-        given, fix = "a cache whose save is writing", "call wait() on the result of save first"
-        require(self.at_rest, StoreError, "fork", "a cache at rest", given, fix)
-
-    def finish_writing(self) -> None:
-        """Wait until the last save has written its files, so that the cache may change. Every rank calls it."""
-        if self.last is not None:
-            self.last.finish_writing()
 
 
 class Layer(Protocol):
