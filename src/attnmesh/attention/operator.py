@@ -41,11 +41,10 @@ def _attend(
     return length_major(out, q.dtype), lse
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, key_lengths: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv) of this rank's tokens."""
-    dq, dk, dv = backward(q, k, v, BackwardInputs(out, lse, dout), _task(q, k, v, key_lengths, plan))
+def _backward(plan: Plan, key_lengths: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
+    q, k, v, *saved = tensors
+    dq, dk, dv = backward(q, k, v, BackwardInputs(*saved), _task(q, k, v, key_lengths, plan))
     return length_major(dq, q.dtype), length_major(dk, q.dtype), length_major(dv, q.dtype)
 
 
@@ -94,7 +93,7 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once(_backward, q, k, v, out, lse, dout, key_lengths, *ctx.plan)
+        dq, dk, dv = once(_backward, *ctx.plan, key_lengths, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once(sink_gradient, sinks, out, lse, dout)
     return dq, dk, dv, dsinks, None, *[None] * len(ctx.plan)
@@ -147,8 +146,7 @@ def mesh_backward_op(
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
-    (q, k, v), (out, lse) = inputs, outputs
-    return _backward(q, k, v, out, lse, dout, key_lengths, Plan.unpack(names, numbers))
+    return _backward(Plan.unpack(names, numbers), key_lengths, *inputs, *outputs, dout)
 
 
 @mesh_backward_op.register_fake
