@@ -91,14 +91,13 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
-    call = Call(q, k, v, sinks, key_lengths, options)
+    call, kind = Call(q, k, v, sinks, key_lengths, options), None
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        kind = None
         if mesh is None and key_lengths is None and not unsupported:
             any_keys = mask is Full() and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys)
