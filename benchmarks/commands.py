@@ -63,6 +63,25 @@ def bench_kernel(run: Bench) -> list[Table]:
     return [pairs("this machine", machine()), rows_table(run.tables["rows"]), tables.memory_table(run.tables["memory"])]
 
 
+CALLS_EXPLAINED = """\
+Calls of 64 tokens, 8 query heads on 2 key heads of 64 columns, float32, on two ranks of gloo. Times are medians with
+quartiles of 20 calls in a row, on rank 0; contenders take turns in one run. The last column is the time of a call over
+that of one all-gather of its keys and values, the least that any exchange costs."""
+
+
+@bench_command(app, "calls", "Small calls on two ranks beside one all-gather of their keys.", CALLS_EXPLAINED)
+def bench_calls(
+    run: Bench,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 31,
+) -> list[Table]:
+    """Small calls of attention, forward and backward, on each axis of a mesh of two ranks (1 minute)."""
+    from benchmarks import calls as calls_bench
+
+    run.step("measuring small calls on 2 ranks")
+    calls_bench.rows(rounds, run.table("rows"))
+    return [pairs("this machine", machine()), tables.calls_table(run.tables["rows"])]
+
+
 PREFILL_EXPLAINED = """\
 Times are those of forward and backward of one call, milliseconds: median [quartiles] of rounds in which all contenders
 take turns, each as long as its slowest rank. "beside ring" is the speedup over our own ring with the same kernel. A

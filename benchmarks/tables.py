@@ -11,7 +11,7 @@ from attnmesh.cli.output import titled
 from benchmarks.timing import Comparison
 
 if TYPE_CHECKING:
-    from benchmarks import decode, diffusion, kernel, latent, model, plan, prefill, recurrent
+    from benchmarks import calls, decode, diffusion, kernel, latent, model, plan, prefill, recurrent
 
 
 def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
@@ -31,6 +31,15 @@ def rows_table(rows: Iterable[Comparison], title: str = "kernel bench, milliseco
         share = "" if row.share_of_limit is None else f"{row.share_of_limit:.2f}"
         times = row.theirs.in_two_lines, row.ours.in_two_lines
         table.add_row(f"{row.case}; {row.rival}", *times, f"{row.ratio:.2f}{goal}", share)
+    return table
+
+
+def calls_table(rows: "Iterable[calls.Row]") -> Table:
+    """Return the times of small calls, and how many all-gathers take as long."""
+    table = titled("small calls, milliseconds: median [quartiles]", "call", figures=("ms", "all-gathers\n(goal)"))
+    for row in rows:
+        goal = "" if row.goal is None else f"\n(at most {row.goal:.0f}{'' if row.gathers <= row.goal else ', missed'})"
+        table.add_row(row.case, row.timing.in_two_lines, f"{row.gathers:.2f}{goal}")
     return table
 
 
