@@ -107,10 +107,14 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         return _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks))
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        _, table = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
-        return _plan_of_table(mesh, options, call.heads_and_dim, tuple((queries, keys) for queries, keys in table))
-    check_call(mesh, call, checked)
-    plan = _make_plan(mesh, options, call.heads_and_dim, (options.length, options.length))
+        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
+        table = tuple((queries, keys) for queries, keys in rows)
+        return _plan_of_table(mesh, options, call.heads_and_dim, table)
+    if call.key_lengths is None:
+        _checked_text(mesh, call, checked)
+    else:  # a text would have their numbers, which a device may hold
+        check_call(mesh, call, checked)
+    plan = _plan_of_length(mesh, options, call.heads_and_dim, options.length)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
@@ -149,6 +153,12 @@ def _plan_of_table(mesh: Mesh, options: Options, heads: Heads, table: tuple[Pair
     """Return the plan for tokens that are counted by shard in `table`, (queries, keys) a row."""
     queries, keys = (sum(column) for column in zip(*table, strict=True))
     return _make_plan(mesh, options, heads, (queries, keys), table)
+
+
+@cached_per_world(1024)
+def _plan_of_length(mesh: Mesh, options: Options, heads: Heads, length: int) -> Plan:
+    """Return the plan for as many tokens as the caller says."""
+    return _make_plan(mesh, options, heads, (length, length))
 
 
 def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Plan:

@@ -127,7 +127,7 @@ def mesh_op(
     plan = Plan.unpack(names, numbers)
     out, lse = _attend(q, k, v, sinks, key_lengths, plan)
     if key_lengths is not None:
-        out.masked_fill_(~_are_equal(key_lengths, plan.mesh), torch.nan)
+        out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
     return out, lse
 
 

@@ -68,9 +68,13 @@ once: Callable[..., Any] = Once.apply
 
 
 def are_plain(*tensors: Any) -> bool:
-    """Return True for CPU tensors without gradients, outside traces and autocast."""
+    """Return True for dense CPU tensors without gradients, outside traces, modes and autocast."""
+    if is_traced() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+        return False
     graded = torch.is_grad_enabled()
     for x in tensors:
-        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad) or not is_dense(x):
+        if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
             return False
-    return not (is_seen() or torch.is_autocast_enabled("cpu"))
+        if x.layout is not torch.strided or x.is_nested or x.is_neg():
+            return False
+    return True
