@@ -11,10 +11,9 @@ from attnmesh.attention.operator import attend, attend_latents
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
-from attnmesh.core.mask import Full, Mask
+from attnmesh.core.mask import FULL, Mask
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.plans import LocalPlan, LocalPlans, kind_of
-from attnmesh.kernels.traced import is_learned
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
@@ -99,10 +98,8 @@ def attention(
     else:
         mesh = given_mesh("attention", mesh, ALONE)
         if mesh is None and key_lengths is None and not unsupported:
-            any_keys = mask is Full() and length is None and key_length is None
-            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys)
-        if kind is not None and is_learned(q, k, v, sinks):
-            kind = None
+            any_keys = mask is FULL and length is None and key_length is None
+            kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
         if (plan := PLANS.find(kind)) is not None:
             return plan.attend(q, k, v, sinks).out
         out = attend_shards(call, Mesh.of(mesh), checked)

@@ -178,7 +178,8 @@ class Mask:
         return " & ".join(filter(None, (window, documents, *chunks))) or "Full()"
 
 
-_FULL, _CAUSAL = Mask(), Mask(right=0)
+FULL, CAUSAL = Mask(), Mask(right=0)
+"""What `Full()` and `Causal()` return."""
 
 
 def Full() -> Mask:
@@ -188,7 +189,7 @@ def Full() -> Mask:
     >>> am.Full().draw(2)
     ['# #', '# #']
     """
-    return _FULL
+    return FULL
 
 
 def Causal() -> Mask:
@@ -198,7 +199,7 @@ def Causal() -> Mask:
     >>> am.Causal().draw(2)
     ['# .', '# #']
     """
-    return _CAUSAL
+    return CAUSAL
 
 
 def Window(left: int, right: int = 0) -> Mask:

@@ -23,7 +23,7 @@ from attnmesh.core.checks import (
     without_autocast,
 )
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import FAR, Band, Full, Mask, check_mask
+from attnmesh.core.mask import FAR, FULL, Band, Full, Mask, check_mask
 from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
@@ -80,9 +80,9 @@ def attend(
     True
     """
     plain = q_positions is k_positions is key_lengths is None and not more
-    kind = kind_of(q, k, v, None, (mask, scale, softcap, kernel), any_keys=mask is Full()) if plain else None
-    if kind is not None and is_learned(q, k, v):
-        kind = None
+    options, kind = (mask, scale, softcap, kernel), None
+    if plain:
+        kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
     if (plan := PLANS.find(kind)) is not None:
         return plan.attend(q, k, v, None)
     check_unknown_options("attend", more)

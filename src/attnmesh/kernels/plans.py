@@ -16,7 +16,7 @@ from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
-from attnmesh.kernels.traced import PLAIN, is_dense, is_seen
+from attnmesh.kernels.traced import PLAIN, are_plain, is_dense, is_learned, is_seen
 
 MOST_KINDS = 1024
 """Kinds that are kept. Beyond it they are learned anew."""
@@ -25,29 +25,39 @@ Kind = tuple[Any, ...]
 
 
 def kind_of(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: tuple[Any, ...], *, any_keys: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: tuple[Any, ...],
+    *,
+    any_keys: bool = False,
+    learned: bool = True,
 ) -> Kind | None:
     """Return all that the checks of a call depend on, or None for a call that is checked each time.
 
-    With `any_keys` calls with any number of keys, 1 or more, are of one kind.
+    With `any_keys` calls on a CPU with any number of keys, 1 or more, are of one kind. Calls that autograd records have
+    kinds only if they are `learned`.
     """
-    if not PLAIN.issuperset((type(q), type(k), type(v), type(sinks))) or q is None or k is None or v is None:
-        return None
-    if is_seen() or autocast_enabled(q) or not (is_dense(q) and is_dense(k) and is_dense(v)):
-        return None
-    if any_keys and q.is_cpu and k.shape[2:3] == v.shape[2:3] != (0,):
-        keys = *k.shape[:2], k.shape[3:], *v.shape[:2], v.shape[3:]
+    if are_plain(q, k, v) if sinks is None else are_plain(q, k, v, sinks):
+        tensors: Kind = q.shape, q.dtype, k.dtype, v.dtype
+        if any_keys and k.ndim == v.ndim == 4:
+            (batch, heads, keys, dim), (value_batch, value_heads, values, width) = k.shape, v.shape
+            tensors += batch, heads, dim, value_batch, value_heads, width, keys == values != 0 or (keys, values)
+        else:
+            tensors += k.shape, v.shape
     else:
-        keys = k.shape, v.shape
-    tensors: Kind = q.shape, q.dtype, q.device, k.dtype, k.device, v.dtype, v.device
-    if torch.is_grad_enabled():
-        tensors += q.requires_grad, k.requires_grad, v.requires_grad, sinks is not None and sinks.requires_grad
-    if sinks is not None:
-        if not is_dense(sinks):
+        given = (q, k, v) if sinks is None else (q, k, v, sinks)
+        if not PLAIN.issuperset(map(type, given)) or is_seen() or autocast_enabled(q) or not all(map(is_dense, given)):
             return None
-        tensors += sinks.shape, sinks.dtype, sinks.device
+        if not learned and is_learned(*given):
+            return None
+        graded = torch.is_grad_enabled()
+        tensors = tuple((x.shape, x.dtype, x.device, graded and x.requires_grad) for x in given)
+    if sinks is not None:
+        tensors += sinks.shape, sinks.dtype
     # Options of equal values may differ in type, as 1 and True do.
-    return *tensors, *keys, *options, *map(type, options)
+    return *tensors, *options, *map(type, options)
 
 
 def is_one_launch(q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> bool:

@@ -10,8 +10,11 @@ from torch.nn import Parameter
 
 from attnmesh.errors import KernelError
 
-PLAIN = {Tensor, Parameter, type(None)}
-"""Types of tensors that PyTorch itself computes with, and that of one that is left out."""
+PLAIN = {Tensor, Parameter}
+"""Types of tensors that PyTorch itself computes with."""
+
+PLAIN_OR_NONE = {*PLAIN, type(None)}
+"""These, and that of a tensor that is left out."""
 
 
 def is_traced() -> bool:
@@ -36,7 +39,7 @@ def needs_operator(*tensors: Tensor | None) -> bool:
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    return is_seen() or not PLAIN.issuperset(map(type, tensors))
+    return is_seen() or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def is_learned(*tensors: Tensor | None) -> bool:
