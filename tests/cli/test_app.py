@@ -142,7 +142,7 @@ def test_version_and_unknown_options() -> None:
     assert run("check", "--fast")[0] == 2
 
 
-@pytest.mark.parametrize("inputs", [300, pytest.param(1200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("inputs", [100, pytest.param(1200, marks=pytest.mark.long)])
 def test_hostile_command_lines_end_as_they_should(inputs: int) -> None:
     """In a process of its own: what hears of all that a process does cannot be taken away again."""
     fuzz = [sys.executable, "-m", "tests.tools.fuzz_command", "--inputs", str(inputs)]

@@ -57,7 +57,7 @@ def steps(gpu: EmulatedGPU, shape: tuple[int, int, int]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), pytest.param((2, 1, 2), marks=pytest.mark.long)])
 def test_a_step_has_nothing_to_wait_for(shape: tuple[int, int, int]):
     for found in world(shape[0] * shape[2], steps, shape).results():
         assert found == {name: [] for name in CAPTURED}, found

@@ -30,17 +30,16 @@ def alone() -> dict:
     return train()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", [CONTEXT, DATA])
+@pytest.mark.parametrize("mesh", [CONTEXT, pytest.param(DATA, marks=pytest.mark.long)])
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
-    """`make test` has both meshes in the next test, a part of the steps each."""
     together = train("--mesh", mesh, ranks=4)
     assert len(together["losses"]) == STEPS
     assert together["losses"] == pytest.approx(alone["losses"], abs=1e-4)
     assert together["text"] == alone["text"]
 
 
-@pytest.mark.parametrize(("first", "second"), [(DATA, CONTEXT), pytest.param(CONTEXT, CONTEXT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("first", "second"), [(DATA, CONTEXT), (CONTEXT, CONTEXT)])
 def test_a_continued_run_has_the_losses_of_an_uninterrupted_one(
     first: str, second: str, alone: dict, tmp_path: Path
 ) -> None:

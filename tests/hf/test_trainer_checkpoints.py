@@ -81,6 +81,7 @@ def test_checkpoints_pass_between_meshes_and_stock_transformers(kind: str, pool:
         check_equal(resumed, whole, 1e-5)
 
 
+@pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
     best |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
