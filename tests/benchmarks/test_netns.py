@@ -195,7 +195,7 @@ WORKLOADS = [
 
 
 def all_crossings(workloads: list[Workload], stride: int) -> list[tuple[str, float]]:
-    """For each way of running each workload, or one in `stride` of them: its name, and by what share its bytes were missed."""
+    """For each way of running each workload, or one in `stride`: its name, and by what share its bytes were missed."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, 1, world), mesh_dim_names=AXES)
     numbers = host_numbers(Mesh.of(mesh).axes)
