@@ -115,7 +115,7 @@ def losses_of_tour(ranks: int, exchanges: Sequence[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("ranks", "exchanges"),
     [
-        *((ranks, EXCHANGES) for ranks in SIZES[:-2]),
+        *((ranks, EXCHANGES) for ranks in (1, 2, 4)),
         *(pytest.param(ranks, (each,), marks=pytest.mark.long) for ranks in SIZES for each in EXCHANGES),
     ],
 )

@@ -216,6 +216,7 @@ def test_the_decode_table_and_its_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("decode", "--ranks", "6")[0] == 2
 
 
+@pytest.mark.long
 def test_the_faults_bench_measures_and_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """In small, and without the goals, which are for a machine that does nothing else."""
     small = ("faults", "--ranks", "2", "--tokens", "70", "--max-new-tokens", "8", "--rounds", "2")

@@ -11,7 +11,7 @@ from attnmesh.mesh.shapes import Shape
 from tests.cli.test_app import run
 
 
-@pytest.mark.parametrize(("length", "runs"), [(61, False), (64, True)])
+@pytest.mark.parametrize(("length", "runs"), [(61, False), pytest.param(64, True, marks=pytest.mark.long)])
 def test_the_bench_measures_and_is_shown(length: int, runs: bool) -> None:
     ranks = 4 if runs else 5  # 24 heads on 5 ranks are uneven
     small = ("diffusion", "--ranks", str(ranks), "--workload", "flux-1024", "--length", str(length), "--rounds", "2")

@@ -213,7 +213,7 @@ def sampled(plans: list[Plan]) -> list[Plan]:
 
 
 WORLDS = [
-    pytest.param("2x2@1gbit", WORKLOADS[::2], 4, id="2x2, training and decoding"),
+    pytest.param("2x2@1gbit", WORKLOADS[::2], 4, id="2x2, training and decoding", marks=pytest.mark.long),
     *(
         pytest.param(text, WORKLOADS, 1, marks=pytest.mark.long)
         for text in ("2x2@1gbit", "4x2@1gbit", "8x2@1gbit", "16x1@1gbit")

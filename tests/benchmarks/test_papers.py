@@ -33,7 +33,7 @@ def figures(rows: tuple[Row, ...]) -> list[tuple[str, float]]:
     return [(row.unit, end) for row in rows if row.published for end in row.published]
 
 
-@pytest.mark.parametrize("paper", [tree_attention, attention2d])
+@pytest.mark.parametrize("paper", [tree_attention, pytest.param(attention2d, marks=pytest.mark.long)])
 def test_a_command_prints_a_table_and_one_json_object(paper: Any) -> None:
     assert "published" in run(paper.main)
     record = json.loads(run(paper.main, "--json"))

@@ -270,7 +270,7 @@ def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "launch", ["ranks", *(pytest.param(way, marks=pytest.mark.long) for way in ("script", "torchrun"))]
+    "launch", [pytest.param(way, marks=pytest.mark.long) for way in ("ranks", "script", "torchrun")]
 )
 def test_an_interrupt_ends_all_ranks(launch: str) -> None:
     """While they decode, as the first text shows."""

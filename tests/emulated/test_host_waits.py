@@ -25,7 +25,10 @@ def kinds(waits: list[str]) -> list[str]:
     return [wait.split()[0] for wait in waits]
 
 
-@pytest.mark.parametrize(("backend", "shape"), [("nccl", (1, 1, 2)), ("cpu:gloo,cuda:nccl", (2, 1, 2))])
+@pytest.mark.parametrize(
+    ("backend", "shape"),
+    [("nccl", (1, 1, 2)), pytest.param("cpu:gloo,cuda:nccl", (2, 1, 2), marks=pytest.mark.long)],
+)
 def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
     for table in world(shape[0] * shape[2], measure, "decode", shape, backend=backend).results():
         assert {name: kinds(waits) for name, waits in table.items() if waits} == DECODING, table

@@ -18,7 +18,7 @@ def loss(name: str, *arguments: str, ranks: int = 1) -> float:
     return float(run.stdout.split("loss ")[-1].split(" on ")[0])
 
 
-@pytest.mark.parametrize("name", ["trainer", "sft"])
+@pytest.mark.parametrize("name", ["trainer", pytest.param("sft", marks=pytest.mark.long)])
 def test_trainers_do_not_depend_on_the_ranks(name: str) -> None:
     assert loss(name, ranks=2) == pytest.approx(loss(name), abs=2e-4)
 

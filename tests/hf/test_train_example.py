@@ -30,7 +30,8 @@ def alone() -> dict:
     return train()
 
 
-@pytest.mark.parametrize("mesh", [CONTEXT, pytest.param(DATA, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [CONTEXT, DATA])
 def test_the_loss_does_not_depend_on_the_mesh(mesh: str, alone: dict) -> None:
     together = train("--mesh", mesh, ranks=4)
     assert len(together["losses"]) == STEPS

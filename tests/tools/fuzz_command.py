@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import typer.main
 from benchmarks import bench, commands, faults, plan_figure
+from benchmarks import calls as calls_bench
 from benchmarks import decode as decode_bench
 from benchmarks import diffusion as diffusion_bench
 from benchmarks import kernel as kernel_bench
@@ -422,6 +423,7 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
     compared = Comparison("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
     held = kernel_bench.Memory("window", (10, 20), (1.0, None))
+    replace(calls_bench, rows=lambda rounds, add: add(on(2, calls_bench.Row("1x1x2, forward", TIME, 1.0, 6.0))))
     replace(kernel_bench, rows=lambda device: iter([compared]), memory=lambda device: iter([held]))
     rows = [
         prefill_bench.Row("causal", "ring", TIME, 1.0, 12, 12, 1.0),
