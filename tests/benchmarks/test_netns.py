@@ -121,6 +121,7 @@ def told_of_hosts() -> tuple[list[int], float, int]:
     return [numbers.index(number) for number in numbers], seconds[1], sent.payload
 
 
+@pytest.mark.long
 def test_links_are_as_slow_as_asked_for_and_count_what_crosses(hosts: None) -> None:
     told = run_on_hosts(Hosts.parse("2x2@100mbit"), told_of_hosts)
     for same, _, payload in told:

