@@ -36,7 +36,7 @@ WORKERS ?= 2
 test: $(VENV)/ready            ## the whole suite, on the CPU, with large grids sampled (about 8 minutes on 2 quiet cores, 12 on slow ones)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(RUN)/pytest -n $(WORKERS) --dist loadfile -m 'not gpu and not long'
 
-long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about 40 minutes)
+long: $(VENV)/ready            ## what `make test` samples, in full: trainings on each mesh, prompts of 8,000 tokens (about an hour)
 	CUDA_VISIBLE_DEVICES= $(RUN)/pytest -m long
 
 versions: $(VENV)/ready        ## the tests of transformers, trainers and diffusers on the oldest versions that are allowed, and on the pinned ones

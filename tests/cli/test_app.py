@@ -37,6 +37,7 @@ def test_check_proves_every_kernel_here() -> None:
     assert here == found | {("native", dtype) for dtype in narrow if library().attend is not None}
 
 
+@pytest.mark.long
 def test_check_reads_as_a_table_and_says_why_a_kernel_is_absent() -> None:
     code, text = run("check", "-v")
     assert code == 0

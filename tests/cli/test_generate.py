@@ -63,7 +63,7 @@ def expected() -> list[int]:
 @pytest.mark.parametrize(
     ("more", "run"),
     [
-        ((), launched),
+        pytest.param((), launched, marks=pytest.mark.long),
         pytest.param(("--ranks", "3", "--mesh", "heads=3"), run, marks=pytest.mark.long),
         (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run),
         pytest.param(("--mesh", "tp=3,keys=1"), run, marks=pytest.mark.long),

@@ -114,7 +114,16 @@ VARIANTS["routers of TRL"] = "SFTTrainer", {"family": "gpt-oss", "changes": WIDE
 VARIANTS["evaluation first"] = "Trainer", {"evaluates": True}
 VARIANTS["stream"] = "Trainer", {"stream": True, "data": 2}
 
-LONG = ("three heads", "smooth labels", "fsdp recipe", "routers of TRL", "counts of each rank", "stream", "routers")
+LONG = (
+    "three heads",
+    "smooth labels",
+    "fsdp recipe",
+    "routers of TRL",
+    "counts of each rank",
+    "stream",
+    "routers",
+    "evaluation first",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in LONG else []) for x in VARIANTS])
