@@ -35,7 +35,12 @@ def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
 
 
 @pytest.mark.parametrize(
-    ("backend", "shape"), [("nccl", (1, 1, 2)), ("cpu:gloo,cuda:nccl", (1, 2, 1)), ("nccl", (2, 1, 1))]
+    ("backend", "shape"),
+    [
+        ("nccl", (1, 1, 2)),
+        ("cpu:gloo,cuda:nccl", (1, 2, 1)),
+        pytest.param("nccl", (2, 1, 1), marks=pytest.mark.long),
+    ],
 )
 def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, shape: tuple[int, int, int]):
     for table in world(2, measure, "attention", shape, backend=backend).results():
@@ -48,7 +53,7 @@ def test_attention_on_one_gpu():
     assert not any(table.values()), table
 
 
-@pytest.mark.parametrize("capacity", [None, 200])
+@pytest.mark.parametrize("capacity", [None, pytest.param(200, marks=pytest.mark.long)])
 def test_a_token_of_a_model(capacity: int | None):
     for table in world(2, model_waits, capacity, backend="cpu:gloo,cuda:nccl").results():
         assert table == {"token": []}, Counter(table["token"])
