@@ -252,10 +252,10 @@ def with_swap_hint(error: InputError, q: tuple[int, int], k: tuple[int, int], *,
     """Return the error, with `SWAP_HINT` last or first in its fix if q and k seem to be in flash-attn's order.
 
     `q` and `k` are (heads, length) as passed. They seem swapped if k has more heads than keys, and the number of keys
-    would divide q's length as a number of key heads.
+    would divide q's heads, as passed or swapped, as a number of key heads.
     """
     keys = k[1]
-    if not 0 < keys < k[0] or q[1] % keys:
+    if not 0 < keys < k[0] or (q[0] % keys and q[1] % keys):
         return error
     subject, expected, given, fix = error.args
     return type(error)(subject, expected, given, swap_first(fix, True) if first else f"{fix}; {SWAP_HINT}")
