@@ -36,6 +36,7 @@ SAID: list[tuple[Callable[[], Any], str]] = [
     (lambda: am.attention(*heads()), "as many queries as keys"),  # grouped heads are taken for lengths
     (lambda: am.attention(*heads(), mask=am.Window(3)), "as many queries as keys"),
     (lambda: am.attention(*heads(keys=77), mask=am.Full()), "query heads a multiple of key heads"),
+    (lambda: am.attention(T(1, 8, 41, 4), *heads(41)[1:]), "query heads a multiple of key heads"),  # k and v alone
     (lambda: am.attention(*heads(k=8), length=40), "length to count the tokens given"),
     (lambda: am.attention(*heads(k=8), sinks=T(8)), "shape"),
     (lambda: am.attention(*heads(k=8), mask=am.Documents([10, 30])), "documents that add up to 8 tokens"),
