@@ -19,7 +19,7 @@ from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.driver import choose
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library
-from attnmesh.kernels.plans import LocalPlans
+from attnmesh.runtime.kinds import Kinds
 
 HERE = Path(__file__).parent
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
@@ -28,7 +28,7 @@ needs_library = pytest.mark.skipif(library().attend is None, reason="there is no
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the number of threads, find the library again, and know no kinds of calls that need it."""
-    monkeypatch.setattr(attend_module, "PLANS", LocalPlans())
+    monkeypatch.setattr(attend_module, "PLANS", Kinds())
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

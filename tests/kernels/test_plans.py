@@ -15,7 +15,7 @@ from attnmesh.attention import attention as attention_module
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
 from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.native.build import library
-from attnmesh.kernels.plans import LocalPlans
+from attnmesh.runtime.kinds import Kinds
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C+
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin without known kinds."""
-    monkeypatch.setattr(attend_module, "PLANS", LocalPlans())
-    monkeypatch.setattr(attention_module, "PLANS", LocalPlans())
+    monkeypatch.setattr(attend_module, "PLANS", Kinds())
+    monkeypatch.setattr(attention_module, "PLANS", Kinds())
 
 
 def problem(dtype: torch.dtype = torch.float32, keys: int = 40, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def known() -> int:
-    return len(attend_module.PLANS.kinds) + len(attention_module.PLANS.kinds)
+    return len(attend_module.PLANS) + len(attention_module.PLANS)
 
 
 @pytest.mark.parametrize("call", [attend, attention])
@@ -68,7 +68,7 @@ def test_the_number_of_keys_is_no_kind_under_a_full_mask() -> None:
     for keys in range(1, 60):
         q, k, v = problem(keys=keys)
         torch.testing.assert_close(attend(q, k, v), attend(q, k, v, kernel="reference"))
-    assert len(attend_module.PLANS.kinds) == 2  # with and without kernel=
+    assert len(attend_module.PLANS) == 2  # with and without kernel=
 
 
 @pytest.mark.parametrize("mask", [am.Causal(), am.Window(2), am.Window(2, 3), am.Causal() & am.Documents([3, 5])])

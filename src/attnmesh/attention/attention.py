@@ -13,12 +13,13 @@ from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, wit
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FULL, Mask
 from attnmesh.kernels.attend import AttendCall, run_attend
-from attnmesh.kernels.plans import LocalPlan, LocalPlans, kind_of
+from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
+from attnmesh.runtime.kinds import Kinds
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
-PLANS = LocalPlans()
+PLANS = Kinds[LocalPlan]()
 """Plans of `attention` on one rank."""
 
 
@@ -100,12 +101,17 @@ def attention(
         if mesh is None and key_lengths is None and not unsupported:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
-        if (plan := PLANS.find(kind)) is not None:
-            return plan.attend(q, k, v, sinks).out
-        out = attend_shards(call, Mesh.of(mesh), checked)
+        if (known := PLANS.find(kind)) is not None:
+            return known.attend(q, k, v, sinks).out
+        if kind is None:
+            out = attend_shards(call, Mesh.of(mesh), checked)
+        else:
+            whole = agree_on_plan(Mesh.of(None), call, checked)
+            plan = LocalPlan.of(q, k, v, whole.problem.mask, whole.logits, kernel)
+            out = plan.attend(q, k, v, sinks).out
     warn_if_swapped("attention", q, k.shape[2])  # last: where warnings are errors, one rank alone would raise
     if kind is not None:
-        PLANS.keep(kind, LocalPlan.of(q, k, v, options.applied_mask, options.logits(q.shape[3]), kernel))
+        PLANS.keep(kind, plan)
     return out
 
 

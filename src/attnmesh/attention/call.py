@@ -23,10 +23,11 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.driver import check_kernel
-from attnmesh.kernels.plans import MOST_KINDS, Kind, kind_of
+from attnmesh.kernels.plans import kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import Shape
+from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 Pair = tuple[int, int]
@@ -108,13 +109,13 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
-        table = tuple((queries, keys) for queries, keys in rows)
-        return _plan_of_table(mesh, options, call.heads_and_dim, table)
+        queries, keys = map(sum, zip(*rows, strict=True))
+        return _known_plan(mesh, options, call.heads_and_dim, (queries, keys), tuple(map(tuple, rows)))
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _plan_of_length(mesh, options, call.heads_and_dim, options.length)
+    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length))
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
@@ -123,42 +124,21 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
 
 
 @cached_per_world()
-def _texts(mesh: Mesh) -> dict[Kind, str]:
-    """Return the texts of checked calls on a mesh, by kind. No check is made twice."""
-    return {}
+def _texts(mesh: Mesh) -> Kinds[str]:
+    """Return the texts of checked calls on a mesh. No check is made twice."""
+    return Kinds()
 
 
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     """Return the text of a call that ranks compare, or raise unless each argument can be served."""
     q, k, v, sinks, key_lengths, options = call
-    known, kind = _texts(mesh), None
+    texts, kind = _texts(mesh), None
     if key_lengths is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
-    try:
-        if kind is not None and (text := known.get(kind)) is not None:
-            return text
-    except TypeError:  # an option that has no hash
-        kind = None
+    if kind is not None and (text := texts.find(kind)) is not None:
+        return text
     check_call(mesh, call, checked)
-    text = call.describe()
-    if kind is not None:
-        if len(known) >= MOST_KINDS:
-            known.clear()
-        known[kind] = text
-    return text
-
-
-@cached_per_world(1024)
-def _plan_of_table(mesh: Mesh, options: Options, heads: Heads, table: tuple[Pair, ...]) -> Plan:
-    """Return the plan for tokens that are counted by shard in `table`, (queries, keys) a row."""
-    queries, keys = (sum(column) for column in zip(*table, strict=True))
-    return _make_plan(mesh, options, heads, (queries, keys), table)
-
-
-@cached_per_world(1024)
-def _plan_of_length(mesh: Mesh, options: Options, heads: Heads, length: int) -> Plan:
-    """Return the plan for as many tokens as the caller says."""
-    return _make_plan(mesh, options, heads, (length, length))
+    return call.describe() if kind is None else texts.keep(kind, call.describe())
 
 
 def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Plan:
@@ -171,6 +151,9 @@ def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: 
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     return Plan(mesh, problem, options.exchange, options.kernel, options.logits(dim))
+
+
+_known_plan = cached_per_world(1024)(_make_plan)
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:

@@ -12,11 +12,11 @@ from attnmesh.core.layout import Contiguous, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
-from attnmesh.kernels.plans import MOST_KINDS
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
+from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
@@ -24,7 +24,7 @@ Widths = tuple[int, int]
 
 
 class Plan(NamedTuple):
-    """What all ranks of a mesh do together, and this rank's place."""
+    """A problem on a mesh and how it is solved, the same on all ranks, with this rank's place."""
 
     mesh: Mesh
     problem: Problem
@@ -46,12 +46,9 @@ class Plan(NamedTuple):
     def task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
         """Return this rank's part for tensors of these shapes, after the heads axis."""
         kind = self, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        tasks = _tasks()
-        if (task := tasks.get(kind)) is None:
-            if len(tasks) >= MOST_KINDS:
-                tasks.clear()
+        if (task := _tasks().find(kind)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = tasks[kind] = self._task(q, k, v, latent)
+                task = _tasks().keep(kind, self._task(q, k, v, latent))
         return task
 
     def _task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
@@ -75,9 +72,9 @@ def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
 
 
 @cached_per_world()
-def _tasks() -> dict[tuple[object, ...], Task]:
+def _tasks() -> Kinds[Task]:
     """Return the tasks of this rank by plan and kind of tensors."""
-    return {}
+    return Kinds()
 
 
 @cached_per_world(1024)

@@ -5,7 +5,7 @@ to one small all-gather. If the digests differ, ranks exchange the texts and all
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Any, TypeVar, cast
@@ -22,15 +22,13 @@ from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import WORLD, cached_per_world
 
 T = TypeVar("T")
 
 
 SEPARATOR = "\x1f"
-
-MOST_KINDS = 1024
-"""Kinds of calls that one object knows."""
 
 
 def describe_call(name: str, /, **fields: object) -> str:
@@ -150,7 +148,7 @@ class CallChecker:
     def __init__(self, mesh: Mesh, device: torch.device, checked: bool | None) -> None:
         self.mesh, self.device, self.checked = mesh, device, checked
         self.is_alone = mesh.shape.ranks == 1
-        self.kinds = set[Any]()  # kinds of calls that ranks have compared
+        self.kinds = Kinds[bool]()  # kinds of calls that ranks have compared
         self.last_kind: object = None  # of the last call that asked, or need not ask
         self.last_exchange: Callable[[], Tensor] | None = None
         """Repeats the last exchange that no host looked at, with `QUESTION` for a checksum. Returns the merged one."""
@@ -183,11 +181,9 @@ class CallChecker:
         else:
             poison()
 
-    def learn(self, kind: object, last_exchange: Callable[[], Tensor] | None) -> None:
+    def learn(self, kind: Hashable, last_exchange: Callable[[], Tensor] | None) -> None:
         """Keep a kind of calls that was served, and how to repeat its exchange if no host looked at it."""
-        if len(self.kinds) >= MOST_KINDS:
-            self.kinds.clear()
-        self.kinds.add(kind)
+        self.kinds.keep(kind, True)
         self.last_kind, self.last_exchange = kind, last_exchange or self.last_exchange
 
     def check(
@@ -205,7 +201,7 @@ class CallChecker:
         if not self.compares(name, must=must):
             return [list(check() or ())]
         _, table = run_agreed_with(self.mesh, lambda: check() or (), lambda _: describe_call(name, **fields()), tuple)
-        self.kinds.add(name)
+        self.kinds.keep(name, True)
         return table
 
 

@@ -179,7 +179,7 @@ class Mask:
 
 
 FULL, CAUSAL = Mask(), Mask(right=0)
-"""What `Full()` and `Causal()` return."""
+"""Results of `Full()` and `Causal()`."""
 
 
 def Full() -> Mask:

@@ -158,7 +158,7 @@ def _run_plan(
     """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
     if plan.host_merge is None:
         return plan.attend(q, cache.shards.own, sinks, length, used)
-    number = _call_number((*plan.call, ()), cache.history_checksum) + length + digest_on_host(q)
+    number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
     number += 0 if sinks is None else digest_on_host(sinks)
     found = plan.attend_and_merge(q, cache.shards.own, sinks, length, used, number)
     if found is None:

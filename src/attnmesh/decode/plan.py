@@ -1,4 +1,4 @@
-"""Plans of decoding: what is settled for a kind of new tokens, and for a kind of steps.
+"""Plans of decoding, for kinds of steps, and kinds of new tokens that were checked before.
 
 New tokens are one native call. A step is one launch on the cache and one native merge across ranks.
 """
@@ -18,15 +18,16 @@ from attnmesh.decode.replicas import Shards
 from attnmesh.decode.step import DecodeStep
 from attnmesh.kernels.driver import NATIVE, choose_for_cache
 from attnmesh.kernels.native.kernel import NativeKind
-from attnmesh.kernels.plans import MOST_KINDS, is_one_launch
+from attnmesh.kernels.plans import is_one_launch
 from attnmesh.kernels.traced import are_plain
+from attnmesh.runtime.kinds import Kinds
 
 
 class KnownAppends:
     """The kinds of new tokens that a cache and its forks have appended: shapes and dtypes, on caches of one size."""
 
     def __init__(self) -> None:
-        self.kinds: set[tuple[Any, ...]] = set()
+        self.kinds = Kinds[bool]()
 
     def run(self, k: Tensor, v: Tensor | None, shards: Shards) -> bool:
         """Append tokens of a known kind that fit, all to one rank. Return False if others are to be checked."""
@@ -44,9 +45,7 @@ class KnownAppends:
     def learn(self, k: Tensor, v: Tensor | None, sizes: Sizes) -> None:
         """Keep the kind of tokens that were checked and appended."""
         if (kind := _kind_of_new(k, v, sizes)) is not None and k.shape[2]:
-            if len(self.kinds) >= MOST_KINDS:
-                self.kinds.clear()
-            self.kinds.add(kind)
+            self.kinds.keep(kind, True)
 
 
 def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
@@ -57,13 +56,13 @@ def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] |
 
 
 class StepPlan(NamedTuple):
-    """What is settled for a kind of steps on caches of one size: the native launch, and the native merge of ranks."""
+    """The native launch and the native merge of ranks, for a kind of steps on caches of one size."""
 
     kind: NativeKind
     sequence: NativeKind  # a launch for one sequence of the batch
     step: DecodeStep
     sizes: Sizes
-    call: tuple[Any, ...]  # what the number of the call is made of
+    call: tuple[Any, ...]  # what the number of the call is made of: its kind, and no `key_lengths`
     host_merge: HostMerge | None  # None on one rank
     heads: slice | None  # of the output; None for all
 
@@ -121,17 +120,17 @@ class StepPlan(NamedTuple):
         real, position = shard.padding.last(shard.state[:1] - 1)
         places, (first, _) = shard.padding.places[:, :used], self.step.mask.bounds(position)
         seen = ((places >= first) & real).int()
-        counts, starts = seen.sum(1).tolist(), (seen.argmax(1) if used else seen.sum(1)).tolist()
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        counts = seen.sum(1)
+        starts, ends = (seen.argmax(1), used - seen.flip(1).argmax(1)) if used else (counts, counts)
+        for row, (start, end, count) in enumerate(torch.stack((starts, ends, counts), 1).tolist()):
             out, lse, one = into.out[row], into.lse[row], slice(row, row + 1)
+            keys, values, addresses = shard.stored[0][one], shard.stored[-1][one], (out.data_ptr(), lse.data_ptr())
             if not count:
                 out.zero_()
                 lse.fill_(-torch.inf)
-                continue
-            keys, values, addresses = shard.stored[0][one], shard.stored[-1][one], (out.data_ptr(), lse.data_ptr())
-            if int(seen[row, start : start + count].sum()) < count:
-                return False
-            if not self.sequence.launch_at(q[one], keys, values, addresses, None, start, count):
+            elif end - start != count or not self.sequence.launch_at(
+                q[one], keys, values, addresses, None, start, count
+            ):
                 return False
         return True
 
@@ -140,7 +139,7 @@ class StepPlans:
     """The plans of the steps of one cache and its forks, by kind."""
 
     def __init__(self) -> None:
-        self.kinds: dict[Any, StepPlan] = {}
+        self.kinds = Kinds[StepPlan]()
 
     def find(
         self, q: Tensor, shards: Shards, sinks: Tensor | None, options: tuple[Any, ...]
@@ -149,12 +148,9 @@ class StepPlans:
         shard = shards.own
         if not self.kinds or shard.shared or (shard.padding is not None and q.shape[2] > 1):
             return None
-        if not are_plain(q) or (sinks is not None and not are_plain(sinks)):
+        if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
             return None
-        try:
-            plan = self.kinds.get(_kind(q, sinks, options))
-        except TypeError:  # an option that cannot be hashed
-            return None
+        plan = self.kinds.find(_kind(q, sinks, options))
         if plan is None or plan.sizes is not shard.sizes:
             return None
         length, used = shard.state.tolist()[:2]
@@ -169,7 +165,7 @@ class StepPlans:
     ) -> bool:
         """Make the plan of a step that was checked. Return False if no launch serves it."""
         sizes, mask, logits, axis, rows = shard.sizes, step.mask, step.logits, step.tokens, q.shape[2]
-        if not are_plain(q) or (sinks is not None and not are_plain(sinks)):
+        if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
             return False
         if step.reproducible or mask.ends or (rows > 1 and (mask.chunks or axis.size > 1)):
             return False
@@ -182,17 +178,15 @@ class StepPlans:
             host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
             if host_merge is None:
                 return False
-        if len(self.kinds) >= MOST_KINDS:
-            self.kinds.clear()
-        keys, values, call = shard.keys, shard.values, call_of(q, step, sinks, None)
+        keys, values, call = shard.keys, shard.values, (*call_of(q, step, sinks, None), ())
         kinds = NativeKind.of(q, keys, values, logits), NativeKind.of(q[:1], keys[:1], values[:1], logits)
         heads = None if host_merge is None else host_merge.heads(step.output)
-        self.kinds[_kind(q, sinks, options)] = StepPlan(*kinds, step, sizes, call, host_merge, heads)
+        self.kinds.keep(_kind(q, sinks, options), StepPlan(*kinds, step, sizes, call, host_merge, heads))
         return True
 
 
 def call_of(q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None) -> tuple[Any, ...]:
-    """Return the options of a step, and the dtypes and shapes of its tensors."""
+    """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
     return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
 
 

@@ -14,7 +14,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import TokenCounts
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
-from attnmesh.decode.window import first_seen, reach
+from attnmesh.decode.window import first_needed
 from attnmesh.errors import ShapeError
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.mesh.axes import Axis
@@ -99,7 +99,8 @@ class Shards:
         """Return whether all tokens that queries from token `query` on see are cached."""
         if self.forgets is None or query >= self.floor:
             return True
-        return reach(self.forgets, self.floor) <= (0 if self.own.padding is not None else reach(self.forgets, query))
+        seen = 0 if self.own.padding is not None else self.forgets.first_seen(query)
+        return self.forgets.first_seen(self.floor) <= seen
 
     def check_length(self, length: int, before: int) -> None:
         """Raise unless `before` tokens can be truncated to `length`."""
@@ -123,7 +124,7 @@ class Shards:
                 real[:, :length] = own.padding.token_mask[:, :length]
             if token_mask is not None:
                 real[:, length:] = token_mask.to(own.device)
-        return first_seen(self.forgets, self.floor, own.sizes.block, real)
+        return first_needed(self.forgets, self.floor, own.sizes.block, real)
 
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add new tokens that are the same on every rank."""

@@ -1,6 +1,6 @@
 """`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` supplies the work on files."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -58,26 +58,11 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
             self.last.finish_writing()
 
 
-@Supplied
-def save_caches(caches: Sequence[Any], path: str | Path, *, wait: bool) -> RunningSave:
-    """Write caches to a folder: `store.checkpoint_writer` does."""
-    raise NotImplementedError
+save_caches = Supplied[..., RunningSave]()
+"""Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
-
-@Supplied
-def load_caches(
-    make: Callable[..., Any],
-    path: str | Path,
-    mesh: DeviceMesh | None,
-    *,
-    layers: int | None = None,
-    capacity: int | None = None,
-    device: torch.device | str | None = None,
-    checked: bool | None = None,
-    copies: int = 1,
-) -> tuple[list[Any], dict[str, Tensor], str]:
-    """Return the caches of a folder, further tensors and a note: `store.checkpoint` does."""
-    raise NotImplementedError
+load_caches = Supplied[..., tuple[list[Any], dict[str, Tensor], str]]()
+"""Return the caches of a folder, further tensors and a note: `store.checkpoint.load_layers`."""
 
 
 class SavedCache:

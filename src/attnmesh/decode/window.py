@@ -5,7 +5,6 @@ once no later query sees them. Slots stay in the order of their tokens. A shard 
 are left to new memory with some slots to spare, about eight moves per token.
 """
 
-import torch
 from torch import Tensor
 
 from attnmesh.core.mask import FAR, Mask, check_mask
@@ -47,18 +46,13 @@ def longest_row(mask: Mask, capacity: int) -> int:
     return min(capacity, mask.left + 1, *mask.chunks, *documents)
 
 
-def reach(mask: Mask, query: int) -> int:
-    """Return the first position that a query sees."""
-    return int(mask.bounds(torch.tensor(query))[0])
-
-
-def first_seen(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:
+def first_needed(mask: Mask, query: int, block: int, token_mask: Tensor | None) -> int:
     """Return the start of the first block with a token that token `query`, or a later one, sees.
 
     Positions count the tokens that are real by `token_mask`, (batch, tokens).
     """
     if token_mask is None or not query:
-        return reach(mask, query) // block * block
+        return mask.first_seen(query) // block * block
     positions = token_mask.cumsum(1)  # of the token after each one
     first = (positions <= mask.bounds(positions[:, query - 1])[0][:, None]).sum(1)
     return min(int(first.min()), query) // block * block

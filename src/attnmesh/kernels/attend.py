@@ -28,10 +28,11 @@ from attnmesh.core.partial import Partial, sum_dtype, with_sinks
 from attnmesh.errors import LayoutError, MaskError, ShapeError
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import backward, check_kernel, choose, forward, visible_counts
-from attnmesh.kernels.plans import LocalPlan, LocalPlans, empty_length_major, kind_of, length_major, whole_band
+from attnmesh.kernels.plans import LocalPlan, empty_length_major, kind_of, length_major, whole_band
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
+from attnmesh.runtime.kinds import Kinds
 
-PLANS = LocalPlans()
+PLANS = Kinds[LocalPlan]()
 """Plans of `attend`."""
 
 
@@ -102,11 +103,10 @@ def attend(
     logits, places = Logits.of("attend", scale, softcap, q.shape[-1]), (q_positions, k_positions)
     check_kernel(kernel)
     warn_if_swapped("attend", q, k.shape[2])
-    with without_autocast(q):
-        partial = Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))
     if kind is not None:
-        PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel))
-    return partial
+        return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
+    with without_autocast(q):
+        return Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))
 
 
 class AttendCall(NamedTuple):

@@ -1,4 +1,4 @@
-"""Plans of one device: what is settled for a kind of calls, so that later calls of the kind check and choose nothing.
+"""Plans of one device, made once a kind of calls. Later calls of the kind check and choose nothing.
 
 A kind is everything that checks depend on: shapes, dtypes, devices and options.
 """
@@ -17,9 +17,6 @@ from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
 from attnmesh.kernels.traced import PLAIN, are_plain, is_dense, is_learned, is_seen
-
-MOST_KINDS = 1024
-"""Kinds that are kept. Beyond it they are learned anew."""
 
 Kind = tuple[Any, ...]
 
@@ -67,7 +64,7 @@ def is_one_launch(q: Tensor, k: Tensor, v: Tensor, logits: Logits) -> bool:
 
 
 class LocalPlan(NamedTuple):
-    """What is settled for calls whose tokens are in order: the kernel, and the keys that each row sees."""
+    """A kernel, and the keys that each row sees, for a kind of calls whose tokens are in order."""
 
     kernel: Kernel
     logits: Logits
@@ -98,26 +95,6 @@ class LocalPlan(NamedTuple):
         partial = forward(self.kernel, q, k, v, band, self.logits)
         out, lse = partial if sinks is None else with_sinks(partial, sinks)
         return Partial(length_major(out, q.dtype), lse.contiguous())
-
-
-class LocalPlans:
-    """The plans of one public function, by kind."""
-
-    def __init__(self) -> None:
-        self.kinds: dict[Kind, LocalPlan] = {}
-
-    def find(self, kind: Kind | None) -> LocalPlan | None:
-        """Return the plan of a kind that was served before."""
-        try:
-            return None if kind is None else self.kinds.get(kind)
-        except TypeError:  # an option that has no hash
-            return None
-
-    def keep(self, kind: Kind, plan: LocalPlan) -> None:
-        """Keep a plan."""
-        if len(self.kinds) >= MOST_KINDS:
-            self.kinds.clear()
-        self.kinds[kind] = plan
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""What PyTorch does with a call beside computing it: it may trace it, transform it or record it for a backward pass."""
+"""Calls that PyTorch does more with than compute them: it traces, transforms or records them for a backward pass."""
 
 from collections.abc import Callable
 from typing import Any, Never
@@ -78,6 +78,6 @@ def are_plain(*tensors: Any) -> bool:
     for x in tensors:
         if type(x) is not Tensor or not x.is_cpu or (graded and x.requires_grad):
             return False
-        if x.layout is not torch.strided or x.is_nested or x.is_neg():
+        if x.layout is not torch.strided or x.is_nested or x.is_neg():  # `is_dense`, on the path of every step
             return False
     return True

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.checks import warn_once
 from attnmesh.errors import MeshError
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 
@@ -120,12 +121,9 @@ class Mesh:
             return ALONE
         if torch.compiler.is_compiling():
             return _place_in(device_mesh)
-        places = _places()
-        if (found := places.get(id(device_mesh))) is None:
-            if len(places) >= MOST_PLACES:
-                places.clear()
-            found = places[id(device_mesh)] = device_mesh, _place_in(device_mesh)
-        return found[1]
+        if (known := _places().find(id(device_mesh))) is None:
+            known = _places().keep(id(device_mesh), (device_mesh, _place_in(device_mesh)))
+        return known[1]
 
     @staticmethod
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
@@ -167,14 +165,11 @@ class Mesh:
 ALONE = Mesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
 
-MOST_PLACES = 64
-"""Meshes of which this rank's places are kept."""
-
 
 @cached_per_world()
-def _places() -> dict[int, tuple[DeviceMesh, Mesh]]:
+def _places() -> Kinds[tuple[DeviceMesh, Mesh]]:
     """Return this rank's places, by the meshes themselves: equal ones may have groups of their own."""
-    return {}
+    return Kinds(64)
 
 
 def _place_in(device_mesh: DeviceMesh) -> Mesh:

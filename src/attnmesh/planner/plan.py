@@ -217,10 +217,8 @@ STAGES = {
 """Descriptions of the stages in `Plan.parts`."""
 
 
-@Supplied
-def mesh_of_plan(device_type: str, shape: Shape, tile: Shape) -> DeviceMesh:
-    """Make the mesh of a plan, for which all ranks compare their arguments: `comm.init_mesh` does."""
-    raise NotImplementedError
+mesh_of_plan = Supplied[[str, Shape, Shape], DeviceMesh]()
+"""Make the mesh of a plan, for which all ranks compare their arguments: `comm.init_mesh.init_plan_mesh`."""
 
 
 def in_seconds(seconds: float) -> str:

@@ -1,1 +1,1 @@
-"""What one process owns: its world of ranks, its machine, counters, kept values, and how it ends."""
+"""State of one process: its world of ranks, its machine, counters, kept values, and how it ends."""

@@ -8,22 +8,17 @@ R = TypeVar("R")
 
 
 class Supplied(Generic[P, R]):
-    """A function that is declared here and supplied by a later room, when that room is imported.
+    """A function that a later room supplies when it is imported.
 
     `Cluster.measure` and `Plan.init_mesh` exchange messages, and `KVCache.save` and `load` use files. Users find these
     methods at the value. The value's room may not import the one that does the work, so it declares what it needs.
     `comm` and `store` supply it, which `import attnmesh` imports.
 
-    >>> @Supplied
-    ... def twice(x: int) -> int:
-    ...     raise NotImplementedError
+    >>> twice = Supplied[[int], int]()
     >>> twice.supply(lambda x: 2 * x)
     >>> twice(4)
     8
     """
-
-    def __init__(self, declared: Callable[P, R]) -> None:
-        self._function = declared
 
     def supply(self, function: Callable[P, R]) -> None:
         """Call this function from now on."""

@@ -105,7 +105,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 sizes["value_dim"], options["values"] = self.projection.rank, "prefix"
             options |= {"checked": self.cache.checked, "copies": self.cache.copies}
             if self.cache.windows and (row := longest_row(mask, FAR)) < FAR:
-                # Where a chunk ends it equals a window, and transformers' functions cannot be told apart.
+                # Where a chunk ends it equals a window, and transformers has one function for both.
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
             self.is_initialized = True

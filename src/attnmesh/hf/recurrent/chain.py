@@ -52,7 +52,7 @@ class Chain:
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
-        """What this rank leaves to the tokens after its part, in the order of `entering`. The last rank's is right."""
+        """States after this rank's part, for later tokens, in the order of `entering`. The last rank's is right."""
 
     @property
     def last(self) -> int:

@@ -26,7 +26,7 @@ IGNORE_INDEX = -100
 """Label of tokens that are not learned, as in transformers."""
 
 EXCHANGES = ("scan", "heads")
-"""What ranks exchange in recurrent layers: their states, or the tokens of their heads."""
+"""Exchanges of ranks in recurrent layers: their states, or the tokens of their heads."""
 
 TOKEN_ARGUMENTS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 """Arguments with one value per token."""
