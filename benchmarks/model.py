@@ -20,7 +20,7 @@ from transformers.utils import logging
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.init_mesh import init_mesh
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import with_sinks
 from attnmesh.decode.cache import KVCache

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.comm import p2p
+from attnmesh.comm import topology
 from attnmesh.core.digest import digest
 from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.mesh.shapes import AXES, Shape
@@ -127,9 +127,9 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
-    exchanges, share = [], p2p.all_gather_ints
+    exchanges, share = [], topology.share_numbers
     with mock.patch(
-        "attnmesh.comm.consensus.all_gather_ints", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+        "attnmesh.comm.consensus.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
@@ -150,7 +150,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
 def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.comm.consensus.all_gather_ints", side_effect=AssertionError("they ask")):
+    with mock.patch("attnmesh.comm.consensus.share_numbers", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 

@@ -12,8 +12,8 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm import merge
-from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack
 from attnmesh.mesh.axes import Axis
 from tests.support import histories, mesh_problems

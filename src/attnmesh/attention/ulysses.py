@@ -6,6 +6,7 @@ ranks along the axis, in order of position.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -117,11 +118,9 @@ def _places(problem: Problem, r: int, c: int, is_key: bool) -> list[Tensor]:
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
     shares = list(zip(*(x.chunk(axis.size, dim=1) for x in tensors), strict=True))
-    tokens_by_rank = zip(*tokens, strict=True)
-    wanted = [tuple(meta_like(x, len(t)) for x, t in zip(shares[0], each, strict=True)) for each in tokens_by_rank]
-    arrived = zip(*swap(shares, wanted, axis), strict=True)
+    wanted = [tuple(map(meta_like, shares[0], map(len, places))) for places in zip(*tokens, strict=True)]  # by rank
     results = []
-    for x, parts, places in zip(tensors, arrived, tokens, strict=True):
+    for x, parts, places in zip(tensors, zip(*swap(shares, wanted, axis), strict=True), tokens, strict=True):
         result = _empty(x, x.shape[1] // axis.size, sum(map(len, places)))
         for place, part in zip(places, parts, strict=True):
             result.index_copy_(2, on_device(place, x.device), part)
@@ -130,16 +129,15 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]])
 
 
 def _to_tokens(tensors: Sequence[Tensor], axis: Axis, tokens: list[list[Tensor]]) -> list[Tensor]:
-    parts = [
-        tuple(x.index_select(2, on_device(place, x.device)) for x, place in zip(tensors, places, strict=True))
-        for places in zip(*tokens, strict=True)  # by rank
-    ]
-    wanted = [tuple(meta_like(x, x.shape[2]) for x in parts[axis.index])] * axis.size
-    arrived = zip(*swap(parts, wanted, axis), strict=True)
-    return [
-        _empty(x, x.shape[1] * axis.size, heads[0].shape[2]).copy_(torch.cat(heads, dim=1))
-        for x, heads in zip(tensors, arrived, strict=True)
-    ]
+    parts = []
+    for places in zip(*tokens, strict=True):  # by rank
+        indices = [on_device(place, tensors[0].device) for place in places]
+        parts.append(tuple(map(torch.index_select, tensors, repeat(2), indices)))
+    results = []
+    for x, heads in zip(tensors, zip(*swap(parts, [parts[axis.index]] * axis.size, axis), strict=True), strict=True):
+        result = _empty(x, x.shape[1] * axis.size, heads[0].shape[2])
+        results.append(result.copy_(torch.cat(heads, dim=1)))
+    return results
 
 
 def _empty(x: Tensor, heads: int, tokens: int) -> Tensor:

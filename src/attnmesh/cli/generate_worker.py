@@ -18,7 +18,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.init_mesh import everyone, init_mesh
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
 from attnmesh.hf.prefill import CHUNK

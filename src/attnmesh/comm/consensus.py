@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh import errors
-from attnmesh.comm.p2p import all_gather_ints
 from attnmesh.comm.shared_memory import Mailboxes
-from attnmesh.comm.topology import mesh_hosts
+from attnmesh.comm.topology import mesh_hosts, share_numbers
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
@@ -109,13 +108,13 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     for mailboxes in _mailboxes_of(mesh):
         mailboxes.enter_agreement()
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
-    table = all_gather_ints([number, failed, *padded], mesh.axes)
+    table = share_numbers([number, failed, *padded], mesh)
     all_numbers, failures, *_ = zip(*table, strict=True)
     if any(failures) or len(set(all_numbers)) > 1:
         for mailboxes in _mailboxes_of(mesh):  # a merge along a tree sends other messages than one that is direct
             mailboxes.realign()
         all_texts = texts(mesh, text)
-        ranks = all_gather_ints([dist.get_rank() if dist.is_initialized() else 0], mesh.axes)
+        ranks = share_numbers([dist.get_rank() if dist.is_initialized() else 0], mesh)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
             raise call.__cause__
         _raise(all_texts, failures, [rank for (rank,) in ranks])
@@ -208,9 +207,9 @@ class CallChecker:
 def texts(mesh: Mesh, text: str) -> list[str]:
     """Return the texts of all ranks, by shard: an all-gather of their lengths, then one of their bytes."""
     encoded = _encoded(text)
-    lengths = [row[0] for row in all_gather_ints([len(encoded)], mesh.axes)]
+    lengths = [row[0] for row in share_numbers([len(encoded)], mesh)]
     padded = [*encoded, *[0] * (max(lengths) - len(encoded))]
-    return [bytes(row[:n]).decode() for row, n in zip(all_gather_ints(padded, mesh.axes), lengths, strict=True)]
+    return [bytes(row[:n]).decode() for row, n in zip(share_numbers(padded, mesh), lengths, strict=True)]
 
 
 def _encoded(text: str) -> bytes:

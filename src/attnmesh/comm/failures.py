@@ -9,7 +9,7 @@ the store, and all ranks on that host.
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from attnmesh.comm.letters import moved_by_thread
 from attnmesh.core.checks import require
 from attnmesh.errors import MeshError, RankFailure
 from attnmesh.mesh.axes import Axis, backends
@@ -68,7 +69,8 @@ def awaited(work: Any, kind: str, axis: Axis, step: str, peer: int | None = None
     """
     seconds = WORLD.deadline if axis.group is None or backends(axis.group)[kind] == "gloo" else None
     try:
-        work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
+        with moved_by_thread() if WORLD.letters else nullcontext():
+            work.wait(*() if seconds is None else (timedelta(seconds=seconds),))
     except RuntimeError as error:
         raise failure(axis, step, peer, error) from error
 

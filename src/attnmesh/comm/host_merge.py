@@ -84,7 +84,7 @@ def native_mailboxes(axis: Axis) -> Mailboxes | None:
     The first call along an axis is collective.
     """
     mailboxes = mailboxes_of(axis, CPU)
-    is_whole = mailboxes is not None and mailboxes.native and len(mailboxes.members) == axis.size
+    is_whole = mailboxes is not None and len(mailboxes.members) == axis.size
     return mailboxes if is_whole else None
 
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.comm.topology import hosts, mailboxes_of
+from attnmesh.comm.topology import all_gather_ints, hosts, mailboxes_of
 from attnmesh.core.checks import check_dtype, require
 from attnmesh.errors import ClusterError
 from attnmesh.kernels.attend import attend

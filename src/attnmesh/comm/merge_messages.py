@@ -13,8 +13,8 @@ from attnmesh.comm.failures import collective
 from attnmesh.comm.host_merge import host_merge_for, merge_in_host, native_mailboxes
 from attnmesh.comm.merge_checks import mesh_of
 from attnmesh.comm.message import PartialMessage
-from attnmesh.comm.p2p import all_gather_ints, all_to_all_bytes, tree_exchange
-from attnmesh.comm.topology import best_merge, mailboxes_of, rounds
+from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
+from attnmesh.comm.topology import all_gather_ints, best_merge, mailboxes_of, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages, current_traffic
@@ -79,7 +79,7 @@ def merge_messages(
         count_messages(axis.size - 1, len(message))
         return form.merge(torch.stack(rows))
     mailboxes, steps = mailboxes_of(axis, message.device), rounds(axis, canonical)[axis.index]
-    if mailboxes is not None and mailboxes.native and form.is_native and not canonical:
+    if mailboxes is not None and form.is_native and not canonical:
         if how == "tree":  # rounds inside the host come first
             inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
             merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])

@@ -4,8 +4,7 @@
 kernel can run in between. The other exchanges block. Messages hold only the tokens that the schedule names.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -15,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import awaited, collective, failure
-from attnmesh.comm.shared_memory import SLOT, Mailboxes, PeerLostError
+from attnmesh.comm.letters import Letter, begin, finish
+from attnmesh.comm.shared_memory import SLOT, CallsDifferError, Mailboxes, PeerLostError
+from attnmesh.comm.topology import mailboxes_of
+from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
@@ -87,36 +89,11 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
 
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
-    others = [peer for peer in range(axis.size) if peer != axis.index]
-    device = parts[axis.index][0].device
-    finish = exchange_messages({p: parts[p] for p in others}, {p: wanted[p] for p in others}, axis, device, "swapping")
-    arrived = {axis.index: parts[axis.index]} | finish()
-    return [arrived[peer] for peer in range(axis.size)]
-
-
-def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
-    """Return the int64 values of all ranks, by number of shard. `axes` go from the outermost to the innermost."""
-    table = torch.tensor([numbers], dtype=torch.int64, device="cpu")
-    for axis in reversed(axes):
-        if axis.group is not None:
-            tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(on_host(axis), "comparing calls", dist.all_gather, tables, table)
-            table = torch.cat(tables)
-    rows: list[list[int]] = table.tolist()
-    return rows
-
-
-@cached_per_world()
-def on_host(axis: Axis) -> Axis:
-    """Return the axis with a group that sends what the host holds. All ranks make the first call at once.
-
-    A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
-    deadline.
-    """
-    if axis.group is None or "cpu" in backends(axis.group):
-        return axis
-    ranks = dist.get_process_group_ranks(axis.group)
-    return replace(axis, group=dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    sends, receives = dict(enumerate(parts)), dict(enumerate(wanted))
+    mine, _ = sends.pop(axis.index), receives.pop(axis.index)
+    arrived = exchange_messages(sends, receives, axis, mine[0].device, "swapping")()
+    arrived[axis.index] = mine
+    return list(map(arrived.__getitem__, range(axis.size)))
 
 
 @cached_per_world()
@@ -159,12 +136,16 @@ def exchange_messages(
             packed[id(tensors)] = _pack(tensors)
         posts.append((dist.isend, peer, packed[id(tensors)]))
     packed.clear()
-    waits = post_messages(posts, axis, what)
+    waits = post_messages(posts, axis, what, mailboxes_of(axis, device))
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
-        while waits:
-            waits.pop()()
+        try:
+            while waits:
+                waits.pop()()
+        except CallsDifferError:
+            given, fix = "one that some rank compares and this one does not", "pass checked= alike on all ranks"
+            raise MeshError(what, "the same call on every rank", given, fix) from None
         arrived = {}
         for (_, peer, box), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(box, shapes)
@@ -186,19 +167,23 @@ def tree_exchange(
     `merge` takes the two messages as rows of bytes and returns one message of the same size.
     """
     size = len(message)
-    transport = Transport(axis, size, message.device, mailboxes)
-    boxes = [message.new_empty(2, transport.box_size(step.recv)) for step in rounds]
-    arrivals: Iterable[Wait] = (transport.recv(step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True))
-    if transport.by_gloo:  # all receives at once. Other backends would wait for all of them in the first round.
-        arrivals = list(arrivals)
-    sent: list[tuple[Tensor, Wait]] = []  # a message has to live until it is sent
-    for step, box, arrived in zip(rounds, boxes, arrivals, strict=True):
+    connect(axis, message.device)
+    boxes = [message.new_empty(2, room_for(step.recv, message, mailboxes)) for step in rounds]
+    receives: list[Post] = [(dist.irecv, step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True)]
+    early = message.device.type == "cpu"  # Gloo takes half the time; NCCL would wait for all of them in the first round
+    arrivals = [post_messages([receive], axis, "merging", mailboxes) for receive in receives] if early else []
+    sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
+    for index, (step, box) in enumerate(zip(rounds, boxes, strict=True)):
         box[0, :size] = message
-        sent += [(message, wait) for wait in transport.send(dict.fromkeys(step.send, message))]
-        arrived()
+        posts: list[Post] = [(dist.isend, peer, message) for peer in step.send]
+        waits = post_messages(posts if early else [receives[index], *posts], axis, "merging", mailboxes)
+        sent.append((message, waits))
+        for wait in arrivals[index] if early else waits:
+            wait()
         message = merge(box[:, :size])
-    for _, wait in sent:
-        wait()
+    for _, waits in sent if early else []:
+        for wait in waits:
+            wait()
     count_messages(len(rounds), size)
     return message
 
@@ -206,15 +191,26 @@ def tree_exchange(
 def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxes | None = None) -> Tensor:
     """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own message."""
     mine, others = messages[axis.index], [peer for peer in range(axis.size) if peer != axis.index]
-    transport = Transport(axis, len(mine), mine.device, mailboxes, max(map(len, messages)))
-    rows = mine.new_empty(axis.size, max([len(mine), *map(transport.box_size, others)]))
-    arrivals = [transport.recv(peer, rows[peer]) for peer in others]
-    sent = transport.send({peer: messages[peer] for peer in others})
+    connect(axis, mine.device)
+    rows = mine.new_empty(axis.size, max([len(mine), *(room_for(peer, mine, mailboxes) for peer in others)]))
+    posts: list[Post] = [(dist.irecv, peer, rows[peer, : room_for(peer, mine, mailboxes)]) for peer in others]
+    posts += [(dist.isend, peer, messages[peer]) for peer in others]
+    waits = post_messages(posts, axis, "merging", mailboxes)
     rows[axis.index, : len(mine)] = mine
-    for wait in [*arrivals, *sent]:
+    for wait in waits:
         wait()
     count_messages(len(others), len(mine))
     return rows[:, : len(mine)]
+
+
+def room_for(peer: int, message: Tensor, mailboxes: Mailboxes | None) -> int:
+    """Return the bytes to reserve for a peer's message that should be as long as this rank's.
+
+    Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
+    each other's first bytes, and compare checksums.
+    """
+    far = mailboxes is None or not mailboxes.serves(peer, len(message))
+    return max(len(message), SLOT) if far and message.device.type == "cpu" else len(message)
 
 
 def _pack(tensors: Tensors) -> Tensor:
@@ -248,86 +244,39 @@ def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
-# --- transport: mailboxes inside a host, else the process group ---
+def post_messages(posts: Sequence[Post], axis: Axis, step: str, mailboxes: Mailboxes | None) -> list[Wait]:
+    """Post messages all at once: short ones inside a host by its mailboxes, others by the process group.
 
-
-class Transport:
-    """Messages of one exchange with the ranks of an axis: `size` bytes to receive, `longest` to send or receive."""
-
-    def __init__(
-        self, axis: Axis, size: int, device: torch.device, mailboxes: Mailboxes | None, longest: int | None = None
-    ) -> None:
-        self.axis, self.size, self.mailboxes = axis, size, mailboxes
-        self.longest = size if longest is None else longest
-        self.by_gloo = device.type == "cpu"
-        connect(axis, device)
-        self._queued: list[Post] = []  # receives that other backends post together with the sends
-        self._posted: list[Wait] = []
-
-    def box_size(self, peer: int) -> int:
-        """Return the bytes to reserve for a message of a peer.
-
-        Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still
-        receive each other's first bytes, and compare checksums.
-        """
-        return max(self.size, SLOT) if self.by_gloo and self._near(peer) is None else self.size
-
-    def recv(self, peer: int, box: Tensor) -> Wait:
-        """Begin to receive the next message of a peer. Return the wait for it.
-
-        Gloo takes half the time for a message whose receive was posted early. Other backends post receives with the
-        next sends, as a receive alone would block the sends behind it.
-        """
-        mailboxes, post = self._near(peer), (dist.irecv, peer, box)
-        if mailboxes is not None:
-            return lambda: self._recv_near(mailboxes, peer, box)
-        if self.by_gloo:
-            return post_messages([post], self.axis, "merging")[0]
-        self._queued.append(post)
-        return self._wait_posted
-
-    def send(self, messages: Mapping[int, Tensor]) -> list[Wait]:
-        """Send messages by peer. Return waits, after which their memory may be reused."""
-        far = [(dist.isend, peer, message) for peer, message in messages.items() if self._near(peer) is None]
-        waits = post_messages([*self._queued, *far], self.axis, "merging")
-        self._queued, self._posted = [], waits
-        for peer, message in messages.items():
-            if (mailboxes := self._near(peer)) is not None:
-                try:
-                    mailboxes.send(peer, message)
-                except PeerLostError as error:
-                    raise failure(self.axis, "merging", peer, error) from error
-        return waits
-
-    def _near(self, peer: int) -> Mailboxes | None:
-        """Return the mailboxes if messages of a peer go through them."""
-        return self.mailboxes if self.mailboxes is not None and self.mailboxes.serves(peer, self.longest) else None
-
-    def _recv_near(self, mailboxes: Mailboxes, peer: int, box: Tensor) -> None:
-        try:
-            mailboxes.recv(peer, box[: self.size])
-        except PeerLostError as error:
-            raise failure(self.axis, "merging", peer, error) from error
-
-    def _wait_posted(self) -> None:
-        """Wait for all messages that were posted together: NCCL has one wait for them."""
-        for wait in self._posted:
-            wait()
-
-
-def post_messages(posts: Sequence[Post], axis: Axis, step: str) -> list[Wait]:
-    """Post messages all at once. Return their waits, which have a deadline; one wait for all with NCCL."""
-    operations, filled = [], list[tuple[int | None, str]]()
+    Return their waits, which have a deadline; one wait for all with NCCL.
+    """
+    operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
     for post, peer, x in posts:
-        if x.numel():
+        if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes):
+            letters.append(Letter(mailboxes, peer, x, sends=post is dist.isend))
+        elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
             filled.append((peer, x.device.type))
-    if not operations:
-        return []
+    waits = list[Wait]()
+    if operations:
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise failure(axis, step, filled[0][0], error) from error
+        if len(works) < len(filled):
+            filled = [(None, filled[0][1])]
+        waits = [
+            partial(awaited, work, kind, axis, step, peer) for work, (peer, kind) in zip(works, filled, strict=True)
+        ]
+    if letters:
+        begin(letters)
+    for letter in letters:
+        waits.append(partial(deliver, letter, axis, step))
+    return waits
+
+
+def deliver(letter: Letter, axis: Axis, step: str) -> None:
+    """Wait for a letter, or raise the failure of its peer."""
     try:
-        works = dist.batch_isend_irecv(operations)
-    except RuntimeError as error:
-        raise failure(axis, step, filled[0][0], error) from error
-    if len(works) < len(filled):
-        filled = [(None, filled[0][1])]
-    return [partial(awaited, work, kind, axis, step, peer) for work, (peer, kind) in zip(works, filled, strict=True)]
+        finish(letter)
+    except PeerLostError as error:
+        raise failure(axis, step, error.peer, error) from error

@@ -1,22 +1,21 @@
 """Mailboxes in shared memory: short messages between ranks of one host, without sockets and without locks.
 
 Each ordered pair of ranks has one box with two counters: messages sent, which the sender alone raises, and messages
-received, which the receiver alone raises. The box is empty where they are equal. Other processors have to see stores in
-program order, as on x86. On other machines, and where memory cannot be shared, ranks use sockets.
+received, which the receiver alone raises. The box is empty where they are equal. A rank's box to itself is its board:
+what it writes there all others read.
 
-Where every rank of a host has the native library, a whole merge is one call, and a rank that waits sleeps until another
-wakes it. Elsewhere it yields the processor.
+A message, or a whole merge, is one call of the native library. A rank that waits sleeps until another wakes it. Ranks
+use sockets where one of a host has no library, where memory cannot be shared, and on processors of another kind.
 """
 
 import mmap
 import os
 import platform
 import struct
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import CDLL, memmove, string_at
-from math import isinf
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import cast
 
 import torch
@@ -38,36 +37,36 @@ HEAD = 128
 SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
+LEFT, AGREEMENTS = SIZE, RECEIVED
+"""Words of a board: 1 if its rank has lost another and left, and the comparisons of calls that it has begun."""
+
 DIFFERENT = 1e38
 """Checksum of a message of another call. It is larger than others, and finite, since poison is infinite."""
 
-ORDERED = ("x86_64", "amd64", "AMD64")
-"""Processors that see the stores of another processor in program order."""
+PROCESSORS = ("x86_64", "amd64", "AMD64")
+"""Kinds of processors that this was tested on. They see the stores of another one in program order."""
 
 SPIN = 50e-6
 """Seconds that a waiting rank stays awake before it sleeps, where every rank of the host has a core."""
-
-SPINS, YIELD_SECONDS, NAP = 100, 0.02, 0.0002
-"""Without the library a rank polls so many times, then yields for so many seconds, then sleeps between polls."""
-
-YIELD_SECONDS_BESIDE_SOCKETS = 0.0003
-"""As `YIELD_SECONDS`, where other hosts send at the same time: gloo's threads need the processor to receive."""
 
 CHECK_INTERVAL = 0.5
 """Seconds between two checks that the other process is alive."""
 
 FOLDER = Path("/dev/shm")
 
+MOST_NUMBERS = SLOT // 16
+"""Numbers of an exchange by the boards at most: half of a board."""
+
 Exchange = Callable[[bytes, int], int]
+
+StepOfPeer = tuple[int, int, int, int]
+"""Kind of a step, the peer that it waits for, the offset of its box, and its count of messages."""
 
 FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
-SEND, COPY, MERGE, AWAIT, OWN = range(5)
+SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
 """Kinds of steps, as there."""
-
-_yield = CDLL(None).sched_yield if os.name == "posix" else int
-"""Yield the processor, also to other threads of this process."""
 
 
 class CallsDifferError(Exception):
@@ -86,8 +85,7 @@ class Mailboxes:
     """Boxes of this rank. `members` are the ranks of the axis that share the memory.
 
     A receive times out after `timeout` seconds, or when the sender's process ends. `processes` are process ids, 0 for a
-    process that is not visible from here. A waiting rank yields for `yield_seconds` before it sleeps. With `native` all
-    members use the native library.
+    process that is not visible from here.
     """
 
     def __init__(
@@ -97,19 +95,22 @@ class Mailboxes:
         index: int,
         processes: Sequence[int],
         timeout: float,
-        yield_seconds: float = YIELD_SECONDS,
-        native: bool = False,
     ) -> None:
-        self.members = {rank: place for place, rank in enumerate(members)}
-        self.mine = self.members[index]
+        count, size, mine = len(members), HEAD + SLOT, list(members).index(index)
+        self.members, self.index = tuple(members), index
+        self.boxes_to = {rank: (mine * count + place) * size for place, rank in enumerate(members)}
+        self.boxes_from = {rank: (place * count + mine) * size for place, rank in enumerate(members)}
+        self.boards = {rank: (place * count + place) * size for place, rank in enumerate(members)}
         self.words, self.memory = memoryview(memory).cast("q"), torch.frombuffer(memory, dtype=torch.uint8)
         self.start = self.memory.data_ptr()
         self.sent, self.received = (dict.fromkeys(members, 0) for _ in range(2))
         self.processes = dict(zip(members, processes, strict=True))
-        self.timeout, self.yield_seconds, self.native = timeout, yield_seconds, native
+        self.timeout = timeout
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
         self.agreements = 0
         """Comparisons of calls that this rank has begun with the other members."""
+        self.gathers = 0
+        """Exchanges of numbers by the boards."""
         self.ranks = frozenset[int]()
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
@@ -122,32 +123,41 @@ class Mailboxes:
         """Return whether all ranks of a round are members."""
         return step.recv in self.members and all(peer in self.members for peer in step.send)
 
+    def is_ready(self, peer: int, *, sends: bool) -> bool:
+        """Return whether the next message to a peer, or from it, would not wait."""
+        if sends:
+            return bool(self.words[self.boxes_to[peer] // 8 + RECEIVED] >= self.sent[peer])
+        return bool(self.words[self.boxes_from[peer] // 8] > self.received[peer])
+
+    def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
+        """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
+        self._exchange([(EMPTY if sends else FULL, peer, *self._next(peer, sends=sends))], nap=seconds)
+        if not self.is_ready(peer, sends=sends):
+            self._check_alive(peer, since)
+
     def send(self, peer: int, message: Tensor) -> None:
         """Copy a message of bytes into the box to a peer, once the previous one is received."""
-        if self.native:
-            self._exchange([self._sending(peer)], message)
-            return
-        box = self._box(self.mine, self.members[peer])
-        self._wait(box // 8 + RECEIVED, self.sent[peer], peer)
-        memmove(self.start + box + HEAD, message.data_ptr(), len(message))
-        self.words[box // 8 + SIZE] = len(message)
-        self.sent[peer] += 1
-        self.words[box // 8] = self.sent[peer]  # after the message itself
+        self._exchange([self._sending(peer)], message)
 
     def recv(self, peer: int, into: Tensor) -> None:
         """Wait for the next message of a peer, and copy it. The checksum of one of another size becomes `DIFFERENT`."""
-        if self.native:
-            self._exchange([self._receiving(COPY, peer)], into)
-            return
-        box = self._box(self.members[peer], self.mine)
-        self.received[peer] += 1
-        self._wait(box // 8, self.received[peer], peer)
-        if self.words[box // 8 + SIZE] == len(into):
-            memmove(into.data_ptr(), self.start + box + HEAD, len(into))
-        else:
-            mark = _mark_of(string_at(self.start + box + HEAD, 16))
-            memmove(into.data_ptr(), mark, min(len(into), len(mark)))
-        self.words[box // 8 + RECEIVED] = self.received[peer]
+        self._exchange([self._receiving(COPY, peer)], into)
+
+    def all_gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all members, at most `MOST_NUMBERS` each, in their order.
+
+        Each writes to one half of its board after the other. No member is two exchanges ahead, so none writes where
+        another still reads.
+        """
+        self.gathers += 1
+        half, own = HEAD // 8 + self.gathers % 2 * MOST_NUMBERS, self.boards[self.index]
+        first = own // 8 + half
+        self.words[first : first + len(numbers)] = memoryview(array("q", numbers))
+        steps = [(TELL, self.index, own, self.gathers)]
+        steps += [(FULL, peer, board, self.gathers) for peer, board in self.boards.items() if board != own]
+        self._exchange(steps)
+        starts = [board // 8 + half for board in self.boards.values()]
+        return [self.words[start : start + len(numbers)].tolist() for start in starts]
 
     def merge_along_tree(self, message: Tensor, rounds: Iterable[Round], rows: int, width: int) -> None:
         """Merge a message in float32 with those of the other ranks, in place, by the rounds of a tree."""
@@ -159,72 +169,63 @@ class Mailboxes:
 
     def merge_all(self, message: Tensor, rows: int, width: int) -> None:
         """Merge a message in float32 with those of all members, in place, in their order: one exchange."""
-        others = [peer for peer in self.members if self.members[peer] != self.mine]
-        steps = [self._sending(peer) for peer in others]
-        for peer, place in self.members.items():
-            steps.append((OWN, peer, 0) if place == self.mine else self._receiving(AWAIT, peer))
+        steps = [self._sending(peer) for peer in self.members if peer != self.index]
+        for peer in self.members:
+            steps.append((OWN, peer, 0, 0) if peer == self.index else self._receiving(AWAIT, peer))
         self._exchange(steps, message, rows, width)
 
-    def _sending(self, peer: int) -> tuple[int, int, int]:
-        """Return the step (kind, peer, count) that sends the next message to a peer."""
+    def _next(self, peer: int, *, sends: bool) -> tuple[int, int]:
+        """Return the box of the next message to a peer, or from it, and the count that it waits for."""
+        return (self.boxes_to[peer], self.sent[peer]) if sends else (self.boxes_from[peer], self.received[peer] + 1)
+
+    def _sending(self, peer: int) -> StepOfPeer:
+        """Return the step that sends the next message to a peer."""
+        step = SEND, peer, *self._next(peer, sends=True)
         self.sent[peer] += 1
-        return SEND, peer, self.sent[peer] - 1
+        return step
 
-    def _receiving(self, kind: int, peer: int) -> tuple[int, int, int]:
+    def _receiving(self, kind: int, peer: int) -> StepOfPeer:
         """Return the step that receives the next message of a peer."""
+        step = kind, peer, *self._next(peer, sends=False)
         self.received[peer] += 1
-        return kind, peer, self.received[peer]
+        return step
 
-    def _exchange(self, steps: Sequence[tuple[int, int, int]], message: Tensor, rows: int = 0, width: int = 0) -> None:
-        """Perform steps in one native call, which returns now and then to look after silent ranks."""
-        nap, sizes = int(CHECK_INTERVAL * 1e9), (message.nbytes, rows, width)
-        fields = FIELDS.pack(self.start, message.data_ptr(), *sizes, self.spin, nap, len(steps))
-        for kind, peer, count in steps:
-            writer, reader = (self.mine, self.members[peer])[:: 1 if kind == SEND else -1]
-            fields += STEP.pack(kind, self._box(writer, reader), count)
+    def _exchange(
+        self,
+        steps: Sequence[StepOfPeer],
+        message: Tensor | None = None,
+        rows: int = 0,
+        width: int = 0,
+        nap: float | None = None,
+    ) -> None:
+        """Perform steps in one native call, which returns now and then to look after silent ranks.
+
+        With `nap`, wait for no longer than so many seconds.
+        """
+        place = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
+        longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
+        fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
+        for kind, _, box, count in steps:
+            fields += STEP.pack(kind, box, count)
         function, done, blocked, since, is_ahead = cast(Exchange, library().exchange), 0, -1, 0.0, False
-        while (done := function(fields, done)) < len(steps):
-            peer = steps[done][1]
+        while (done := function(fields, done)) < len(steps) and nap is None:
+            kind, peer, *_ = steps[done]
             if done != blocked:
                 blocked, since, is_ahead = done, monotonic(), False
             if is_ahead:  # before the last wait, which would have found its message
                 raise CallsDifferError
-            is_ahead = self._is_ahead(peer)
+            is_ahead = kind != FULL and self.is_ahead(peer)
             self._check_alive(peer, since)
 
-    def _box(self, writer: int, reader: int) -> int:
-        """Return the offset of a box."""
-        return (writer * len(self.members) + reader) * (HEAD + SLOT)
-
-    def _wait(self, word: int, count: int, peer: int) -> None:
-        """Wait until a counter reaches a count."""
-        words = self.words
-        for _ in range(SPINS):
-            if words[word] >= count:
-                return
-        start = checked = monotonic()
-        while words[word] < count:
-            _yield()
-            now = monotonic()
-            if now - start > self.yield_seconds:
-                sleep(NAP)
-            if now - checked > CHECK_INTERVAL:
-                checked = now
-                if self._is_ahead(peer) and words[word] < count:
-                    raise CallsDifferError
-                self._check_alive(peer, start)
-
-    def _is_ahead(self, peer: int) -> bool:
+    def is_ahead(self, peer: int) -> bool:
         """Return whether a member has begun a comparison of calls that this rank has not."""
-        place = self.members[peer]
-        return bool(self.words[self._box(place, place) // 8 + RECEIVED] > self.agreements)
+        return bool(self.words[self.boards[peer] // 8 + AGREEMENTS] > self.agreements)
 
     def _check_alive(self, peer: int, since: float) -> None:
         process = self.processes[peer]
         if process and not alive(process):
             raise PeerLostError(peer, f"its process {process} has ended")
-        place = self.members[peer]
-        if self.words[self._box(place, place) // 8]:
+        if self.words[self.boards[peer] // 8 + LEFT]:
             raise PeerLostError(peer, "it has lost a rank itself, and left")
         timeout = WORLD.deadline or self.timeout
         if monotonic() - since > timeout:
@@ -236,7 +237,7 @@ class Mailboxes:
         A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
         """
         self.agreements += 1
-        self.words[self._box(self.mine, self.mine) // 8 + RECEIVED] = self.agreements
+        self.words[self.boards[self.index] // 8 + AGREEMENTS] = self.agreements
 
     def realign(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
@@ -244,22 +245,16 @@ class Mailboxes:
         No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
         only the messages in the boxes were sent.
         """
-        for peer, place in self.members.items():
-            if place != self.mine:
-                box = self._box(place, self.mine) // 8
+        WORLD.letters = [letter for letter in WORLD.letters if letter.mailboxes is not self]
+        for peer in self.members:
+            if peer != self.index:
+                box = self.boxes_from[peer] // 8
                 self.received[peer] = self.words[box + RECEIVED] = self.words[box]
-                self.sent[peer] = self.words[self._box(self.mine, place) // 8]
+                self.sent[peer] = self.words[self.boxes_to[peer] // 8]
 
     def abort(self) -> None:
-        """Make every rank that waits for this one raise: a flag in this rank's box to itself, which is unused."""
-        self.words[self._box(self.mine, self.mine) // 8] = 1
-
-
-def _mark_of(head: bytes) -> bytes:
-    """Return the checksum in place of that of a message whose sender has another call: its own if it is poison."""
-    if isinf(struct.unpack("f", head[:4])[0]):
-        return head[:8]
-    return head if isinf(struct.unpack("d", head[:8])[0]) else struct.pack("4f", *[DIFFERENT] * 4)
+        """Make every rank that waits for this one raise."""
+        self.words[self.boards[self.index] // 8 + LEFT] = 1
 
 
 def alive(process: int) -> bool:
@@ -273,7 +268,7 @@ def alive(process: int) -> bool:
 def size_of(ranks: int) -> int:
     """Return the bytes of the mailboxes of so many ranks; 0 where there can be none."""
     size = ranks * ranks * (HEAD + SLOT)
-    able = platform.machine() in ORDERED and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
+    able = platform.machine() in PROCESSORS and FOLDER.is_dir() and hasattr(os, "posix_fallocate")
     return size if able and ranks > 1 and size <= MAX_MEMORY else 0
 
 

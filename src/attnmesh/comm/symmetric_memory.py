@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.comm.topology import hosts
+from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.merge import supports
 from attnmesh.kernels.triton_runtime import launch, parts

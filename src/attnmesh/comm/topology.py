@@ -1,9 +1,11 @@
-"""Topology: the ranks that share a host, the tree of merges over hosts, and the mailboxes inside a host."""
+"""Topology: numbers of all ranks, the ranks that share a host, the tree of merges over hosts, and their mailboxes."""
 
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from secrets import randbits
 
@@ -12,15 +14,40 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from attnmesh.comm import shared_memory
-from attnmesh.comm.p2p import all_gather_ints
-from attnmesh.comm.shared_memory import Mailboxes
+from attnmesh.comm.failures import collective, failure
+from attnmesh.comm.shared_memory import MOST_NUMBERS, Mailboxes, PeerLostError
 from attnmesh.kernels.native.build import library
-from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.axes import Axis, Mesh, backends
 from attnmesh.mesh.reduction_tree import Round, bit_reversed, tree
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.runtime.world import WORLD, Process, cached_per_world
+
+
+def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[int]]:
+    """Return the int64 values of all ranks, by number of shard. `axes` go from the outermost to the innermost."""
+    table = torch.tensor([numbers], dtype=torch.int64, device="cpu")
+    for axis in reversed(axes):
+        if axis.group is not None:
+            tables = [torch.empty_like(table) for _ in range(axis.size)]
+            collective(on_host(axis), "comparing calls", dist.all_gather, tables, table)
+            table = torch.cat(tables)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+@cached_per_world()
+def on_host(axis: Axis) -> Axis:
+    """Return the axis with a group that sends what the host holds. All ranks make the first call at once.
+
+    A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
+    deadline.
+    """
+    if axis.group is None or "cpu" in backends(axis.group):
+        return axis
+    ranks = dist.get_process_group_ranks(axis.group)
+    return replace(axis, group=dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 @cached_per_world()  # all ranks make the first call at once: an unbounded cache forgets on none of them
@@ -35,13 +62,19 @@ def mesh_hosts(mesh: Mesh) -> list[int]:
     return host_numbers(mesh.axes)
 
 
-@cached_per_world()
 def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
-    """Return the mailboxes of this rank's host, or None. All ranks of the axis call it at the same time.
+    """Return the mailboxes for tensors of a device. The first call along an axis is collective."""
+    return host_mailboxes(axis) if device.type == "cpu" else None
 
-    The first rank of each host makes the memory. If one rank of a host cannot map it, none uses it.
+
+@cached_per_world()
+def host_mailboxes(axis: Axis) -> Mailboxes | None:
+    """Return the mailboxes of this rank's host, or None. All ranks of the axis make the first call at once.
+
+    The first rank of each host makes the memory. If one rank of a host cannot map it, or has no native library,
+    none uses it.
     """
-    if device.type != "cpu" or axis.size == 1:
+    if axis.size == 1:
         return None
     members = next(host for host in hosts(axis) if axis.index in host)
     size, new = shared_memory.size_of(len(members)), axis.index == members[0]
@@ -57,21 +90,43 @@ def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
     finally:
         if new and size:
             shared_memory.unlink(name)
-    if memory is None or not all(rows[rank][0] for rank in members):
+    if memory is None or not all(rows[rank][0] and rows[rank][3] for rank in members):
         return None
     processes = [rows[rank][1] if rows[rank][2] == space else 0 for rank in members]
-    alone = len(members) == axis.size
-    yield_seconds = shared_memory.YIELD_SECONDS if alone else shared_memory.YIELD_SECONDS_BESIDE_SOCKETS
-    native = all(rows[rank][3] for rank in members)
-    made = Mailboxes(memory, members, axis.index, processes, _timeout(axis, device), yield_seconds, native)
+    made = Mailboxes(memory, members, axis.index, processes, _timeout(axis))
     made.ranks = frozenset(dist.get_process_group_ranks(axis.group))
     return made
 
 
-def _timeout(axis: Axis, device: torch.device) -> float:
+def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
+    """Return the int64 values of all ranks of a mesh by shard, as `all_gather_ints` does, and sooner inside a host.
+
+    All ranks make the first call at once.
+    """
+    flat = [*numbers]
+    for axis, mailboxes in _links(mesh):
+        if mailboxes is None or len(flat) > MOST_NUMBERS:
+            tables = all_gather_ints(flat, [axis])
+        else:
+            try:
+                tables = mailboxes.all_gather(flat)
+            except PeerLostError as error:
+                raise failure(axis, "comparing calls", error.peer, error) from error
+        flat = list(chain.from_iterable(tables))
+    return [flat[start : start + len(numbers)] for start in range(0, len(flat), len(numbers))]
+
+
+@cached_per_world()
+def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
+    """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
+    links = [(axis, host_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
+    return [(axis, boxes if boxes and len(boxes.members) == axis.size else None) for axis, boxes in links]
+
+
+def _timeout(axis: Axis) -> float:
     """Return the timeout of the axis' process group in seconds."""
     try:
-        return float(axis.group._get_backend(device).options._timeout.total_seconds())  # type: ignore[union-attr]
+        return float(axis.group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
         return default_pg_timeout.total_seconds()
 

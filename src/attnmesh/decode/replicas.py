@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import may_compare
-from attnmesh.comm.p2p import all_gather_ints, exchange_messages, meta_like
-from attnmesh.comm.topology import hosts
+from attnmesh.comm.p2p import exchange_messages, meta_like
+from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import TokenCounts

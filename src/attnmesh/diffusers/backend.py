@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.attention import attention
 from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full, Mask
 from attnmesh.diffusers.tokens import Tokens

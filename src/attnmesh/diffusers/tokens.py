@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.sharding import unshard_runs
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.errors import MeshError, ShapeError
 from attnmesh.mesh.axes import Mesh
 

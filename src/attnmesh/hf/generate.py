@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError, MaskError
 from attnmesh.hf.cache.sharded_cache import ShardedCache

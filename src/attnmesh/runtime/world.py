@@ -28,6 +28,7 @@ class World:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.processes: dict[int, Process] = {}  # of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
+        self.letters: list[Any] = []  # messages under way through mailboxes
         self._caches: list[Callable[[], None]] = []
 
     @cached_property
@@ -55,6 +56,7 @@ class World:
         """Release everything that belongs to the process groups of this world."""
         self.clear_caches()
         self.processes.clear()
+        self.letters.clear()
 
 
 WORLD = World()

@@ -19,7 +19,7 @@ from typing import Protocol
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.decode.replicas import Shards
 from attnmesh.decode.saved_cache import SavedPieces
 from attnmesh.errors import StoreError

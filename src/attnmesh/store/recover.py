@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.consensus import describe_call, run_agreed, texts
-from attnmesh.comm.p2p import all_gather_ints, meta_like, swap
+from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.checks import check_unknown_options
 from attnmesh.decode.block_cyclic import position_sum
 from attnmesh.decode.cache import KVCache

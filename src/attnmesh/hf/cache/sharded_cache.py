@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.comm.p2p import all_gather_ints
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache

@@ -70,11 +70,11 @@ void sleep_on(Counter& counter, int32_t seen, int64_t longest) {
 #endif
 }
 
-// Raises the counter, and wakes the rank that sleeps on it.
+// Raises the counter, and wakes the ranks that sleep on it.
 void raise_to(Counter& counter, int64_t count) {
     __atomic_store_n(&counter.messages, count, __ATOMIC_SEQ_CST);
 #if defined(__linux__)
-    if (__atomic_load_n(&counter.sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, word_of(counter), FUTEX_WAKE, 1, nullptr, nullptr, 0);
+    if (__atomic_load_n(&counter.sleepers, __ATOMIC_SEQ_CST)) syscall(SYS_futex, word_of(counter), FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 #endif
 }
 
@@ -145,6 +145,9 @@ enum Kind {
     MERGE,  // take a message, and merge it into this rank's
     AWAIT,  // wait for a message of which all are merged at the end, in the order of these steps
     OWN,    // this rank's own message among those
+    TELL,   // count a message that this rank has written into the box itself
+    FULL,   // wait until a box has a message, and leave it there
+    EMPTY,  // wait until the message in a box is received
 };
 
 struct Step {
@@ -167,7 +170,13 @@ extern "C" int64_t attnmesh_exchange(const Exchange* e, int64_t done) {
         Box& box = *(Box*)(e->memory + step.box);
         if (step.kind == AWAIT || step.kind == OWN) given[count++] = (float*)(step.kind == OWN ? e->message : box.message);
         if (i < done || step.kind == OWN) continue;
-        if (!reached(step.kind == SEND ? box.received : box.sent, step.count, e->spin, e->sleep)) return i;
+        if (step.kind == TELL) {
+            raise_to(box.sent, step.count);
+            continue;
+        }
+        bool is_sent = step.kind == SEND || step.kind == EMPTY;
+        if (!reached(is_sent ? box.received : box.sent, step.count, e->spin, e->sleep)) return i;
+        if (step.kind == FULL || step.kind == EMPTY) continue;
         if (step.kind == SEND) {
             std::memcpy(box.message, e->message, e->size);
             box.sent.size = e->size;
