@@ -156,18 +156,20 @@ def _run_plan(
     q: Tensor, cache: KVCache, sinks: Tensor | None, plan: StepPlan, length: int, used: int, *, compares: bool
 ) -> Tensor | None:
     """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
-    if plan.host_merge is None:
-        return plan.attend(q, cache.shards.own, sinks, length, used)
-    number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
-    number += 0 if sinks is None else digest_on_host(sinks)
-    found = plan.attend_and_merge(q, cache.shards.own, sinks, length, used, number)
-    if found is None:
+    merge, equal = plan.host_merge, True
+    message = None if merge is None else merge.blank()
+    into = plan.kind.blank() if merge is None or message is None else merge.places(message)
+    if not plan.attend(q, cache.shards.own, sinks, length, used, into):
         return None
-    message, out, equal = found
-    if not equal and compares:
-        text = functools.partial(_describe, q, cache, sinks, None, plan.step)
-        MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
-    out = (out if plan.heads is None else out[:, plan.heads]).to(q.dtype).contiguous()
+    if merge is not None and message is not None:
+        number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
+        number += 0 if sinks is None else digest_on_host(sinks)
+        equal = merge.run(message, number)
+        if not equal and compares:
+            text = functools.partial(_describe, q, cache, sinks, None, plan.step)
+            MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
+    out = into.out if plan.heads is None else into.out[:, plan.heads]
+    out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 
 

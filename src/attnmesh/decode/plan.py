@@ -66,53 +66,30 @@ class StepPlan(NamedTuple):
     host_merge: HostMerge | None  # None on one rank
     heads: slice | None  # of the output; None for all
 
-    def attend(self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int) -> Tensor | None:
-        """Return the output of a step on one rank, or None for one that a launch a sequence does not serve.
+    def attend(self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, into: Partial) -> bool:
+        """Write the partial of the keys on this rank. Return False for a step that a launch does not serve.
 
         `length` and `used` are the tokens of all ranks and of this one.
         """
-        out, lse = into = self.kind.blank()
+        out, lse = into
         if shard.padding is not None:
             if not self._attend_sequences(q, shard, into, used):
-                return None
+                return False
         else:
-            first, stop, bounds = _visible(self.step.mask, length, q.shape[2])
-            gone, keys = length - used, shard.stored
-            places = out.data_ptr(), lse.data_ptr()
-            if first < gone or not self.kind.launch_at(
-                q, keys[0], keys[-1], places, bounds, first - gone, stop - first
-            ):
-                return None
-        if sinks is not None:
-            out, _ = with_sinks(into, sinks)
-        return out.to(q.dtype).contiguous()
-
-    def attend_and_merge(
-        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, number: int
-    ) -> tuple[Tensor, Tensor, bool] | None:
-        """Return the merged message of a step of one query, its out, and whether the ranks' calls are equal.
-
-        `number` is that of the call. Return None, before the merge, where `attend` does.
-        """
-        assert self.host_merge is not None
-        message = self.host_merge.blank()
-        out, lse = into = self.host_merge.places(message)
-        if shard.padding is not None:
-            if not self._attend_sequences(q, shard, into, used):
-                return None
-        else:
-            first = self.step.mask.first_seen(length - 1)
-            start = int(torch.searchsorted(shard.token_index[:used], first)) if first else 0
+            first, bounds = _visible(self.step.mask, length, q.shape[2])
+            start = max(0, first - length + used)  # on one rank, the tokens before these are forgotten
+            if first and self.step.tokens.size > 1:
+                start = int(torch.searchsorted(shard.token_index[:used], first))
             places, keys = (out.data_ptr(), lse.data_ptr()), shard.stored
             if start == used:  # the identity
                 out.zero_()
                 lse.fill_(-torch.inf)
-            elif not self.kind.launch_at(q, keys[0], keys[-1], places, None, start, used - start):
-                return None
+            elif not self.kind.launch_at(q, keys[0], keys[-1], places, bounds, start, used - start):
+                return False
         if sinks is not None and self.step.tokens.index == 0:  # the first rank adds them
             for x, merged in zip(into, with_sinks(into, sinks), strict=True):
                 x.copy_(merged)
-        return message, out, self.host_merge.run(message, number)
+        return True
 
     def _attend_sequences(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
         """Attend each sequence of a padded batch by itself. Return False unless its visible keys are in one run."""
@@ -196,12 +173,12 @@ def _kind(q: Tensor, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[An
     return q.shape, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
 
 
-def _visible(mask: Mask, length: int, rows: int) -> tuple[int, int, Band | None]:
-    """Return the keys that the last rows see, from the first to the stop, and those of each row if they differ."""
-    first, stop = mask.first_seen(length - rows), length
+def _visible(mask: Mask, length: int, rows: int) -> tuple[int, Band | None]:
+    """Return the first key that the last rows see, and the keys after it that each row sees if they differ."""
+    first = mask.first_seen(length - rows)
     if rows == 1 or (mask.left >= length and mask.right >= rows):
-        return first, stop, None
+        return first, None
     positions = range(length - rows, length)
     low = [max(0, position - mask.left) - first for position in positions]
-    high = [min(stop, position + mask.right + 1) - first for position in positions]
-    return first, stop, Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))
+    high = [min(length, position + mask.right + 1) - first for position in positions]
+    return first, Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))
