@@ -90,9 +90,8 @@ class Sizes:
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
         numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
-        if self.mask is not None:
-            return [*numbers, VALUES.index(self.values), self.keep, *self.mask.encode()]
-        return numbers if self.values == "separate" else [*numbers, VALUES.index(self.values)]
+        window = [] if self.mask is None else [self.keep, *self.mask.encode()]
+        return [*numbers, VALUES.index(self.values), *window]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":

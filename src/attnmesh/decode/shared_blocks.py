@@ -40,15 +40,14 @@ class SharedBlocks(NamedTuple):
             return self
 
         def select(x: Tensor) -> Tensor:
-            alike = len(x) == 1 or (len(x) > 1 and x.stride(0) == 0)
+            alike = len(x) == 1 or x.stride(0) == 0
             return x[:1].expand(len(index), *x.shape[1:]) if alike else x.index_select(0, index)
 
         def select_rows(x: Tensor) -> Tensor:
             if len(x) == 1 or x.stride(0) == 0:
                 return select(x)
             count = x.shape[2]
-            rows = x.new_empty(len(index), x.shape[1], -(-count // block) * block, x.shape[3])[:, :, :count]
-            return rows.copy_(x.index_select(0, index))
+            return joined([x.index_select(0, index)], 2, -(-count // block) * block)[:, :, :count]
 
         places = None if self.places is None else select(self.places)
         return SharedBlocks([*map(select_rows, self.stored)], self.token_index, places)
