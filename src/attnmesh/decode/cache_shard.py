@@ -161,7 +161,7 @@ class CacheShard:
             loose += [blocks.part(first, last)] * (first < last)
             start += blocks.used
         if start > stay:
-            self._resize(self.sizes, self.slots + start - stay, gone, loose)
+            self.resize(self.sizes, self.slots + start - stay, gone, loose)
             self.shared = tuple(kept)
 
     @property
@@ -212,7 +212,7 @@ class CacheShard:
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self._resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
 
     def make_room(self, more: int, first: Callable[[], int], *, forget: bool = False) -> None:
         """Make room for `more` tokens, and where it is needed forget those before token `first()`."""
@@ -221,12 +221,12 @@ class CacheShard:
             gone = self.count_before(start)
             needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
             spare = self._spare_slots(self.sizes)
-            self._resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+            self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and more > spare
             self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
         self.filled += more
 
-    def _resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
         """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
 
         A save may read the old memory.
