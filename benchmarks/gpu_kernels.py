@@ -109,7 +109,9 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     kernel = choose_for_cache("auto", q, cache.keys, cache.values)
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
     if isinstance(kernel, CacheKernel):
-        calls["kernel"] = lambda: kernel.attend_cache(DecodeQuery(q, am.Causal(), Logits(WIDTH**-0.5), 257), cache.view)
+        calls["kernel"] = lambda: kernel.attend_cache(
+            DecodeQuery(q, am.Causal(), Logits(WIDTH**-0.5), 257), cache.shard.view
+        )
     else:
         calls["kernel"] = lambda: am.attend(q, cache.keys[:, :, :256], cache.values[:, :, :256])
     timings = _raced(calls, device, sizes)

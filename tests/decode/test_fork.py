@@ -107,8 +107,8 @@ def saved(shape: Shape, folder: str) -> None:
     other.save(folder)
     for found in (other, am.KVCache.load(folder, cache.device_mesh), deepcopy(other)):
         assert torch.allclose(am.decode(q, found), expected, atol=1e-6)
-        assert not found.is_forked
-    assert cache.is_forked
+        assert not found.shards.forked
+    assert cache.shards.forked
     assert torch.allclose(am.decode(q, cache), am.decode(q, cache_of(shape, batch=2)), atol=1e-6)
 
 

@@ -75,18 +75,18 @@ def test_invalid_numbers_stay_in_their_fork(number: float, reproducible: bool) -
 
 def test_truncation_copies_one_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     module, copied = sys.modules["attnmesh.decode.cache_shard"], []
-    prepend = module.prepended  # type: ignore[attr-defined]
+    join = module.joined  # type: ignore[attr-defined]
 
-    def counted(x: Tensor, parts: list[Tensor], dim: int, *options: Any) -> Any:
+    def counted(parts: list[Tensor], dim: int, rows: int) -> Tensor:
         copied.append(sum(part.shape[dim] for part in parts))
-        return prepend(x, parts, dim, *options)
+        return join(parts, dim, rows)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(module, "prepended", counted)
     cache = cache_of(tokens=150)
     turn = cache.fork()
     other = turn.fork()
     turn.append(*random(2, 1, 2, 20, 8, seed=1))
     third = turn.fork()
+    monkeypatch.setattr(module, "joined", counted)
     for each, length in ((other, 30), (third, 161), (third, 9)):
         each.truncate(length)
         assert torch.equal(each.keys[:, :, :9], cache_of(tokens=150).keys[:, :, :9])

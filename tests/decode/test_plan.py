@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attnmesh as am
 from attnmesh.decode import decode as decode_module
-from attnmesh.decode.plan import KnownAppends, StepPlans
+from attnmesh.decode.plan import StepPlans
 from attnmesh.errors import InputError
 from attnmesh.kernels.native.build import library
+from attnmesh.runtime.kinds import Kinds
 from tests.support.pool import Pool
 
 needs_library = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
@@ -36,7 +37,7 @@ def cache_on(ranks: int, dtype: torch.dtype = torch.float32, **options: object) 
 
 def _forget(cache: am.KVCache) -> None:
     """Forget the kinds, so that the next call takes the usual way."""
-    cache.step_plans, cache.known_appends = StepPlans(), KnownAppends()
+    cache.step_plans, cache.known_appends = StepPlans(), Kinds()
 
 
 def _equal_twice(cache: am.KVCache, q: Tensor, **options: object) -> bool:

@@ -118,7 +118,7 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
-    held, where = cache.view, (Axis(), Axis(), 16, 150)
+    held, where = cache.shard.view, (Axis(), Axis(), 16, 150)
     step = DecodeStep(*where, mask, Logits(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
         given, _ = run_step(q, held, sinks, step, 0)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
 from attnmesh.core.digest import digest
+from attnmesh.decode import saved_cache
 from attnmesh.errors import StoreError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer, tensor_file
@@ -509,7 +510,7 @@ def test_finished_save_keeps_no_tensors_alive(tmp_path: Path) -> None:
 def test_wait_raises_the_same_interruption_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saving = cache_of(20).save(tmp_path, wait=False)
     saving.finish_writing()
-    monkeypatch.setattr(checkpoint_writer, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(saved_cache, "agree", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             saving.wait()

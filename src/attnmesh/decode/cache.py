@@ -24,10 +24,11 @@ from attnmesh.decode.block_cyclic import check_cover, position_sum
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored, swap_tokens_for_heads
 from attnmesh.decode.pages import PagedCache
-from attnmesh.decode.plan import KnownAppends, StepPlans
+from attnmesh.decode.plan import StepPlans, append_known, kind_of_new
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache, SavedPieces
 from attnmesh.mesh.axes import Mesh, flat_axis
+from attnmesh.runtime.kinds import Kinds
 
 
 class KVCache(PagedCache, SavedCache):
@@ -111,7 +112,8 @@ class KVCache(PagedCache, SavedCache):
         self.history_checksum = 0  # of padding and reorders so far
         self.changes = 0  # truncations and reorders so far: `recover` needs caches that have grown alike
         self.saved = SavedPieces()
-        self.known_appends, self.step_plans = KnownAppends(), StepPlans()
+        self.known_appends = Kinds[bool]()  # kinds of new tokens that this cache and its forks have checked
+        self.step_plans = StepPlans()
         if self.tokens.size > 1:
             rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
@@ -179,7 +181,8 @@ class KVCache(PagedCache, SavedCache):
         tensor([2, 3])
         """
 
-        if token_mask is None and not self.checker.compares("append") and self.known_appends.run(k, v, self.shards):
+        uncompared = token_mask is None and not self.checker.compares("append")
+        if uncompared and append_known(self.known_appends, k, v, self.shards):
             return
 
         def check() -> None:
@@ -192,7 +195,8 @@ class KVCache(PagedCache, SavedCache):
         self.record_padding(k.shape[2], token_mask)
         with torch.no_grad():
             self.shards.append(stored(k, v), token_mask)
-        self.known_appends.learn(k, v, self.sizes)
+        if (kind := kind_of_new(k, v, self.sizes)) is not None and k.shape[2]:
+            self.known_appends.keep(kind, True)
 
     def append_shard(
         self, k: Tensor, v: Tensor | None, positions: Tensor, *, token_mask: Tensor | None = None, queries: int = 1

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm.consensus import is_capturing, may_compare
-from attnmesh.core.checks import DTYPES, check_same_kind, swap_first
+from attnmesh.core.checks import DTYPES, check_same_kind, require, swap_first
 from attnmesh.core.mask import Mask
-from attnmesh.decode.window import check_window, longest_row
+from attnmesh.decode.window import check_whole, check_window, longest_row
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
 from attnmesh.runtime.machine import is_out_of_memory
 
@@ -42,11 +42,9 @@ class Sizes:
     @property
     def kept(self) -> int:
         """Most tokens on all ranks that have to be in memory."""
-        return (
-            self.capacity
-            if self.mask is None
-            else min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
-        )
+        if self.mask is None:
+            return self.capacity
+        return min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -55,26 +53,22 @@ class Sizes:
 
     def check(self, heads_axis: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
-        for name, number in asdict(self).items():
-            if name in NUMBERS and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ShapeError(f"KVCache {name}", "a whole number, 1 or more", repr(number), "count it as an int")
-            if name in NUMBERS and number > LARGEST:
-                raise ShapeError(f"KVCache {name}", f"at most {LARGEST:,}", f"{number:,}", "pass a smaller one")
-        if not isinstance(self.dtype, torch.dtype) or str(self.dtype).removeprefix("torch.") not in DTYPES:
-            fix = "pass the model's dtype"
-            raise DtypeError("KVCache dtype", f"one of {', '.join(DTYPES)}", repr(self.dtype), fix)
-        if self.values not in VALUES:
-            fix = 'leave it out, or pass "prefix" for latents'
-            raise ArgumentError("KVCache values", f"one of {', '.join(VALUES)}", repr(self.values), fix)
+        for name in NUMBERS:
+            number = check_whole(f"KVCache {name}", getattr(self, name), 1, "count it as an int")
+            expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
+            require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
+        known = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
+        expected, fix = f"one of {', '.join(DTYPES)}", "pass the model's dtype"
+        require(known, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
+        expected, fix = f"one of {', '.join(VALUES)}", 'leave it out, or pass "prefix" for latents'
+        require(self.values in VALUES, ArgumentError, "KVCache values", expected, repr(self.values), fix)
         if self.values == "prefix" and self.value_dim > self.head_dim:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
         check_window(self.mask, self.keep)
-        if self.kv_heads % heads_axis:
-            given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
-            raise ShapeError(
-                "KVCache", "key heads that the heads axis divides", given, "give its ranks to the keys axis"
-            )
+        divides, fix = self.kv_heads % heads_axis == 0, "give its ranks to the keys axis"
+        given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
+        require(divides, ShapeError, "KVCache", "key heads that the heads axis divides", given, fix)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -90,9 +84,8 @@ class Sizes:
     def encode(self) -> list[int]:
         """Return the sizes as integers, for a file or a message."""
         numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
-        if self.mask is not None:
-            return [*numbers, VALUES.index(self.values), self.keep, *self.mask.encode()]
-        return numbers if self.values == "separate" else [*numbers, VALUES.index(self.values)]
+        window = [] if self.mask is None else [self.keep, *self.mask.encode()]
+        return [*numbers, VALUES.index(self.values), *window]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.decode.block_cyclic import BlockCyclic
 from attnmesh.decode.cache_config import Sizes
-from attnmesh.decode.shared_blocks import SharedBlocks, prepended
+from attnmesh.decode.shared_blocks import SharedBlocks, joined
 from attnmesh.kernels.cache_view import CacheView, Padding
 from attnmesh.kernels.native.append import append
 from attnmesh.mesh.axes import Axis, Mesh
@@ -117,14 +117,21 @@ class CacheShard:
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
-        if self.sizes.mask is not None:  # blocks leave, so the window is copied
-            return self.clone()
-        self._share()
+        if self.sizes.mask is None:  # else blocks leave, so the window is copied
+            self._share()
+        return self._copy()
+
+    def clone(self) -> "CacheShard":
+        """Return a copy with tensors of its own."""
         other = copy(self)
+        other.unshare()
+        return other._copy()
+
+    def _copy(self) -> "CacheShard":
+        """Return a shard with copies of this one's own tokens, which shares what this one shares."""
+        other, used = copy(self), self.used
         with torch.inference_mode(False):
-            other.stored = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in self.stored]
-            for new, old in zip(other.stored, self.stored, strict=True):
-                new[:, :, : self.used] = old[:, :, : self.used]
+            other.stored = [joined([x[:, :, :used]], 2, x.shape[2]) for x in self.stored]
             other.token_index, other.state = self.token_index.clone(), self.state.clone()
             other.padding = None if self.padding is None else Padding(*(x.clone() for x in self.padding))
         return other
@@ -135,7 +142,7 @@ class CacheShard:
         if not whole:
             return
         places = None if self.padding is None else self.padding.places
-        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, places).first(whole))
+        self.shared = (*self.shared, SharedBlocks(self.stored, self.token_index, places).part(0, whole))
         self.stored, self.token_index = [x[:, :, whole:] for x in self.stored], self.token_index[whole:]
         self.padding = self.padding and self.padding._replace(places=self.padding.places[:, whole:])
         self.slots -= whole
@@ -144,33 +151,18 @@ class CacheShard:
 
     def unshare(self, tokens: int | None = None) -> None:
         """Copy shared tokens to memory of this shard alone. `tokens` drops those after it, and copies the cut block."""
-        kept, loose, shared, left = [], [], 0, tokens
+        stop, stay, gone = self.shared_tokens, 0, 0
+        if tokens is not None:
+            stop, stay, gone = tokens, tokens // self.sizes.block * self.sizes.block, self.used
+        kept, loose, start = [], [], 0
         for blocks in self.shared:
-            stay = 0 if left is None else min(left, blocks.used)
-            first = stay // self.sizes.block * self.sizes.block
-            left = None if left is None else left - stay
-            shared += first
-            kept += [blocks.first(first)] * bool(first)
-            loose += [] if first == blocks.used else [(blocks, first, blocks.used if tokens is None else stay)]
-        if not loose:
-            return
-        moved = self.shared_tokens - shared
-        used = self.used + moved if tokens is None else tokens - shared
-        whole = tokens is None
-
-        def own(x: Tensor, parts: list[Tensor], dim: int) -> Tensor:
-            return prepended(x, parts, dim, moved, whole)
-
-        with torch.inference_mode(False):
-            parts = [[blocks.stored[n][:, :, a:b] for blocks, a, b in loose] for n in range(len(self.stored))]
-            self.stored = [own(x, part, 2) for x, part in zip(self.stored, parts, strict=True)]
-            if self.padding is not None:
-                given = [(self._view(blocks).places(), a, b) for blocks, a, b in loose]
-                places = own(self.padding.places, [x[:, a:b] for x, a, b in given], 1)
-                self.padding = self.padding._replace(places=places)
-            self.token_index = own(self.token_index, [blocks.token_index[a:b] for blocks, a, b in loose], 0)
-            self.state = torch.stack((self.state[0], torch.full_like(self.state[0], used)))
-        self.shared, self.slots = tuple(kept), self.slots + moved
+            first, last = (min(max(token - start, 0), blocks.used) for token in (stay, stop))
+            kept += [blocks.part(0, first)] * (first > 0)
+            loose += [blocks.part(first, last)] * (first < last)
+            start += blocks.used
+        if start > stay:
+            self.resize(self.sizes, self.slots + start - stay, gone, loose)
+            self.shared = tuple(kept)
 
     @property
     def token_mask(self) -> Tensor | None:
@@ -180,7 +172,10 @@ class CacheShard:
     def append(self, new: Tensors, token_mask: Tensor | None) -> None:
         """Add this rank's share of the new tokens; `new` has all tokens and heads."""
         more = new[0].shape[2]
-        if self._is_plain(more, token_mask) and self.append_run(new, more, *self.state[:2].tolist()):
+        # Every rank records padding. In a graph and on a GPU, the host does not know where the new tokens go.
+        on_host = self.device.type != "cuda" and not torch.compiler.is_compiling()
+        plain = more and on_host and self.padding is None and token_mask is None
+        if plain and self.append_run(new, more, *self.state[:2].tolist()):
             return
         length, used = self.state[:2].unbind()
         tokens = length + torch.arange(more, device=self.device)
@@ -217,7 +212,7 @@ class CacheShard:
 
     def grow(self, sizes: Sizes) -> None:
         """Reserve memory for a larger capacity, copying one tensor at a time."""
-        self._resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
+        self.resize(sizes, max(self.slots, self._usual_slots(sizes) - self.shared_tokens))
 
     def make_room(self, more: int, first: Callable[[], int], *, forget: bool = False) -> None:
         """Make room for `more` tokens, and where it is needed forget those before token `first()`."""
@@ -226,27 +221,32 @@ class CacheShard:
             gone = self.count_before(start)
             needed, usual = self.used - gone + more, self._usual_slots(self.sizes)
             spare = self._spare_slots(self.sizes)
-            self._resize(self.sizes, usual if needed <= usual else needed + spare, gone)
+            self.resize(self.sizes, usual if needed <= usual else needed + spare, gone)
             self.has_spare = self.slots > usual and more > spare
             self.state[2:].fill_(self.block_cyclic.count(self.index, start) // self.sizes.block)
         self.filled += more
 
-    def _resize(self, sizes: Sizes, slots: int, gone: int = 0) -> None:
-        """Move the tokens after the first `gone` to new memory, tensor by tensor. A save may read the old memory."""
+    def resize(self, sizes: Sizes, slots: int, gone: int = 0, before: Sequence[SharedBlocks] = ()) -> None:
+        """Move the tokens after the first `gone` to new memory, behind those of `before`, tensor by tensor.
+
+        A save may read the old memory.
+        """
         used, rows = self.used, self._rows(slots)
         with torch.inference_mode(False):
-            token_index = self.token_index.new_zeros(rows)
-            token_index[: used - gone] = self.token_index[gone:used]
-            padding = None if self.padding is None else self.padding.resized(sizes.capacity, rows, gone)
-            stored = [*self.stored] if gone else self.stored
+            token_index = joined([*(x.token_index[:-1] for x in before), self.token_index[gone:used]], 0, rows)
+            padding, state = self.padding, self.state.clone()
+            if padding is not None:
+                places = [self._view(blocks).places()[:, :-1] for blocks in before]
+                padding = padding.resized(sizes.capacity, joined([*places, padding.places[:, gone:used]], 1, rows))
+            stored = [*self.stored] if gone or before else self.stored
             for number, old in enumerate(self.stored):
-                stored[number] = old.new_empty(*old.shape[:2], rows, old.shape[3])
-                stored[number][:, :, : used - gone] = old[:, :, gone:used]
+                parts = [blocks.stored[number][:, :, :-1] for blocks in before]
+                stored[number] = joined([*parts, old[:, :, gone:used]], 2, rows)
         # Assigned last: where an allocation above fails, the shard keeps working at its old capacity.
         self.stored, self.sizes, self.slots = stored, sizes, slots
-        self.token_index, self.padding = token_index, padding
-        self.filled = used - gone
-        self.state[1] -= gone
+        self.token_index, self.padding, self.state = token_index, padding, state
+        self.filled = used - gone + sum(blocks.used for blocks in before)
+        self.state[1] = self.filled
 
     def reorder(self, index: Tensor) -> None:
         """Replace sequence b by sequence `index[b]`; the batch may change."""
@@ -274,17 +274,6 @@ class CacheShard:
             self.padding.add(zero, token_mask.to(self.device), self.token_index[:used], slots)
         return used
 
-    def clone(self) -> "CacheShard":
-        """Return a copy with tensors of its own."""
-        other = copy(self)
-        other.unshare()
-        with torch.inference_mode(False):
-            other.stored = [x.clone() for x in other.stored]
-            other.token_index, other.state = other.token_index.clone(), other.state.clone()
-            if other.padding is not None:
-                other.padding = Padding(*(x.clone() for x in other.padding))
-        return other
-
     def _usual_slots(self, sizes: Sizes) -> int:
         """Return the slots per rank for tokens that are spread evenly."""
         share = -(-sizes.kept // self.block_cyclic.ranks) + sizes.block + SLACK
@@ -297,12 +286,6 @@ class CacheShard:
     def _rows(self, slots: int) -> int:
         """Return the rows in memory: the slots, and at least one more, in whole blocks for `KVCache.pages`."""
         return -(-(slots + 1) // self.sizes.block) * self.sizes.block
-
-    def _is_plain(self, more: int, token_mask: Tensor | None) -> bool:
-        """Return True if the host knows where the new tokens go: not in a graph or on a GPU, nor with padding."""
-        if torch.compiler.is_compiling() or self.device.type == "cuda" or not more:
-            return False
-        return self.padding is None and token_mask is None  # every rank records padding
 
     def append_run(self, new: Tensors, more: int, length: int, used: int) -> bool:
         """Add new tokens that fit and that one rank owns, in one copy for each tensor; else return False.
@@ -319,12 +302,11 @@ class CacheShard:
         if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
-        if append(self.stored, own, self.token_index, self.state):
-            return True
-        for x, tensor in zip(self.stored, own, strict=True):
-            x[:, :, used:stop] = tensor
-        self.token_index[used:stop] = torch.arange(length, length + more)
-        self.state[:2] += more
+        if not append(self.stored, own, self.token_index, self.state):
+            for x, tensor in zip(self.stored, own, strict=True):
+                x[:, :, used:stop] = tensor
+            self.token_index[used:stop] = torch.arange(length, length + more)
+            self.state[:2] += more
         return True
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:

@@ -130,9 +130,9 @@ def decode(
         raise
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
-        require(not cache.is_forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
-        return cast(Tensor, decode_op(q, tensors_of(cache.view), sinks, key_lengths, *step.encode()))
-    if step.reproducible and cache.is_forked and _stays_on_device(cache, step):
+        require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
+        return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, *step.encode()))
+    if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
         cache.shards.unshare()  # the kernel merges the blocks of one tensor
     if plain and plan is None and cache.step_plans.learn(q, cache.shards.own, sinks, options, step):
         plan = cache.step_plans.find(q, cache.shards, sinks, options)
@@ -156,18 +156,21 @@ def _run_plan(
     q: Tensor, cache: KVCache, sinks: Tensor | None, plan: StepPlan, length: int, used: int, *, compares: bool
 ) -> Tensor | None:
     """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
-    if plan.host_merge is None:
-        return plan.attend(q, cache.shards.own, sinks, length, used)
-    number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
-    number += 0 if sinks is None else digest_on_host(sinks)
-    found = plan.attend_and_merge(q, cache.shards.own, sinks, length, used, number)
-    if found is None:
+    merge, equal = plan.host_merge, True
+    message = None if merge is None else merge.blank()
+    into = plan.kind.blank() if merge is None or message is None else merge.places(message)
+    partial = plan.attend(q, cache.shards.own, sinks, length, used, into)
+    if partial is None:
         return None
-    message, out, equal = found
-    if not equal and compares:
-        text = functools.partial(_describe, q, cache, sinks, None, plan.step)
-        MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
-    out = (out if plan.heads is None else out[:, plan.heads]).to(q.dtype).contiguous()
+    if merge is not None and message is not None:
+        number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
+        number += 0 if sinks is None else digest_on_host(sinks)
+        equal = merge.run(message, number)
+        if not equal and compares:
+            text = functools.partial(_describe, q, cache, sinks, None, plan.step)
+            MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
+    out = partial.out if plan.heads is None else partial.out[:, plan.heads]
+    out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 
 
@@ -192,7 +195,7 @@ def _run_compared(
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), cache.history_checksum)
-    out, checksum = run_step(q, cache.view, sinks, step, number, key_lengths)
+    out, checksum = run_step(q, cache.shard.view, sinks, step, number, key_lengths)
     if checksum is None:
         return out
     if asking and kind != checker.last_kind:
@@ -232,9 +235,9 @@ def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, key_lengths: Tens
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
     try:
-        on_device = reads_length_on_device(cache.view, step.kernel)
+        on_device = reads_length_on_device(cache.shard.view, step.kernel)
     except InputError:
-        on_device = reads_length_on_device(cache.view, "auto")
+        on_device = reads_length_on_device(cache.shard.view, "auto")
     return on_device and step.merge not in COLLECTIVE
 
 
@@ -313,15 +316,15 @@ def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
     expected = "one that reads the cache's length on the GPU, in a CUDA graph"
     fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
     given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
-    require(reads_length_on_device(cache.view, step.kernel), KernelError, "decode kernel", expected, given, fix)
+    require(reads_length_on_device(cache.shard.view, step.kernel), KernelError, "decode kernel", expected, given, fix)
 
 
 def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
     """Raise unless the cache holds what the queries see."""
     sizes = cache.sizes
-    if not cache.holds(q.shape[2]):
+    if not cache.shards.holds(q.shape[2]):
         given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
-        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.holds(q.shape[1])
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
         fix = swap_first("append before decode", fits)
         raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
     if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):

@@ -125,9 +125,7 @@ def _append(shards: Shards, pools: tuple[Tensor, ...], table: Tensor) -> None:
     if shared > 0:
         shard.shared = (SharedBlocks([x[:, :, : shared + 1] for x in rows], tokens[: shared + 1], None),)
         shards.forked = True
-        shard.slots -= shared
-        shard.stored = [x.new_empty(*x.shape[:2], x.shape[2] - shared, x.shape[3]) for x in shard.stored]
-        shard.token_index = shard.token_index[shared:]
+        shard.resize(shard.sizes, shard.slots - shared)
     shards.known_length += count * size * ranks
     shard.append_at(tuple(x[:, :, shared:] for x in rows), tokens[shared:], count * size * ranks, None)
 

@@ -23,32 +23,21 @@ from attnmesh.kernels.traced import are_plain
 from attnmesh.runtime.kinds import Kinds
 
 
-class KnownAppends:
-    """The kinds of new tokens that a cache and its forks have appended: shapes and dtypes, on caches of one size."""
-
-    def __init__(self) -> None:
-        self.kinds = Kinds[bool]()
-
-    def run(self, k: Tensor, v: Tensor | None, shards: Shards) -> bool:
-        """Append tokens of a known kind that fit, all to one rank. Return False if others are to be checked."""
-        shard = shards.own
-        if not self.kinds or _kind_of_new(k, v, shard.sizes) not in self.kinds:
-            return False
-        if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
-            return False
-        (length, used), more = shard.state.tolist(), k.shape[2]
-        if not shard.append_run(stored(k, v), more, length, used):
-            return False
-        shards.known_length = length + more
-        return True
-
-    def learn(self, k: Tensor, v: Tensor | None, sizes: Sizes) -> None:
-        """Keep the kind of tokens that were checked and appended."""
-        if (kind := _kind_of_new(k, v, sizes)) is not None and k.shape[2]:
-            self.kinds.keep(kind, True)
+def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: Shards) -> bool:
+    """Append tokens of a kind that was checked before, if they fit and one rank owns them. Return False for others."""
+    shard = shards.own
+    if not kinds or kind_of_new(k, v, shard.sizes) not in kinds:
+        return False
+    if shard.padding is not None or shards.copies or shards.counts.start or shards.forgets is not None:
+        return False
+    (length, used), more = shard.state.tolist(), k.shape[2]
+    if not shard.append_run(stored(k, v), more, length, used):
+        return False
+    shards.known_length = length + more
+    return True
 
 
-def _kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
+def kind_of_new(k: Tensor, v: Tensor | None, sizes: Sizes) -> tuple[Any, ...] | None:
     """Return all that the checks of new tokens depend on; None for tensors that PyTorch has to know of."""
     if v is None:
         return (k.shape, k.dtype, sizes) if are_plain(k) else None
@@ -66,53 +55,38 @@ class StepPlan(NamedTuple):
     host_merge: HostMerge | None  # None on one rank
     heads: slice | None  # of the output; None for all
 
-    def attend(self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int) -> Tensor | None:
-        """Return the output of a step on one rank, or None for one that a launch a sequence does not serve.
+    def attend(
+        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, into: Partial
+    ) -> Partial | None:
+        """Return the partial of the keys on this rank, or None for a step that a launch does not serve.
 
-        `length` and `used` are the tokens of all ranks and of this one.
+        `length` and `used` are the tokens of all ranks and of this one. `into` is memory for the partial.
         """
-        out, lse = into = self.kind.blank()
+        out, lse = into
         if shard.padding is not None:
             if not self._attend_sequences(q, shard, into, used):
                 return None
         else:
-            first, stop, bounds = _visible(self.step.mask, length, q.shape[2])
-            gone, keys = length - used, shard.stored
-            places = out.data_ptr(), lse.data_ptr()
-            if first < gone or not self.kind.launch_at(
-                q, keys[0], keys[-1], places, bounds, first - gone, stop - first
-            ):
-                return None
-        if sinks is not None:
-            out, _ = with_sinks(into, sinks)
-        return out.to(q.dtype).contiguous()
-
-    def attend_and_merge(
-        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, number: int
-    ) -> tuple[Tensor, Tensor, bool] | None:
-        """Return the merged message of a step of one query, its out, and whether the ranks' calls are equal.
-
-        `number` is that of the call. Return None, before the merge, where `attend` does.
-        """
-        assert self.host_merge is not None
-        message = self.host_merge.blank()
-        out, lse = into = self.host_merge.places(message)
-        if shard.padding is not None:
-            if not self._attend_sequences(q, shard, into, used):
-                return None
-        else:
-            first = self.step.mask.first_seen(length - 1)
-            start = int(torch.searchsorted(shard.token_index[:used], first)) if first else 0
+            mask, rows = self.step.mask, q.shape[2]
+            first = mask.first_seen(length - rows)
+            bounds = None if rows == 1 else _bounds(mask, first, length, rows)
+            start = max(0, first - length + used)  # on one rank, the tokens before these are forgotten
+            if first and self.step.tokens.size > 1:
+                start = int(torch.searchsorted(shard.token_index[:used], first))
             places, keys = (out.data_ptr(), lse.data_ptr()), shard.stored
             if start == used:  # the identity
                 out.zero_()
                 lse.fill_(-torch.inf)
-            elif not self.kind.launch_at(q, keys[0], keys[-1], places, None, start, used - start):
+            elif not self.kind.launch_at(q, keys[0], keys[-1], places, bounds, start, used - start):
                 return None
-        if sinks is not None and self.step.tokens.index == 0:  # the first rank adds them
-            for x, merged in zip(into, with_sinks(into, sinks), strict=True):
-                x.copy_(merged)
-        return message, out, self.host_merge.run(message, number)
+        if sinks is None or self.step.tokens.index > 0:  # the first rank adds them
+            return into
+        partial = with_sinks(into, sinks)
+        if self.host_merge is None:
+            return partial
+        for x, merged in zip(into, partial, strict=True):
+            x.copy_(merged)
+        return into
 
     def _attend_sequences(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
         """Attend each sequence of a padded batch by itself. Return False unless its visible keys are in one run."""
@@ -196,12 +170,11 @@ def _kind(q: Tensor, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[An
     return q.shape, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
 
 
-def _visible(mask: Mask, length: int, rows: int) -> tuple[int, int, Band | None]:
-    """Return the keys that the last rows see, from the first to the stop, and those of each row if they differ."""
-    first, stop = mask.first_seen(length - rows), length
-    if rows == 1 or (mask.left >= length and mask.right >= rows):
-        return first, stop, None
+def _bounds(mask: Mask, first: int, length: int, rows: int) -> Band | None:
+    """Return the keys after the first that each of the last rows sees; None if all see the same."""
+    if mask.left >= length and mask.right >= rows:
+        return None
     positions = range(length - rows, length)
     low = [max(0, position - mask.left) - first for position in positions]
-    high = [min(stop, position + mask.right + 1) - first for position in positions]
-    return first, stop, Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))
+    high = [min(length, position + mask.right + 1) - first for position in positions]
+    return Band(*(torch.tensor(bounds, dtype=torch.int64, device="cpu") for bounds in (low, high)))

@@ -16,7 +16,7 @@ from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.window import first_needed
 from attnmesh.errors import ShapeError
-from attnmesh.kernels.cache_view import CacheView, Padding
+from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors
 
@@ -36,7 +36,9 @@ class Shards:
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
         self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
-        self.forked = False  # alike on all ranks: one may hold no whole block to share
+        self.forked = (
+            False  # other caches may share memory with this one: alike on all ranks, though one may share none
+        )
         self.floor = 0  # tokens that no query from this one on sees are forgotten
 
     @property
@@ -46,16 +48,19 @@ class Shards:
 
     def clone(self) -> "Shards":
         """Return a copy with tensors of its own."""
-        other = copy(self)
-        other.own, other.copies = self.own.clone(), {index: shard.clone() for index, shard in self.copies.items()}
+        other = self._with(CacheShard.clone)
         other.forked = False
         return other
 
     def fork(self) -> "Shards":
         """Return shards that share the memory of whole blocks with these."""
         self.forked = self.forgets is None
+        return self._with(CacheShard.fork)
+
+    def _with(self, change: Callable[[CacheShard], CacheShard]) -> "Shards":
+        """Return shards like these, with another in place of each."""
         other = copy(self)
-        other.own, other.copies = self.own.fork(), {index: shard.fork() for index, shard in self.copies.items()}
+        other.own, other.copies = change(self.own), {index: change(shard) for index, shard in self.copies.items()}
         return other
 
     def unshare(self) -> None:
@@ -244,19 +249,9 @@ class CacheProperties:
         return self.shard.values
 
     @property
-    def is_forked(self) -> bool:
-        """True if other caches may share memory with this one: the same on every rank."""
-        return self.shards.forked
-
-    @property
     def padding(self) -> Padding | None:
         """Padding of the batch, or None if all tokens are real."""
         return self.shard.padding
-
-    @property
-    def view(self) -> CacheView:
-        """View of this rank's shard for kernels."""
-        return self.shard.view
 
     @property
     def length(self) -> int:
@@ -278,10 +273,6 @@ class CacheProperties:
     def is_block_cyclic(self) -> bool:
         """True if all tokens lie where the block-cyclic layout puts them, as after `append` alone."""
         return self.shards.counts.start == 0
-
-    def holds(self, tokens: int) -> bool:
-        """Return True if at least `tokens` are cached within the capacity."""
-        return self.shards.holds(tokens)
 
     def record_padding(self, more: int, token_mask: Tensor | None) -> None:
         """Add `more` tokens to the history checksum, once the batch has padding."""

@@ -1,32 +1,95 @@
 """`save` and `load` of a `KVCache`, and what a cache knows of its saves. `store` supplies the work on files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from threading import Thread
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.comm.consensus import agree
+from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.checks import require
 from attnmesh.errors import StoreError
+from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.supplied import Supplied
+from attnmesh.runtime.world import WORLD
+
+POLL_INTERVAL = 1.0
+"""Seconds between checks that all ranks have written; less under a short deadline."""
 
 
-class RunningSave(Protocol):
-    """Save that may still be writing, as `store.checkpoint_writer.Saving`."""
+class Saving:
+    """Save that may still be writing. The previous save is current until every rank has called `wait`.
 
-    concluded: bool
+    >>> import tempfile, torch
+    >>> import attnmesh as am
+    >>> cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = cache.save(folder, wait=False)
+    ...     cache.append(*torch.randn(2, 1, 2, 5, 4))
+    ...     saving.wait()
+    ...     am.KVCache.load(folder, None).length
+    0
+    """
+
+    def __init__(self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None]) -> None:
+        """Start to `write` in a thread; `publish` runs once all ranks have written."""
+        self.concluded = False
+        self._mesh, self._publish = mesh, publish
+        self._error: StoreError | None = None
+        self._failure: BaseException | None = None
+        self._start(write)
+
+    def _start(self, act: Callable[[], None]) -> None:
+        self._all_done = False
+        self._thread = Thread(target=self._run, args=[act], name="attnmesh saving")
+        self._thread.start()
+
+    def _run(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except StoreError as error:
+            self._error = error
+        except Exception as error:  # raised on all ranks by `wait`
+            given = f"{type(error).__name__}: {error}"
+            self._error = StoreError("save", "tensors that can be written", given, "save again")
 
     @property
     def written(self) -> bool:
         """True once this rank's files are on the disk, or writing them has failed."""
+        return self.concluded or not self._thread.is_alive()
 
     def finish_writing(self) -> None:
-        """Wait until all ranks' files are on the disk, or have failed, so that the cache may change."""
+        """Wait until all ranks' files are on the disk, or have failed, so that the cache may change.
+
+        Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
+        """
+        while not self._all_done:
+            self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
+            self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
 
     def wait(self) -> None:
-        """Wait until all ranks have written and this save is the current one. Every rank calls it."""
+        """Wait until all ranks have written and this save is the current one. Every rank calls it.
+
+        Raises:
+            StoreError: A rank could not write its files, or another job saved to the same folder; on every rank.
+        """
+        self.finish_writing()
+        if not self.concluded:
+            self.concluded = True
+            try:
+                agree(self._mesh, self._error or "save")
+                self._start(self._publish)
+                self.finish_writing()
+                agree(self._mesh, self._error or "save")
+            except BaseException as error:
+                self._failure = error
+                raise
+        elif self._failure is not None:
+            raise self._failure
 
 
 class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
@@ -35,7 +98,7 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
     def __init__(self, caches: Sequence[object] = ()) -> None:
         self.cache_ids = tuple(map(id, caches))  # one per layer
         self.folder: Path | None = None  # where this process has written the files
-        self.last: RunningSave | None = None
+        self.last: Saving | None = None
 
     def forget(self, used: int = 0) -> None:
         """Drop the files with slots from `used` on, before these slots change."""
@@ -58,7 +121,7 @@ class SavedPieces(dict[tuple[int, int], Mapping[str, int]]):
             self.last.finish_writing()
 
 
-save_caches = Supplied[..., RunningSave]()
+save_caches = Supplied[..., Saving]()
 """Write caches to a folder: `store.checkpoint_writer.save_layers`."""
 
 load_caches = Supplied[..., tuple[list[Any], dict[str, Tensor], str]]()
@@ -68,7 +131,7 @@ load_caches = Supplied[..., tuple[list[Any], dict[str, Tensor], str]]()
 class SavedCache:
     """A cache that is saved to a folder, and loaded from it on any number of ranks."""
 
-    def save(self, path: str | Path, *, wait: bool = True) -> RunningSave:
+    def save(self, path: str | Path, *, wait: bool = True) -> Saving:
         """Write the cache to a folder, each rank its own tokens. The previous save stays until this one is complete.
 
         Args:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -24,10 +25,11 @@ class SharedBlocks(NamedTuple):
         """Bytes of the tokens in memory: those of one sequence if all sequences read the same."""
         return sum((x[:1] if x.stride(0) == 0 else x)[:, :, :-1].nbytes for x in self.stored)
 
-    def first(self, count: int) -> "SharedBlocks":
-        """Return the first tokens."""
-        places = None if self.places is None else self.places[:, : count + 1]
-        return SharedBlocks([x[:, :, : count + 1] for x in self.stored], self.token_index[: count + 1], places)
+    def part(self, start: int, stop: int) -> "SharedBlocks":
+        """Return the tokens from `start` up to `stop`."""
+        places = None if self.places is None else self.places[:, start : stop + 1]
+        stored = [x[:, :, start : stop + 1] for x in self.stored]
+        return SharedBlocks(stored, self.token_index[start : stop + 1], places)
 
     def reordered(self, index: Tensor, block: int) -> "SharedBlocks":
         """Return the blocks with sequence `index[b]` in place of b: a view of one sequence, a copy of several.
@@ -38,26 +40,23 @@ class SharedBlocks(NamedTuple):
             return self
 
         def select(x: Tensor) -> Tensor:
-            alike = len(x) == 1 or (len(x) > 1 and x.stride(0) == 0)
+            alike = len(x) == 1 or x.stride(0) == 0
             return x[:1].expand(len(index), *x.shape[1:]) if alike else x.index_select(0, index)
 
         def select_rows(x: Tensor) -> Tensor:
             if len(x) == 1 or x.stride(0) == 0:
                 return select(x)
             count = x.shape[2]
-            rows = x.new_empty(len(index), x.shape[1], -(-count // block) * block, x.shape[3])[:, :, :count]
-            return rows.copy_(x.index_select(0, index))
+            return joined([x.index_select(0, index)], 2, -(-count // block) * block)[:, :, :count]
 
         places = None if self.places is None else select(self.places)
         return SharedBlocks([*map(select_rows, self.stored)], self.token_index, places)
 
 
-def prepended(x: Tensor, parts: Sequence[Tensor], dim: int, rows: int, whole: bool) -> Tensor:
-    """Return memory with `rows` more rows than x: the parts, and then the rows of x if they are wanted too."""
-    shape = [*x.shape]
-    shape[dim] += rows
-    new, start = x.new_empty(shape), 0
-    for part in (*parts, x) if whole else parts:
-        new.narrow(dim, start, part.shape[dim]).copy_(part)
-        start += part.shape[dim]
+def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:
+    """Return memory of so many rows along `dim`, of which the first are those of the parts."""
+    shape, used = [*parts[0].shape], sum(part.shape[dim] for part in parts)
+    shape[dim] = rows
+    new = parts[0].new_empty(shape)
+    torch.cat([*parts], dim, out=new.narrow(dim, 0, used))
     return new

@@ -7,24 +7,29 @@ are left to new memory with some slots to spare, about eight moves per token.
 
 from torch import Tensor
 
+from attnmesh.core.checks import require
 from attnmesh.core.mask import FAR, Mask, check_mask
 from attnmesh.errors import MaskError, ShapeError
 
 
 def check_window(mask: Mask | None, keep: int) -> None:
     """Raise unless a cache can forget tokens by this mask, and keep this many for truncation."""
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
-        raise ShapeError(
-            "KVCache keep", "a whole number, 0 or more", repr(keep), "count the tokens to go back as an int"
-        )
-    if mask is None and keep:
+    check_whole("KVCache keep", keep, 0, "count the tokens to go back as an int")
+    if mask is None:
         fix = "pass mask= too, or leave keep out: truncate goes back to any token"
-        raise ShapeError("KVCache keep", "0 without mask=", repr(keep), fix)
-    if mask is not None:
+        require(keep == 0, ShapeError, "KVCache keep", "0 without mask=", repr(keep), fix)
+    else:
         check_mask("KVCache mask", mask)
-        if mask.ends:
-            fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
-            raise MaskError("KVCache mask", "a mask that does not depend on the length", repr(mask), fix)
+        expected = "a mask that does not depend on the length"
+        fix = "pass the mask without documents, and decode with mask & Documents(lengths)"
+        require(not mask.ends, MaskError, "KVCache mask", expected, repr(mask), fix)
+
+
+def check_whole(subject: str, number: int, least: int, fix: str) -> int:
+    """Return a number that a file and a message can hold. Raise unless it is an int of Python, `least` or more."""
+    whole = type(number) is int and number >= least
+    require(whole, ShapeError, subject, f"a whole number, {least} or more", repr(number), fix)
+    return number
 
 
 def is_within(mask: Mask, widest: Mask) -> bool:

@@ -19,12 +19,13 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import check_count, require, short, type_and_shape
 from attnmesh.core.digest import DIGEST_VALUES, digest
+from attnmesh.decode.saved_cache import Saving
 from attnmesh.errors import ArgumentError, KernelError, StoreError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, Settings, describe_value
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import MANIFEST, check_folder, read_manifest
-from attnmesh.store.checkpoint_writer import Saving, check_writable
+from attnmesh.store.checkpoint_writer import check_writable
 
 SUBJECT = "generate checkpoint"
 """First words of errors about checkpoints."""

@@ -53,11 +53,10 @@ class Padding(NamedTuple):
         with torch.inference_mode(False):
             return Padding(*(each.index_select(0, index) for each in self))
 
-    def resized(self, capacity: int, slots: int, gone: int) -> "Padding":
-        """Return the padding with another capacity and number of slots, without the first `gone` slots."""
+    def resized(self, capacity: int, places: Tensor) -> "Padding":
+        """Return the padding with another capacity and other slots."""
         real = pad(self.token_mask, (0, capacity - self.token_mask.shape[1]), value=True)
-        places = self.places[:, gone:]
-        return Padding(real, pad(places, (0, slots - places.shape[1]), value=-1), self.lengths)
+        return Padding(real, places, self.lengths)
 
 
 class DecodeQuery(NamedTuple):

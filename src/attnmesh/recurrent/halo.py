@@ -7,7 +7,8 @@ shards before it. Before the first token there are zeros. With 3 tokens of halo:
     halo     . . .   1 2 3   3 4 5        a dot is a zero
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from attnmesh.comm.p2p import exchange_messages
 from attnmesh.core.checks import check_count, check_tensor, require
 from attnmesh.errors import DtypeError, ShapeError
 from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
-from attnmesh.recurrent.heads import own_tokens
+from attnmesh.recurrent.heads import first_tokens, own_tokens
 
 Segment = tuple[int, int, int]
 """Consecutive tokens of one rank: the rank, the first of them, and their number."""
@@ -89,8 +90,8 @@ def halo_op(
     """Add each segment of the tokens to its target's halo, or back from the halo to the tokens. Others are zeros."""
     axis = Axis(place[0], place[1], group_named(group))
     out = _empty(x, back, size, dim, axis.index, owners, lengths).zero_()
-    segments = [pair[::-1] if back else pair for pair in _segments(size, owners, lengths)]
-    _copy(x, out, segments, axis, dim)
+    segments = _segments(size, owners, lengths)
+    _copy(x, out, (pair[::-1] for pair in segments) if back else segments, axis, dim)
     return out
 
 
@@ -119,40 +120,29 @@ def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 halo_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
-def _copy(x: Tensor, out: Tensor, segments: Sequence[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
+def _copy(x: Tensor, out: Tensor, segments: Iterable[tuple[Segment, Segment]], axis: Axis, dim: int) -> None:
     """Add the first segment of each pair, in `x` of its rank, to the second one, in `out` of its rank."""
     mine = axis.index
-    sends: dict[int, list[Tensor]] = {}
-    wanted: dict[int, list[Tensor]] = {}
-    targets: dict[int, list[Tensor]] = {}
+    sends: dict[int, tuple[Tensor, ...]] = {}
+    targets: dict[int, tuple[Tensor, ...]] = {}
     for (source, first, count), (target, place, _) in segments:
         if source == mine == target:
             out.narrow(dim, place, count).add_(x.narrow(dim, first, count))
         elif source == mine:
-            sends.setdefault(target, []).append(x.narrow(dim, first, count))
+            sends[target] = (*sends.get(target, ()), x.narrow(dim, first, count))
         elif target == mine:
-            targets.setdefault(source, []).append(out.narrow(dim, place, count))
-            wanted.setdefault(source, []).append(torch.empty_like(targets[source][-1], device="meta"))
+            targets[source] = (*targets.get(source, ()), out.narrow(dim, place, count))
+    wanted = {peer: tuple(torch.empty_like(into, device="meta") for into in places) for peer, places in targets.items()}
     # Also with nothing to send: the first exchange along an axis is collective.
-    finish = exchange_messages(_tuples(sends), _tuples(wanted), axis, x.device, "exchanging halos")
+    finish = exchange_messages(sends, wanted, axis, x.device, "exchanging halos")
     for source, arrived in finish().items():
         for into, tokens in zip(targets[source], arrived, strict=True):
             into.add_(tokens)
 
 
-def _tuples(lists: dict[int, list[Tensor]]) -> dict[int, tuple[Tensor, ...]]:
-    return {peer: tuple(tensors) for peer, tensors in lists.items()}
-
-
 def _segments(size: int, owners: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[Segment, Segment]]:
     """Yield where each segment of a halo lies, in the order of all ranks: among tokens, and among its rank's halos."""
-    starts: list[int] = []
-    first: list[int] = []
-    held = dict.fromkeys(owners, 0)
-    for owner, length in zip(owners, lengths, strict=True):
-        starts.append(sum(lengths[: len(starts)]))
-        first.append(held[owner])
-        held[owner] += length
+    starts, first = [0, *accumulate(lengths)], first_tokens(owners, lengths)
     number = dict.fromkeys(owners, 0)  # of halos before this one on its rank
     for part, target in enumerate(owners):
         begin = starts[part] - size  # in the sequence

@@ -27,66 +27,52 @@ def tokens_to_heads(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Seque
     Tokens are in the order of the sequence. Gradients flow back to the ranks that hold the tokens, so each rank uses
     its result in the loss, or none does.
     """
-    found: Tensor = tokens_to_heads_op(x, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    found: Tensor = heads_op(x, False, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
     return found
 
 
 def heads_to_tokens(x: Tensor, axis: Axis, owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return (batch, own tokens, ranks, width), from (batch, all tokens, width) of each rank's share."""
-    found: Tensor = heads_to_tokens_op(x, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
+    found: Tensor = heads_op(x, True, axis.group_name, [axis.size, axis.index], [*owners], [*lengths])
     return found
 
 
-@torch.library.custom_op("attnmesh::tokens_to_heads", mutates_args=())
-def tokens_to_heads_op(
-    x: Tensor, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
+@torch.library.custom_op("attnmesh::heads", mutates_args=())
+def heads_op(
+    x: Tensor, back: bool, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
 ) -> Tensor:
-    """Send each share of the heads to its rank. Receive this rank's share of all tokens."""
+    """Send each share of the heads to its rank, for this rank's share of all tokens; or `back`."""
     axis = Axis(place[0], place[1], group_named(group))
+    own = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
+    if back:
+        parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
+        for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
+            parts[owner].append(tokens)
+        wanted = [(meta_like(x, own[axis.index], dim=1),)] * axis.size
+        arrived = swap([(torch.cat(tokens, 1),) for tokens in parts], wanted, axis)
+        return torch.stack([share for (share,) in arrived], 2)
     shares = [(share,) for share in x.unbind(2)]
-    counts = [own_tokens(rank, owners, lengths) for rank in range(axis.size)]
-    wanted = [(meta_like(shares[0][0], count, dim=1),) for count in counts]
-    arrived = [tokens for (tokens,) in swap(shares, wanted, axis)]
-    runs = zip(owners, _places(owners, lengths), lengths, strict=True)
-    return torch.cat([arrived[owner].narrow(1, first, length) for owner, first, length in runs], 1)
+    arrived = swap(shares, [(meta_like(shares[0][0], count, dim=1),) for count in own], axis)
+    runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
+    return torch.cat([arrived[owner][0].narrow(1, first, length) for owner, first, length in runs], 1)
 
 
-@torch.library.custom_op("attnmesh::heads_to_tokens", mutates_args=())
-def heads_to_tokens_op(
-    x: Tensor, group: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
-    """Send the tokens of each rank to it. Receive this rank's tokens of all shares of the heads."""
-    axis = Axis(place[0], place[1], group_named(group))
-    parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
-    for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
-        parts[owner].append(tokens)
-    wanted = meta_like(x, own_tokens(axis.index, owners, lengths), dim=1)
-    arrived = swap([(torch.cat(tokens, 1),) for tokens in parts], [(wanted,)] * axis.size, axis)
-    return torch.stack([share for (share,) in arrived], 2)
-
-
-@tokens_to_heads_op.register_fake
-def _(x: Tensor, _: str, __: Sequence[int], ___: Sequence[int], lengths: Sequence[int]) -> Tensor:
+@heads_op.register_fake
+def _(x: Tensor, back: bool, _: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    if back:
+        return x.new_empty(x.shape[0], own_tokens(place[1], owners, lengths), place[0], x.shape[2])
     return x.new_empty(x.shape[0], sum(lengths), x.shape[3])
 
 
-@heads_to_tokens_op.register_fake
-def _(x: Tensor, _: str, place: Sequence[int], owners: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    return x.new_empty(x.shape[0], own_tokens(place[1], owners, lengths), place[0], x.shape[2])
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.numbers = inputs
+    _, ctx.back, *ctx.numbers = inputs
 
 
-tokens_to_heads_op.register_autograd(
-    lambda ctx, dx: (heads_to_tokens_op(dx.contiguous(), *ctx.numbers), *[None] * 4),
-    setup_context=_save_for_backward,
-)
-heads_to_tokens_op.register_autograd(
-    lambda ctx, dx: (tokens_to_heads_op(dx.contiguous(), *ctx.numbers), *[None] * 4),
-    setup_context=_save_for_backward,
-)
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    return heads_op(dout.contiguous(), not ctx.back, *ctx.numbers), *[None] * 5
+
+
+heads_op.register_autograd(_gradient, setup_context=_save_for_backward)
 
 
 def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
@@ -94,6 +80,10 @@ def own_tokens(rank: int, owners: Sequence[int], lengths: Sequence[int]) -> int:
     return sum(length for owner, length in zip(owners, lengths, strict=True) if owner == rank)
 
 
-def _places(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
+def first_tokens(owners: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Return the index of each part's first token on its rank."""
-    return [own_tokens(owner, owners[:part], lengths[:part]) for part, owner in enumerate(owners)]
+    held, found = dict.fromkeys(owners, 0), []
+    for owner, length in zip(owners, lengths, strict=True):
+        found.append(held[owner])
+        held[owner] += length
+    return found

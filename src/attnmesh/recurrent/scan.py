@@ -41,8 +41,9 @@ class AffineMap(NamedTuple):
 
     def after(self, first: "AffineMap") -> "AffineMap":
         """Return the composition: `first`, then this map."""
+        compose = torch.matmul if self.linear.ndim == self.bias.ndim else torch.mul
         with without_autocast(self.bias):
-            return AffineMap(_compose(self.linear, first.linear, self.bias.ndim), self(first.bias))
+            return AffineMap(compose(self.linear, first.linear), self(first.bias))
 
 
 def scan_across(
@@ -174,10 +175,6 @@ def _times(linear: Tensor, state: Tensor) -> Tensor:
     if linear.ndim == state.ndim:
         return linear @ state
     return linear[(...,) + (None,) * (state.ndim - linear.ndim)] * state
-
-
-def _compose(second: Tensor, first: Tensor, ndim: int) -> Tensor:
-    return second @ first if second.ndim == ndim else second * first
 
 
 def _identity(linear: Tensor, ndim: int) -> Tensor:

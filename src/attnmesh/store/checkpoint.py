@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.core.mask import FAR
+from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards, check_copies
@@ -199,13 +200,7 @@ def piece_files(path: Path, manifest: Manifest) -> Iterator[PieceFile]:
                 yield PieceFile(heads, tokens, start, stop, group, folder / name)
 
 
-class Layer(Protocol):
-    """Part of a `KVCache` that a load fills."""
-
-    shards: Shards
-
-
-Cache = TypeVar("Cache", bound=Layer)
+Cache = TypeVar("Cache", bound=KVCache)
 
 
 def load_layers(

@@ -6,25 +6,21 @@ A save links to the files of the previous save, and of interrupted ones, instead
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES
 from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
 from pathlib import Path
 from secrets import randbits
-from threading import Thread
-from typing import Protocol
 
 from torch import Tensor
 
 from attnmesh.comm.consensus import agree, attempt, describe_call
-from attnmesh.comm.topology import all_gather_ints
+from attnmesh.decode.cache import KVCache
 from attnmesh.decode.replicas import Shards
-from attnmesh.decode.saved_cache import SavedPieces
+from attnmesh.decode.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
-from attnmesh.mesh.axes import Mesh
-from attnmesh.runtime.world import WORLD
 from attnmesh.store.checkpoint import (
     MANIFEST,
     MORE,
@@ -41,29 +37,18 @@ from attnmesh.store.tensor_file import check_more, check_size, link_or_write, sy
 TIMEOUT = 60.0
 """Seconds to wait for another job that publishes to the same folder."""
 
-POLL_INTERVAL = 1.0
-"""Seconds between checks that all ranks have written; less under a short deadline."""
-
 MAX_PIECE, MIN_PIECE = 4096, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
-class Layer(Protocol):
-    """Part of a `KVCache` that a save needs."""
-
-    mesh: Mesh
-    shards: Shards
-    saved: SavedPieces
-
-
 def save_layers(
-    caches: Sequence[Layer],
+    caches: Sequence[KVCache],
     path: str | Path,
     *,
     more: Mapping[str, Tensor] | None = None,
     note: str = "",
     wait: bool = True,
-) -> "Saving":
+) -> Saving:
     """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
 
     `more` are tensors, the same on all ranks, and `note` is a text. `load_layers` returns both.
@@ -246,74 +231,3 @@ def _store_errors(path: Path) -> Iterator[None]:
             raise StoreError("save", "one save at a time in a folder", given, fix) from error
         given, fix = f"{str(path)!r} ({error.strerror})", "check the path and the free space"
         raise StoreError("save", "a folder that can be written to", given, fix) from error
-
-
-class Saving:
-    """Save that may still be writing. The previous save is current until every rank has called `wait`.
-
-    >>> import tempfile, torch
-    >>> import attnmesh as am
-    >>> cache = am.KVCache(None, batch=1, kv_heads=2, head_dim=4, capacity=100, dtype=torch.float32)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saving = cache.save(folder, wait=False)
-    ...     cache.append(*torch.randn(2, 1, 2, 5, 4))
-    ...     saving.wait()
-    ...     am.KVCache.load(folder, None).length
-    0
-    """
-
-    def __init__(self, mesh: Mesh, write: Callable[[], None], publish: Callable[[], None]) -> None:
-        """Start to `write` in a thread; `publish` runs once all ranks have written."""
-        self.concluded = False
-        self._mesh, self._publish = mesh, publish
-        self._error: StoreError | None = None
-        self._failure: BaseException | None = None
-        self._start(write)
-
-    def _start(self, act: Callable[[], None]) -> None:
-        self._all_done = False
-        self._thread = Thread(target=self._run, args=[act], name="attnmesh saving")
-        self._thread.start()
-
-    def _run(self, act: Callable[[], None]) -> None:
-        try:
-            act()
-        except StoreError as error:
-            self._error = error
-        except Exception as error:  # raised on all ranks by `wait`
-            given = f"{type(error).__name__}: {error}"
-            self._error = StoreError("save", "tensors that can be written", given, "save again")
-
-    @property
-    def written(self) -> bool:
-        """True once this rank's files are on the disk, or writing them has failed."""
-        return self.concluded or not self._thread.is_alive()
-
-    def finish_writing(self) -> None:
-        """Wait until all ranks' files are on the disk, or have failed, so that the cache may change.
-
-        Every rank calls it. Ranks compare their state repeatedly, so that the deadline does not apply to a slow disk.
-        """
-        while not self._all_done:
-            self._thread.join(min(POLL_INTERVAL, (WORLD.deadline or POLL_INTERVAL) / 4))
-            self._all_done = all(done for (done,) in all_gather_ints([not self._thread.is_alive()], self._mesh.axes))
-
-    def wait(self) -> None:
-        """Wait until all ranks have written and this save is the current one. Every rank calls it.
-
-        Raises:
-            StoreError: A rank could not write its files, or another job saved to the same folder; on every rank.
-        """
-        self.finish_writing()
-        if not self.concluded:
-            self.concluded = True
-            try:
-                agree(self._mesh, self._error or "save")
-                self._start(self._publish)
-                self.finish_writing()
-                agree(self._mesh, self._error or "save")
-            except BaseException as error:
-                self._failure = error
-                raise
-        elif self._failure is not None:
-            raise self._failure

@@ -4,7 +4,7 @@ Survivors leave the broken world and enter another, with new ranks or without. T
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Never
 
@@ -142,57 +142,47 @@ class _Moves:
     def _sent_by(self, rank: int) -> list[OldShard]:
         return [old for old, source in self.sources.items() if source == rank]
 
-    def _shared_heads(self, sizes: Sizes, old: OldShard, heads: int) -> tuple[slice, slice]:
-        """Return the key heads that an old and a new shard share: slices of the old and of the new heads."""
-        before, after = Axis(1 + max(h for h, _ in self.sources), old[0]), Axis(self.mesh.heads.size, heads)
-        return overlap(before.share_of(sizes.kv_heads), after.share_of(sizes.kv_heads))
+    def _shared(self, layer: int, rank: int, heads: int) -> Iterator[tuple[OldShard, slice, slice]]:
+        """Yield the old shards that a rank sends to ranks at index `heads`, where they have the same key heads.
+
+        The slices are of the heads of the old and of the new shard.
+        """
+        count, before = self.new[layer].sizes.kv_heads, 1 + max(h for h, _ in self.sources)
+        for old in self._sent_by(rank):
+            share = Axis(before, old[0]).share_of(count)
+            source, target = overlap(share, Axis(self.mesh.heads.size, heads).share_of(count))
+            if source.start < source.stop:
+                yield old, source, target
 
     def fill(self, layer: int, token_mask: Tensor | None) -> None:
         """Exchange the tokens of one layer, and write those received."""
-        cache = self.new[layer]
-        gone = cache.shard.block_cyclic.count(cache.tokens.index, self.firsts[layer])
+        cache, own = self.new[layer], self.new[layer].shard
         empty = torch.empty(0, dtype=torch.int64, device=cache.device)
-        wanted, targets = self._receives(layer, empty)
-        received = swap(self._sends(layer, empty), wanted, self.axis)
-        for peer, first, heads in targets:
-            tokens, *new = received[peer][first : first + 1 + len(cache.shard.stored)]
-            slots = cache.shard.block_cyclic.slot(tokens) - gone
-            cache.shard.token_index.index_copy_(0, slots, tokens)
-            for x, tensor in zip(cache.shard.stored, new, strict=True):
-                x[:, heads].index_copy_(2, slots, tensor)
-        cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
-
-    def _sends(self, layer: int, empty: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the tensors that this rank sends to each peer."""
-        cache = self.new[layer]
         sends: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
-        for old in self._sent_by(self.mesh.shard):
-            shard = _shard(self.old[layer], old)
-            saved = self._slots(layer, shard)
-            tokens = shard.token_index[saved]
-            owners = cache.shard.block_cyclic.owner(tokens)
-            for peer, heads, index in self.ranks:
-                source, _ = self._shared_heads(cache.sizes, old, heads)
-                slots = (owners == index).nonzero().flatten()
-                if source.start < source.stop:
-                    kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
-                    sends[peer] += tokens[slots], *kv
-        return sends
-
-    def _receives(self, layer: int, empty: Tensor) -> tuple[list[tuple[Tensor, ...]], list[tuple[int, int, slice]]]:
-        """Return blanks for what each peer sends, and each old shard's (peer, first tensor, heads to write)."""
-        cache = self.new[layer]
-        wanted: list[tuple[Tensor, ...]] = [(empty,)] * len(self.ranks)
-        targets: list[tuple[int, int, slice]] = []
-        for rank, (peer, _, _) in enumerate(self.ranks):
-            for old in self._sent_by(rank):
-                _, heads = self._shared_heads(cache.sizes, old, self.mesh.heads.index)
+        wanted = sends.copy()
+        for rank, (peer, heads, index) in enumerate(self.ranks):
+            for old, source, _ in self._shared(layer, self.mesh.shard, heads):
+                shard = _shard(self.old[layer], old)
+                saved = self._slots(layer, shard)
+                tokens = shard.token_index[saved]
+                slots = (own.block_cyclic.owner(tokens) == index).nonzero().flatten()
+                kv = (x[:, source, saved].index_select(2, slots) for x in shard.stored)
+                sends[peer] += tokens[slots], *kv
+            for old, _, target in self._shared(layer, rank, self.mesh.heads.index):
                 count = self.counts[rank][layer][str(old)][cache.tokens.index]
-                if heads.start < heads.stop:
-                    targets.append((peer, len(wanted[peer]), heads))
-                    kv = (meta_like(x[:, heads], count) for x in cache.shard.stored)
-                    wanted[peer] += meta_like(cache.shard.token_index, count, 0), *kv
-        return wanted, targets
+                kv = (meta_like(x[:, target], count) for x in own.stored)
+                wanted[peer] += meta_like(own.token_index, count, 0), *kv
+        received = swap(sends, wanted, self.axis)
+        gone = own.block_cyclic.count(own.index, self.firsts[layer])
+        for rank, (peer, _, _) in enumerate(self.ranks):
+            arrived = iter(received[peer][1:])
+            for _, _, target in self._shared(layer, rank, self.mesh.heads.index):
+                tokens = next(arrived)
+                slots = own.block_cyclic.slot(tokens) - gone
+                own.token_index.index_copy_(0, slots, tokens)
+                for x in own.stored:
+                    x[:, target].index_copy_(2, slots, next(arrived))
+        cache.shards.mark_present(self.length, token_mask, self.firsts[layer])
 
     def token_mask(self) -> Tensor:
         """Return the token mask of the first rank that has caches, on every rank."""

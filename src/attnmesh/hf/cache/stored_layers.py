@@ -12,12 +12,13 @@ from transformers import Cache
 from attnmesh.comm.consensus import run_agreed
 from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
+from attnmesh.decode.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
-from attnmesh.store.checkpoint_writer import Saving, save_layers
+from attnmesh.store.checkpoint_writer import save_layers
 from attnmesh.store.tensor_file import check_more
 
 STATES = "recurrent."
