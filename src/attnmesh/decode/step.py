@@ -15,10 +15,10 @@ from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible_counts
+from attnmesh.kernels.driver import choose_for_cache, forward, visible_counts
 from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
