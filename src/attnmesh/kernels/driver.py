@@ -18,7 +18,6 @@ from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.errors import KernelError
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
-from attnmesh.kernels.cache_view import CacheKernel
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
@@ -28,9 +27,9 @@ from attnmesh.runtime.kept import KEPT
 
 T = TypeVar("T")
 
-NATIVE = Native()
+NATIVE, TRITON = Native(), Triton()
 
-KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), Triton(), Reference())
+KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), TRITON, Reference())
 """Best first for many rows; the last supports everything."""
 
 NAMES = ("auto", *(kernel.name for kernel in KERNELS))
@@ -56,11 +55,9 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> 
 
 
 def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
-    """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
-    if name == "auto" and q.device.type != "cpu":
-        for kernel in KERNELS:
-            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v, capped) is None:
-                return kernel
+    """Return the kernel of a decode step. On a GPU "auto" prefers Triton, which reads a cache in place."""
+    if name == "auto" and q.device.type != "cpu" and TRITON.unsupported_reason(q, k, v, capped) is None:
+        return TRITON
     return choose(name, q, k, v, capped)
 
 
