@@ -16,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import Logits
-from attnmesh.kernels.cache_view import CacheKernel, DecodeQuery
+from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.driver import choose_for_cache
+from attnmesh.kernels.triton import Triton
 from benchmarks.timing import Call, Comparison, Timing, race
 
 Q_HEADS, KV_HEADS, WIDTH = 32, 8, 128
@@ -108,7 +109,7 @@ def _overhead(device: torch.device, sizes: Sizes) -> Comparison:
     q = torch.randn(1, sizes.heads[0], 1, WIDTH, device=device, dtype=torch.bfloat16)
     kernel = choose_for_cache("auto", q, cache.keys, cache.values)
     calls: dict[str, Call] = {"step": lambda: am.decode(q, cache)}
-    if isinstance(kernel, CacheKernel):
+    if isinstance(kernel, Triton):
         calls["kernel"] = lambda: kernel.attend_cache(
             DecodeQuery(q, am.Causal(), Logits(WIDTH**-0.5), 257), cache.shard.view
         )

@@ -32,7 +32,7 @@ def test_every_visible_pair_is_in_one_block_and_no_other_pair(seed: int) -> None
         for p, n in zip((problem.q_positions, problem.k_positions), problem.lengths, strict=True)
     ]
     one = Band.of(problem.mask, *total)
-    for blocks in (cut(one), tiles(one)):
+    for blocks in (cut(one), tiles(one, 128, 64), tiles(one, 3, 5)):
         assert torch.equal(covered(blocks, *map(len, total)), problem.mask.visible(*total).long())
         assert [b.queries.start for b in blocks] == sorted(b.queries.start for b in blocks)
 

@@ -15,9 +15,9 @@ from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
-from attnmesh.kernels.driver import Counts, identity
+from attnmesh.kernels.driver import Counts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.mesh.axes import Axis, Mesh

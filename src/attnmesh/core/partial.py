@@ -112,6 +112,12 @@ def _weights(lses: Tensor) -> tuple[Tensor, Tensor]:
     return (weights / total.clamp(min=1.0)).unsqueeze(-1), peak + total.log()  # total is 1 or more, 0 in empty rows
 
 
+def identity(q: Tensor, value_dim: int, dtype: torch.dtype) -> Partial:
+    """Return the identity `(0, -inf)` for the queries, with `out` in the given dtype."""
+    out = q.new_zeros((*q.shape[:-1], value_dim), dtype=dtype)
+    return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q.dtype)))
+
+
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which results of this dtype are summed: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)

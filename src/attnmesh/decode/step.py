@@ -15,11 +15,12 @@ from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import Kernel
-from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import choose_for_cache, forward, identity, visible_counts
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
+from attnmesh.kernels.driver import choose_for_cache, forward, visible_counts
 from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
+from attnmesh.kernels.triton import Triton
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
 from attnmesh.runtime.world import cached_per_world, decode_cached
@@ -91,11 +92,11 @@ def run_step(
     kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
     shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
-    if isinstance(kernel, CacheKernel) and not alone:  # the kernel writes into the message
+    if isinstance(kernel, Triton) and not alone:  # the kernel writes into the message
         form = PartialMessage(shape, dtype, dtype)
         message = form.blank(q.device)
         checksum, into = form.places(message)
-    elif isinstance(kernel, CacheKernel) and not step.reproducible:
+    elif isinstance(kernel, Triton) and not step.reproducible:
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
@@ -216,7 +217,7 @@ BoundKernel = Callable[..., Partial]
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
-    if not isinstance(kernel, CacheKernel):
+    if not isinstance(kernel, Triton):
         run = functools.partial(forward, kernel, logits=query.logits)
         stacks = [_attend_tokens(run, query, part) for part in (*view.shared, view)]
         result = _merge_blocks(stacks, query)
@@ -240,7 +241,7 @@ def reads_length_on_device(view: CacheView, kernel: str) -> bool:
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_for_cache(kernel, view.keys, view.keys, view.values), CacheKernel)
+    return isinstance(choose_for_cache(kernel, view.keys, view.keys, view.values), Triton)
 
 
 def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Partial:

@@ -11,8 +11,9 @@ A causal square is one call, packed documents are one call each, and a window is
 keys are in no block. A dense mask is never larger than one tile's rows by their visible keys.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 
 TILE = 128
 """Rows of a masked tile: enough for an efficient matrix product, few enough to waste little along a window's edges."""
@@ -58,6 +59,10 @@ class Block:
             return torch.empty(0, dtype=torch.long)
         keys = self.keys.stop - self.keys.start
         return (self.band.high.clamp(max=keys) <= self.band.low.clamp(min=0)).nonzero().flatten()
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the block's queries, keys and values."""
+        return q[:, :, self.queries], k[:, :, self.keys], v[:, :, self.keys]
 
     def select(self, rows: Tensor) -> "Block":
         """Return a block of some of the rows, over the same keys."""
@@ -125,9 +130,52 @@ def cut(band: Band) -> list[Block]:
     return [block for kind, start, stop in _runs(band) for block in _CUT[kind](band, start, stop)]
 
 
-def tiles(band: Band) -> list[Block]:
-    """Return the same pairs in tiles of few rows, for a kernel that needs memory for the area of a block."""
-    return list(_tiles(band, 0, len(band.low)))
+def tiles(band: Band, rows: int, keys: int) -> list[Block]:
+    """Return the same pairs in tiles of few rows and keys, for a kernel that needs memory for the area of a block."""
+    found = []
+    for tile in _tiles(band, 0, len(band.low), rows):
+        bounds, width = tile.bounds(), tile.keys.stop - tile.keys.start
+        for start in range(0, width, keys):
+            stop = min(start + keys, width)
+            full = bounds.low[-1] <= start and stop <= bounds.high[0]
+            run = slice(tile.keys.start + start, tile.keys.start + stop)
+            found.append(Block(tile.queries, run, band=None if full else bounds.rows(0, len(bounds.low), start)))
+    return found
+
+
+def attend_blocks(
+    attend: Callable[[Tensor, Tensor, Tensor, Block], Partial], q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block]
+) -> Partial:
+    """Return the merge of the partials of blocks in order of their first row, with out in q's dtype or wider."""
+    overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
+    total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
+    done = 0  # rows from here on have no partial yet
+    for block in blocks:
+        rows = Partial(*(x[:, :, block.queries] for x in total))
+        partial = attend(*block.of(q, k, v), block)
+        if block.queries.start < done:
+            partial = merge_unchecked([rows, partial])
+        rows.out.copy_(partial.out)
+        rows.lse.copy_(partial.lse)
+        done = max(done, block.queries.stop)
+    return total
+
+
+def backward_blocks(
+    backward: Callable[[Tensor, Tensor, Tensor, BackwardInputs, Block], Gradients],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    saved: BackwardInputs,
+    blocks: Sequence[Block],
+) -> Gradients:
+    """Return the sum of the gradients of blocks, in float32 or wider."""
+    total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
+    for block in blocks:
+        part = backward(*block.of(q, k, v), saved.rows(block.queries), block)
+        for gradient, share in zip(block.of(*total), part, strict=True):
+            gradient.add_(share)
+    return total
 
 
 def _runs(band: Band) -> Iterator[tuple[int, int, int]]:
@@ -174,9 +222,9 @@ def _causal(band: Band, start: int, stop: int) -> Iterator[Block]:
         yield Block(slice(start, stop), slice(high - 1, high - 1 + stop - start), causal=True)
 
 
-def _tiles(band: Band, start: int, stop: int) -> Iterator[Block]:
-    for row in range(start, stop, TILE):
-        end = min(row + TILE, stop)
+def _tiles(band: Band, start: int, stop: int, rows: int = TILE) -> Iterator[Block]:
+    for row in range(start, stop, rows):
+        end = min(row + rows, stop)
         low, high = int(band.low[row]), int(band.high[end - 1])
         if low < high:
             yield Block(slice(row, end), slice(low, high), band=band.rows(row, end, low))

@@ -1,9 +1,8 @@
-"""Tensors of a rank's cache shard, on its device, and the interface of a kernel that reads them in place.
+"""Tensors of a rank's cache shard, on its device.
 
-The number of tokens is in a tensor too, so that a kernel needs no value from the host.
+The number of tokens is in a tensor too, so that a kernel that reads them in place needs no value from the host.
 """
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -94,11 +93,3 @@ class CacheView(NamedTuple):
         real, places = self.padding.last(tokens)
         first, last = mask.bounds(places)
         return first, last.masked_fill(~real, -1)
-
-
-class CacheKernel(ABC):
-    """A kernel that also attends to a cache in place, and reads its length on the device."""
-
-    @abstractmethod
-    def attend_cache(self, query: DecodeQuery, view: CacheView) -> Partial:
-        """Return the partial of the last queries; NaN if there are more tokens than capacity or fewer than queries."""

@@ -15,7 +15,6 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, cut
-from attnmesh.kernels.capped import attend_capped, backward_capped
 from attnmesh.kernels.reference import Reference
 
 MAX_PACKED_ROWS = 32
@@ -26,7 +25,7 @@ CACHE_BYTES = 1 << 21
 
 
 class FlashCPU:
-    """`aten::_scaled_dot_product_flash_attention_for_cpu`, and `capped` for soft-capped logits."""
+    """`aten::_scaled_dot_product_flash_attention_for_cpu`, and the reference for soft-capped logits."""
 
     name = "cpu"
 
@@ -45,7 +44,7 @@ class FlashCPU:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         if logits.capped:
-            return attend_capped(q, k, v, block, logits)
+            return Reference().attend(q, k, v, block, logits)
         if _use_tiles(q, k, v, block):
             return _recompute_doubtful(_attend_tiles(q, k, v, logits.scale), q, k, v, block, logits)
         packed = q.shape[1] > k.shape[1] and q.shape[2] <= MAX_PACKED_ROWS
@@ -63,7 +62,7 @@ class FlashCPU:
     ) -> Gradients:
         """Return the block's share of the gradients."""
         if logits.capped:
-            return backward_capped(q, k, v, saved, block, logits)
+            return Reference().backward(q, k, v, saved, block, logits)
         dout, *qkv, out = _convert((saved.dout, q, k, v, saved.out), _width(q, v))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, *qkv, out, saved.lse, **_arguments(qkv[0], block, packed=False), scale=logits.scale
@@ -131,8 +130,8 @@ def _recompute_doubtful(partial: Partial, q: Tensor, k: Tensor, v: Tensor, block
     if not bool(doubtful.any()):
         return partial
     out, lse = partial.out.clone(), partial.lse.clone()
-    for rows in doubtful.any(0).any(0).nonzero().flatten().split(TILE):
-        exact = Reference().attend(q[:, :, rows], k, v, block.select(rows), logits)
-        out.index_copy_(2, rows, exact.out.to(out.dtype))
-        lse.index_copy_(2, rows, exact.lse)
+    rows = doubtful.any(0).any(0).nonzero().flatten()
+    exact = Reference().attend(q[:, :, rows], k, v, block.select(rows), logits)
+    out.index_copy_(2, rows, exact.out.to(out.dtype))
+    lse.index_copy_(2, rows, exact.lse)
     return Partial(out, lse)

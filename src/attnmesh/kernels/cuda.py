@@ -8,7 +8,7 @@ if `torch.nn.attention.activate_flash_attention_impl` was called.
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,54 +34,6 @@ MAX_CALLS = 16
 """Plain blocks that are worth one operator call each. More blocks are one launch of a Triton program."""
 
 
-class Operator(Protocol):
-    """An attention operator, for q, k, v of one width, (batch, heads, length, dim)."""
-
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return True if the operator supports the block of these tensors on their device."""
-        ...
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
-        """Return the block's partial."""
-        ...
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
-    ) -> Gradients:
-        """Return the block's gradients."""
-        ...
-
-
-class Cudnn:
-    """`aten::_scaled_dot_product_cudnn_attention`: PyTorch's fastest forward on Hopper and later.
-
-    Its backward operator cannot be called from Python. Flash attention accepts the out and lse of any operator.
-    """
-
-    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
-        """Return True if PyTorch supports it and, once per device, its result is correct."""
-        if block.band is not None or q.device.type != "cuda" or not Flash().takes(q, k, v, block):
-            return False
-        if torch.cuda.get_device_capability(q.device) < (9, 0) or flash_override() is not None:
-            return False
-        grouped = q.shape[1] != k.shape[1]
-        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
-            return False
-        return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
-        """Return the block's partial."""
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=logits.scale)[:2]
-        return Partial(out, lse.reshape(q.shape[:-1]))
-
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
-    ) -> Gradients:
-        """Return the block's gradients, from flash attention."""
-        return Flash().backward(q, k, v, saved, block, logits)
-
-
 class Flash:
     """`aten::_scaled_dot_product_flash_attention`: half precision, full and causal blocks, grouped heads."""
 
@@ -105,6 +57,30 @@ class Flash:
         flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lse = saved.lse.contiguous()
         return Gradients(*flash_backward(saved.dout, q, k, v, saved.out, lse, *options, scale=logits.scale))
+
+
+class Cudnn(Flash):
+    """`aten::_scaled_dot_product_cudnn_attention`: PyTorch's fastest forward on Hopper and later.
+
+    Its backward operator cannot be called from Python. That of flash attention accepts the out and lse of any operator.
+    """
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
+        """Return True if PyTorch supports it and, once per device, its result is correct."""
+        if block.band is not None or q.device.type != "cuda" or not super().takes(q, k, v, block):
+            return False
+        if torch.cuda.get_device_capability(q.device) < (9, 0) or flash_override() is not None:
+            return False
+        grouped = q.shape[1] != k.shape[1]
+        if not can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, block.causal, grouped)):
+            return False
+        return _is_correct(self, q.device, q.dtype, q.shape[-1], grouped, block.causal)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
+        """Return the block's partial."""
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        out, lse = cudnn(q, k, v, None, True, 0.0, block.causal, False, scale=logits.scale)[:2]
+        return Partial(out, lse.reshape(q.shape[:-1]))
 
 
 class Efficient:
@@ -148,6 +124,9 @@ class TritonOperator(Triton):
         """Return True for masked blocks that the Triton kernel supports."""
         return block.band is not None and self.unsupported_reason(q, k, v) is None
 
+
+Operator = Flash | TritonOperator | Efficient
+"""An attention operator, for q, k, v of one width, (batch, heads, length, dim)."""
 
 OPERATORS: tuple[Operator, ...] = (Cudnn(), Flash(), TritonOperator(), Efficient())
 """Best first; the last supports every block."""

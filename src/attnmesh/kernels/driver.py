@@ -5,6 +5,7 @@ depend on masks, layouts or positions.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -14,10 +15,9 @@ from torch import Tensor
 from attnmesh.core.checks import check_choice, without_autocast
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial
 from attnmesh.errors import KernelError
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel
-from attnmesh.kernels.cache_view import CacheKernel
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
@@ -27,9 +27,9 @@ from attnmesh.runtime.kept import KEPT
 
 T = TypeVar("T")
 
-NATIVE = Native()
+NATIVE, TRITON = Native(), Triton()
 
-KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), Triton(), Reference())
+KERNELS: tuple[Kernel, ...] = (FlashCPU(), NATIVE, CUDA(), TRITON, Reference())
 """Best first for many rows; the last supports everything."""
 
 NAMES = ("auto", *(kernel.name for kernel in KERNELS))
@@ -55,11 +55,9 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> 
 
 
 def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
-    """Return the kernel of a decode step. On a GPU "auto" prefers a supported `CacheKernel`."""
-    if name == "auto" and q.device.type != "cpu":
-        for kernel in KERNELS:
-            if isinstance(kernel, CacheKernel) and kernel.unsupported_reason(q, k, v, capped) is None:
-                return kernel
+    """Return the kernel of a decode step. On a GPU "auto" prefers Triton, which reads a cache in place."""
+    if name == "auto" and q.device.type != "cpu" and TRITON.unsupported_reason(q, k, v, capped) is None:
+        return TRITON
     return choose(name, q, k, v, capped)
 
 
@@ -106,7 +104,7 @@ def forward(
     with without_autocast(q):
         if _is_one_block(blocks, q, k):
             return _attend(kernel, q, k, v, blocks[0], logits)
-        return _attend_blocks(kernel, q, k, v, blocks, logits)
+        return attend_blocks(partial(_attend, kernel, logits=logits), q, k, v, blocks)
 
 
 def backward(
@@ -134,7 +132,7 @@ def backward(
         if _is_one_block(blocks, q, k):
             dq, dk, dv = kernel.backward(q, k, v, saved, blocks[0], logits)
         else:
-            dq, dk, dv = _backward_blocks(kernel, q, k, v, saved, blocks, logits)
+            dq, dk, dv = backward_blocks(partial(kernel.backward, logits=logits), q, k, v, saved, blocks)
     return Gradients(dq if sign == 1 else dq * sign, dk, dv)
 
 
@@ -143,32 +141,6 @@ def _without_empty_rows(saved: BackwardInputs) -> BackwardInputs:
     empty = saved.lse == -torch.inf
     lse, dout = saved.lse.masked_fill(empty, torch.inf), saved.dout.masked_fill(empty.unsqueeze(-1), 0.0)
     return BackwardInputs(saved.out, lse, dout)
-
-
-def _attend_blocks(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], logits: Logits) -> Partial:
-    overlap = any(after.queries.start < before.queries.stop for before, after in pairwise(blocks))
-    total = identity(q, v.shape[-1], sum_dtype(q.dtype) if overlap else q.dtype)
-    done = 0  # rows from here on have no partial yet: blocks are in order of their first row
-    for block in blocks:
-        rows = Partial(*(x[:, :, block.queries] for x in total))
-        partial = _attend(kernel, *_select(q, k, v, block), block, logits)
-        if block.queries.start < done:
-            partial = merge_unchecked([rows, partial])
-        rows.out.copy_(partial.out)
-        rows.lse.copy_(partial.lse)
-        done = max(done, block.queries.stop)
-    return total
-
-
-def _backward_blocks(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, blocks: list[Block], logits: Logits
-) -> Gradients:
-    total = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
-    for block in blocks:
-        part = kernel.backward(*_select(q, k, v, block), saved.rows(block.queries), block, logits)
-        for gradient, share in zip(_select(*total, block), part, strict=True):
-            gradient.add_(share)
-    return total
 
 
 def _attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
@@ -207,16 +179,6 @@ def _kept(band: Band, name: Hashable, make: Callable[[], T], size: Callable[[T],
 
 def _bytes(blocks: Sequence[Block]) -> int:
     return sum(block.band.low.nbytes + block.band.high.nbytes for block in blocks if block.band is not None)
-
-
-def _select(q: Tensor, k: Tensor, v: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    return q[:, :, block.queries], k[:, :, block.keys], v[:, :, block.keys]
-
-
-def identity(q: Tensor, value_dim: int, dtype: torch.dtype) -> Partial:
-    """Return the identity `(0, -inf)` for the queries, with `out` in the given dtype."""
-    out = q.new_zeros((*q.shape[:-1], value_dim), dtype=dtype)
-    return Partial(out, q.new_full(q.shape[:-1], -torch.inf, dtype=sum_dtype(q.dtype)))
 
 
 def _is_one_block(blocks: Sequence[Block], q: Tensor, k: Tensor) -> bool:

@@ -1,4 +1,11 @@
-"""The reference kernel: attention by its formula, in plain PyTorch, on any device and in any dtype."""
+"""The reference kernel: attention by its formula, in plain PyTorch, on any device, in any dtype, under any soft cap.
+
+A tile of logits stays in a core's cache from its product to its weights. Query heads that share a key head are rows of
+one matrix. No element depends on the memory beside it, so a share of the heads gives the same bits as all heads.
+`torch.exp2` would break this, since it computes the last elements of a tensor another way. `torch.exp` does not.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -6,11 +13,20 @@ from torch import Tensor
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, sum_dtype
-from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, tiles
+from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, attend_blocks, backward_blocks, cut, tiles
+
+HEADS = 8
+"""Key heads of a tile, of one or several sequences. The number is fixed: a batch does not change the sizes of tiles."""
+
+ROWS = 128
+"""Rows of a tile: queries times the query heads that share a key head."""
+
+AREA = ROWS * 512
+"""Logits of a tile per key head: fewer rows take more keys."""
 
 
 class Reference:
-    """Dense within a tile of rows: memory grows with the keys, not with queries times keys."""
+    """Dense within a tile: memory for logits does not grow with the problem."""
 
     name = "reference"
 
@@ -19,56 +35,97 @@ class Reference:
         return None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
-        """Return tiles, since a plain matrix product has no causal form."""
-        return tiles(band)
+        """Return the fewest blocks, which the kernel cuts further into tiles."""
+        return cut(band)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
-        """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
-        values = _masked(logits.cap(_products(q, k, logits.scale)), block)
-        peak = values.amax(-1, keepdim=True)
-        # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
-        peak.masked_fill_(peak == -torch.inf, 0.0)
-        weights = values.sub_(peak).exp_()
-        total = weights.sum(-1, keepdim=True)
-        out = weights @ _widen(v) / total.masked_fill(total == 0, 1.0)
-        lse = (peak + total.log()).squeeze(-1)
-        return Partial(_unpack(out, q).to(q.dtype), lse.reshape(q.shape[:-1]))
+        """Return the block's partial, merged from those of its tiles."""
+
+        def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Block) -> Partial:
+            hidden = _hidden(tile, q, k)
+            heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
+            partials = [_attend(rows, keys, values, hidden, logits) for rows, keys, values in heads]
+            out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
+            return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
+
+        return attend_blocks(attend_tile, q, k, v, _tiles(block, q, k))
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
     ) -> Gradients:
-        """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`."""
-        out, dout, rows = (_pack(x, k) for x in (saved.out, saved.dout, q))
-        products = _products(q, k, logits.scale)
-        slope = logits.slope(products)
-        weights = torch.exp(_masked(logits.cap(products), block) - saved.lse.reshape(*rows.shape[:-1], 1))
-        delta = (out * dout).sum(-1, keepdim=True)
-        dproducts = weights * (dout @ _widen(v).transpose(-1, -2) - delta) * (slope * logits.scale)
-        dq, dk, dv = dproducts @ _widen(k), dproducts.transpose(-1, -2) @ rows, weights.transpose(-1, -2) @ dout
-        return Gradients(_unpack(dq, q), dk, dv)
+        """Return the gradients, summed over the block's tiles."""
+
+        def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Block) -> Gradients:
+            hidden = _hidden(tile, q, k)
+            of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
+            heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
+            parts = [_backward(rows, keys, values, more, hidden, logits) for keys, values, rows, *more in heads]
+            gradients = (torch.cat(x) for x in zip(*parts, strict=True))
+            return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
+
+        delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
+        return backward_blocks(backward_tile, q, k, v, saved, _tiles(block, q, k))
 
 
-def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Return (batch, kv_heads, group * length, keys), computed as keys times queries: fastest for few queries."""
-    columns = _pack(q, k).transpose(-1, -2) * scale
-    return (_widen(k) @ columns).transpose(-1, -2).contiguous()
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, logits: Logits) -> Partial:
+    """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
+    weights = _logits(rows, _widen(keys), logits)
+    if logits.capped:
+        weights.mul_(logits.softcap)
+    if hidden is not None:
+        weights.masked_fill_(hidden, -torch.inf)
+    peak = weights.amax(-1, keepdim=True)
+    # Empty rows have peak -inf. Relative to 0 instead, their weights are e^-inf = 0, and never NaN.
+    peak.masked_fill_(peak == -torch.inf, 0.0)
+    weights.sub_(peak).exp_()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ _widen(values)).div_(total.masked_fill(total == 0, 1.0))
+    return Partial(out, peak.add_(total.log()))
 
 
-def _masked(logits: Tensor, block: Block) -> Tensor:
-    """Set the logits of invisible pairs to -inf, in place."""
-    if block.causal or block.band is not None:
-        visible = block.visible().to(logits.device)
-        logits.unflatten(2, (-1, len(visible))).masked_fill_(~visible, -torch.inf)
-    return logits
+def _backward(
+    rows: Tensor, keys: Tensor, values: Tensor, saved: Sequence[Tensor], hidden: Tensor | None, logits: Logits
+) -> Gradients:
+    """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.
+
+    Under a soft cap `dlogit` has the factor `1 - tanh^2` more.
+    """
+    (lse, dout, delta), keys = saved, _widen(keys)
+    products = _logits(rows, keys, logits)
+    weights = torch.add(-lse, products, alpha=logits.softcap if logits.capped else 1.0)
+    if hidden is not None:
+        weights.masked_fill_(hidden, -torch.inf)
+    weights.exp_()
+    dlogits = (dout @ _widen(values).mT).sub_(delta).mul_(weights)
+    if logits.capped:
+        torch.ops.aten.tanh_backward.grad_input(dlogits, products, grad_input=dlogits)
+    dlogits.mul_(logits.scale)
+    return Gradients(dlogits @ keys, dlogits.mT @ rows, weights.mT @ dout)
+
+
+def _logits(rows: Tensor, keys: Tensor, logits: Logits) -> Tensor:
+    """Return the logits; under a soft cap tanh, by which it is multiplied."""
+    if logits.capped:
+        return (rows * (logits.scale / logits.softcap) @ keys.mT).tanh_()
+    return rows * logits.scale @ keys.mT
+
+
+def _tiles(block: Block, q: Tensor, k: Tensor) -> list[Block]:
+    group = q.shape[1] // k.shape[1]
+    queries = max(1, ROWS // group)
+    return tiles(block.bounds(), queries, max(1, AREA // (group * min(queries, q.shape[2]))))
+
+
+def _hidden(tile: Block, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return which pairs of row and key are not visible; None if all are visible."""
+    if tile.band is None:
+        return None
+    return ~tile.visible().repeat(q.shape[1] // k.shape[1], 1).to(q.device)
 
 
 def _pack(x: Tensor, k: Tensor) -> Tensor:
-    """Return (batch, kv_heads, group * length, dim): the query heads that share a key head as rows of one head."""
-    return _widen(x).reshape(x.shape[0], k.shape[1], -1, x.shape[-1])
-
-
-def _unpack(x: Tensor, q: Tensor) -> Tensor:
-    return x.reshape(*q.shape[:-1], x.shape[-1])
+    """Return (batch * kv_heads, group * length, dim): the query heads that share a key head as rows of one head."""
+    return _widen(x).reshape(x.shape[0] * k.shape[1], -1, x.shape[-1])
 
 
 def _widen(x: Tensor) -> Tensor:

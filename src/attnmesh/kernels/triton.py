@@ -12,7 +12,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
-from attnmesh.kernels.cache_view import CacheKernel, CacheView, DecodeQuery
+from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.merge import (
     by_residue,
     copy_into,
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     stages: int = 2
 
 
-class Triton(CacheKernel):
+class Triton:
     """The programs of `kernels/programs`, on GPUs, and with `TRITON_INTERPRET=1` on the CPU."""
 
     name = "triton"
