@@ -125,11 +125,8 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
     router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
     # Else a router would balance the tokens of one rank only.
     fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
-    subject, fix = (
-        f"{SUBJECT} output_router_logits",
-        "set config.output_router_logits = False, or train with hf.on_mesh",
-    )
-    require(fits, KernelError, subject, "no router loss on shards", "True", fix)
+    fix = "set config.output_router_logits = False, or train with hf.on_mesh"
+    require(fits, KernelError, f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
 
 
 def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:

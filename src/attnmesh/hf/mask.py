@@ -195,11 +195,9 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     """
     real = token_mask.bool()
     gaps = real[:, :-1] & ~real[:, 1:]
-    expected, fix = (
-        "padding before the first token of a sequence only",
-        "pass an attention_mask with padding on the left",
-    )
+    expected = "padding before the first token of a sequence only"
     given = "padding between tokens, in a model with windows or chunks"
+    fix = "pass an attention_mask with padding on the left"
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
 
 

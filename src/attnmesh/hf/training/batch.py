@@ -198,10 +198,8 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
         return
     mask, labels = mask.bool(), _shift_labels(batch)
     on_the_right = not bool((mask.diff() & mask[:, 1:]).any())
-    given, fix = (
-        "padding before a token",
-        "set the tokenizer's padding_side to 'right', or pack sequences by position_ids",
-    )
+    given = "padding before a token"
+    fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
     require(on_the_right, MaskError, "shard_batch attention_mask", "padding on the right, if any", given, fix)
     learned = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
     fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"
