@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.hf.models import SUBJECT, Opaque, check_layers
+from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
-from attnmesh.hf.traced import TracedMask, in_trace, needs_tensor
+from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
 
 
 @dataclass(frozen=True)
-class MaskSpec(Opaque):
-    """Mask and padding of one kind of layer in one forward pass."""
+class MaskSpec(LayerMask):
+    """Mask as positions, and padding."""
 
     mask: Mask
     q_length: int
@@ -41,13 +41,6 @@ class MaskSpec(Opaque):
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
-
-    ndim = 4
-    """Dims of a finished mask: transformers passes a 4D mask on as it is."""
-
-    def contiguous(self) -> "MaskSpec":
-        """Return itself, because it has no memory layout."""
-        return self
 
     def __getitem__(self, key: Any) -> "MaskSpec":
         """Return the mask of the last queries: `mask[:, :, -n:, :]`, for models that keep few logits."""

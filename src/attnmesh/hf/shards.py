@@ -165,10 +165,13 @@ class DispatchedTensor(Tensor):
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
             first = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
-            return first.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
+            return first.dispatch(func.__name__, lambda *other: func(*(other or args), **kwargs), args, kwargs)
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the function of PyTorch with this name. `call` computes it on the plain values."""
+        """Return the result of the function of PyTorch with this name.
+
+        `call` computes it on the plain values, or on other positional arguments.
+        """
         return call()
 
     def plain(self) -> Tensor:
@@ -217,19 +220,11 @@ class ShardMask(ShardTensor):
     After the layers it may be the mask of the whole sequence, see `ForwardPass.whole_mask`.
     """
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Return the result of the function on the whole mask, if there is one, else of `dispatch`."""
-        whole = args[0].shards.forward_pass.whole_mask if args and isinstance(args[0], cls) else None
-        if whole is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        return func(whole, *args[1:], **(kwargs or {}))
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return results that do not depend on the order of tokens. Raise on all others."""
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return results that do not depend on the order of tokens, or those of the whole mask. Raise on all others."""
+        whole = self.shards.forward_pass.whole_mask
+        if whole is not None and args and args[0] is self:
+            return call(whole, *args[1:])
         is_sum = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
         if is_sum and self.dtype != torch.bool:  # PyTorch's attention sums bools, and drops the mask if all are True
             return call()

@@ -62,9 +62,7 @@ class HybridLayer(StateLayer, ShardedLayer):
         ShardedLayer.reset(self)
         StateLayer.reset(self)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, of which there are none or all."""
-        ShardedLayer.crop(self, tokens_to_remove)
+    crop = ShardedLayer.crop  # of no tokens, or of all
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""

@@ -45,8 +45,10 @@ class ShardedCalls:
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager
-    def active(self, is_active: bool = True) -> Iterator[None]:
-        """Shard the calls of installed models in this context, or do not."""
+    def active(self, is_active: bool = True, *models: nn.Module) -> Iterator[None]:
+        """Shard the calls of installed models in this context, or do not. Install these models first."""
+        for model in models:
+            self.install(model)
         before, self.is_active = self.is_active, is_active
         try:
             yield
