@@ -155,6 +155,17 @@ class DispatchedTensor(Tensor):
     """A tensor whose class decides what functions of PyTorch return: each is passed to `dispatch`."""
 
     @classmethod
+    def of(cls, x: Tensor, **attributes: Any) -> Self:
+        """Return the same values as a tensor of this class, with these attributes."""
+        wrapped = x.as_subclass(cls)
+        vars(wrapped).update(attributes)
+        return wrapped
+
+    def wrap(self, result: Any) -> Any:
+        """Return a result as a tensor of this class with the same attributes, if it is a tensor."""
+        return self.of(result, **vars(self)) if isinstance(result, Tensor) else result
+
+    @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -184,17 +195,6 @@ class ShardTensor(DispatchedTensor):
     """A tensor of this rank's tokens, with its `Shards`."""
 
     shards: Shards
-
-    @classmethod
-    def of(cls, x: Tensor, shards: Shards) -> Self:
-        """Return the same values as a tensor of this class."""
-        wrapped = x.as_subclass(cls)
-        wrapped.shards = shards
-        return wrapped
-
-    def wrap(self, result: Any) -> Any:
-        """Return a result as a tensor of this class, if it is a tensor."""
-        return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
@@ -236,11 +236,11 @@ class ShardMask(ShardTensor):
         if name == "zeros_like":
             return call()
         if name in ("eq", "__eq__") and type(args[1]) is int and args[1] == 1:
-            return NoPadding.of(self.plain() == 1, self.shards)
+            return NoPadding.of(self.plain() == 1, shards=self.shards)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
         if name == "cumsum":
-            return LeadingZeros.of(self.plain(), self.shards)
+            return LeadingZeros.of(self.plain(), shards=self.shards)
         raise self.read_error(name)
 
     @staticmethod
@@ -289,20 +289,9 @@ class ShardPositions(ShardTensor):
     """Positions of this rank's tokens in the whole sequence, as `position_ids`."""
 
     last: int
-    """Largest position of the whole sequence."""
+    """Largest position of the whole sequence, on any rank."""
     ids: Tensor | None = None
     """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
-
-    @classmethod
-    def of_sequence(cls, x: Tensor, shards: Shards, last: int, ids: Tensor | None = None) -> Self:
-        """Return positions of a sequence whose largest position, on any rank, is `last`."""
-        wrapped = cls.of(x, shards)
-        wrapped.last, wrapped.ids = last, ids
-        return wrapped
-
-    def wrap(self, result: Any) -> Any:
-        """Return a result as positions of the same sequence, if it is a tensor."""
-        return self.of_sequence(result, self.shards, self.last, self.ids) if isinstance(result, Tensor) else result
 
     def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest position of the whole sequence for `max`, and this rank's result otherwise."""

@@ -106,6 +106,7 @@ FUSED_MAMBA1 = RecurrentKind((*MAMBA1.functions, "mamba_inner_fn"))
 MAMBA2 = RecurrentKind((CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"))
 GATED_DELTA = RecurrentKind((CONVOLUTION, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"))
 KIMI_DELTA = RecurrentKind((CONVOLUTION, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"))
+RGLRU = RecurrentKind(reads=("_rnn_scan",))
 LIGHTNING = RecurrentKind(
     reads=(
         *("qkv_proj", "act_fn", "num_attention_heads", "head_dim", "slope_rate", "norm", "output_gate", "out_proj"),
@@ -131,7 +132,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "Qwen3_5GatedDeltaNet": GATED_DELTA,
     "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
     "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
-    "RecurrentGemmaRglru": RecurrentKind(reads=("_rnn_scan",)),
+    "RecurrentGemmaRglru": RGLRU,
     "Zamba2MambaMixer": MAMBA2,
     "ZambaMambaMixer": MAMBA1,
 }

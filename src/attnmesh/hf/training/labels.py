@@ -38,7 +38,7 @@ class ShardLabels(ShardTensor):
         fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
         weighed = reduction != "mean" or self.shards.even
         require(weighed, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, fix)
-        return LossSum.of(call(), self.shards) if reduction == "sum" else call()
+        return LossSum.of(call(), shards=self.shards) if reduction == "sum" else call()
 
 
 class LossSum(ShardTensor):
