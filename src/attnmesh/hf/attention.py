@@ -20,9 +20,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.layer import PendingKV
-from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
+from attnmesh.hf.checks import check_cached_padding, check_same_weights, checked_mask
 from attnmesh.hf.latent import LatentStates
-from attnmesh.hf.mask import MaskSpec, spec_of
+from attnmesh.hf.mask import MaskSpec, check_covers, spec_of
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced import TracedMask, attend_traced
@@ -165,7 +165,7 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
     """Return attention on one device, with keys of a transformers cache and padding if there are any."""
-    check_local_mask(spec, k.shape[2])
+    check_covers(spec.covered, spec.kv_offset + k.shape[2])
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
     first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token

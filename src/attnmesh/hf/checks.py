@@ -168,13 +168,6 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     _compared_layers(mesh).add(module)
 
 
-def check_local_mask(spec: MaskSpec, keys: int) -> None:
-    """Raise if the attention mask does not cover all tokens of a transformers cache."""
-    if spec.covered is not None:
-        expected, fix = f"one of all {spec.kv_offset + keys} tokens", "put the mask of cached tokens first"
-        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {spec.covered}", fix)
-
-
 def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:
     """Raise unless the attention mask covers all tokens, repeats the padding of cached ones, and fits the layer."""
     subject, fix = f"{SUBJECT} attention_mask", "pass the attention_mask of all tokens, cached tokens first"

@@ -36,7 +36,7 @@ class LatentStates(DispatchedTensor):
     layer: Any
     """The layer of the cache that returned them."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result, of the same latents. Raise for functions that do not expand latents."""
         if name not in EXPANDING:
             Opaque._raise_read(name.strip("_"))

@@ -71,15 +71,15 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask:
     if arguments.get("mask_function") is bidirectional_mask_function:
         return MaskSpec(Full(), arguments["q_length"], 0, 0)
     if not in_trace(arguments):
-        _check_width(given, int(arguments["q_offset"]) + arguments["q_length"])
+        covered = None if given is None else given.shape[-1]
+        check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
     return TracedMask.of(arguments)
 
 
-def _check_width(attention_mask: Tensor | None, tokens: int) -> None:
-    """Raise if an attention mask does not cover all tokens of a static cache."""
-    if attention_mask is not None and attention_mask.shape[-1] < tokens:
-        expected, fix = f"one of all {tokens} tokens", "put the mask of cached tokens first"
-        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {attention_mask.shape[-1]}", fix)
+def check_covers(covered: int | None, tokens: int) -> None:
+    """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
+    fits, fix = covered is None or covered >= tokens, "put the mask of cached tokens first"
+    require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot

@@ -178,7 +178,7 @@ class DispatchedTensor(Tensor):
             first = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
             return first.dispatch(func.__name__, lambda *other: func(*(other or args), **kwargs), args, kwargs)
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of the function of PyTorch with this name.
 
         `call` computes it on the plain values, or on other positional arguments.
@@ -196,6 +196,10 @@ class ShardTensor(DispatchedTensor):
 
     shards: Shards
 
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return views as tensors of this class, and all other results as plain ones."""
+        return self.wrap(call()) if name in VIEW_FUNCTIONS else call()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
 
@@ -203,14 +207,12 @@ class ShardTensor(DispatchedTensor):
 class ShardIds(ShardTensor):
     """This rank's tokens, as `input_ids`. Embedding them begins a forward pass."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. `embedding` also clears the record of the last forward pass."""
-        if name in VIEW_FUNCTIONS:
-            return self.wrap(call())
         if name == "embedding":
             self.shards.forward_pass.begin()
             self.shards.forward_pass.on_begin(self.shards)
-        return call()
+        return super().dispatch(name, call, args, kwargs)
 
 
 class ShardMask(ShardTensor):
@@ -258,7 +260,7 @@ class NoPadding(ShardTensor):
     They get it in any case, as it carries the shards.
     """
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return False for `all`. Raise on all other functions."""
         if name != "all" or len(args) > 1 or kwargs:
             raise ShardMask.read_error("eq")
@@ -276,7 +278,7 @@ class LeadingZeros(ShardTensor):
     Shards count chunks from the first token that is not padding, so the whole sequence counts as unpadded.
     """
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return False for every token, if the sum is compared with 0. Raise on all other functions."""
         if name in METADATA_FUNCTIONS - {"__get__"}:
             return call()
@@ -293,7 +295,7 @@ class ShardPositions(ShardTensor):
     ids: Tensor | None = None
     """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest position of the whole sequence for `max`, and this rank's result otherwise."""
         if name in METADATA_FUNCTIONS and name not in COPY_FUNCTIONS:
             return call()
