@@ -138,6 +138,9 @@ RECURRENT: dict[str, RecurrentKind] = {
 }
 """Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
 
+DELTA_INPUTS = ("query", "key", "value", "g", "beta")
+DELTA_STATES = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
+
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation"),
     "mamba_selective_scan": (
@@ -149,15 +152,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         *("dt_limit", "return_final_states"),
     ),
     **dict.fromkeys(
-        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
-        (
-            *("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"),
-            "use_qk_l2norm_in_kernel",
-        ),
+        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"), (*DELTA_INPUTS, "chunk_size", *DELTA_STATES)
     ),
     **dict.fromkeys(
-        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
-        ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"), (*DELTA_INPUTS, *DELTA_STATES)
     ),
 }
 """Parameters of the functions that are replaced by other code, before their `**kwargs`."""
