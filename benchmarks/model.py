@@ -21,7 +21,6 @@ from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.core.mask import Mask
 from attnmesh.core.partial import with_sinks
 from attnmesh.decode.cache import KVCache
 from attnmesh.hf.load import open_model
@@ -127,20 +126,12 @@ def _one_process(request: Request, title: str, both: bool) -> list[Row]:
 class _RingCache(hf.ShardedCache):
     """Decodes single tokens by ring."""
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        mask: Mask,
-        scale: float | None,
-        sinks: Tensor | None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if q.shape[2] > 1 or softcap is not None:
-            return super().attend(q, kv, mask, scale, sinks, softcap)
+    def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
+        if q.shape[2] > 1 or layer["softcap"] is not None:
+            return super().attend(q, kv, **layer)
         counts = [kv.shard.block_cyclic.count(rank, kv.length) for rank in range(kv.tokens.size)]
         held = [x[:, :, : kv.used].contiguous() for x in (kv.keys, kv.values)]
-        return with_sinks(ring(q, held, counts), sinks).out.to(q.dtype)
+        return with_sinks(ring(q, held, counts), layer["sinks"]).out.to(q.dtype)
 
 
 def _ranks(request: Request) -> Iterator[Row]:

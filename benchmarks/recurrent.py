@@ -22,7 +22,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
-from attnmesh.hf.recurrent.prepare import prepare
+from attnmesh.hf.recurrent.prepare import prepare_layers
 from attnmesh.hf.shards import ShardMask, Shards
 from attnmesh.runtime.counters import counted
 from benchmarks.netns import World, ranks_of, run_on, send_rows
@@ -87,7 +87,7 @@ def layer_of(request: Request) -> Any:
     )
     torch.manual_seed(0)
     layer = Qwen3NextGatedDeltaNet(config, 0)
-    prepare(layer)
+    prepare_layers(layer)
     return layer
 
 
@@ -95,7 +95,7 @@ def layer_call(
     layer: Any, hidden: Tensor, shards: Shards | None, backward: bool
 ) -> Callable[[], tuple[Tensor, ...] | Tensor]:
     """Return a call of the layer: its output, or the gradients of its input and its weights."""
-    mask = None if shards is None else ShardMask.of(torch.ones(hidden.shape[:2], dtype=torch.long), shards)
+    mask = None if shards is None else ShardMask.of(torch.ones(hidden.shape[:2], dtype=torch.long), shards=shards)
     hidden = hidden.detach().requires_grad_(backward)
     inputs = (hidden, *layer.parameters())
 

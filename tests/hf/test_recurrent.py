@@ -15,7 +15,7 @@ import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.core.layout import Layout
-from attnmesh.hf.recurrent.prepare import ShardedLayer, prepared
+from attnmesh.hf.recurrent.prepare import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
@@ -154,7 +154,7 @@ def generated(family: str, shape: Shape | None, prompt: int, new: int) -> tuple[
             )
     with DoublePrecision():
         ids = hf.generate(model, tokens(prompt), mesh=mesh, max_new_tokens=new, do_sample=False)
-    assert not any(isinstance(module, ShardedLayer) for module in model.modules())
+    assert not any(isinstance(module, RecurrentLayer) for module in model.modules())
     return ids[:, prompt:], [max(seen)]
 
 

@@ -15,7 +15,7 @@ import attnmesh.hf as hf
 from attnmesh import errors
 from attnmesh.hf import upstream
 from attnmesh.hf.recurrent.functions import kind_of
-from attnmesh.hf.recurrent.prepare import ShardedLayer, prepared
+from attnmesh.hf.recurrent.prepare import RecurrentLayer, prepared
 from attnmesh.mesh.shapes import Shape
 from tests.hf.test_recurrent import FAMILIES, model_of, tokens
 from tests.support.mesh_problems import named_mesh
@@ -76,7 +76,7 @@ def test_each_name_that_a_release_might_change_is_missed(monkeypatch: pytest.Mon
                     )
             seen.add(kind.__name__)
         with prepared(model):
-            assert any(isinstance(x, ShardedLayer) for x in model.modules())
+            assert any(isinstance(x, RecurrentLayer) for x in model.modules())
     assert seen == {*upstream.RECURRENT}
 
 

@@ -111,7 +111,7 @@ def test_a_mask_can_be_cut_to_its_last_rows() -> None:
 
 
 def test_positions_have_the_maximum_of_the_whole_sequence_and_return_plain_tensors() -> None:
-    positions = ShardPositions.of_sequence(torch.tensor([[3, 5]]), batch()["attention_mask"].shards, 40)
+    positions = ShardPositions.of(torch.tensor([[3, 5]]), shards=batch()["attention_mask"].shards, last=40)
     assert int(torch.max(positions)) == int(positions[:, None].long().max()) == 40
     assert positions.max(-1).values.tolist() == [5]
     assert type(positions[:, None, :].float() @ torch.ones(1, 2, 3)) is Tensor

@@ -12,7 +12,7 @@ from torch.nn.modules import module as module_calls
 from transformers import AutoModelForCausalLM, CompileConfig, MambaConfig, StaticCache
 
 from attnmesh import errors, hf
-from attnmesh.hf.recurrent.prepare import ShardedLayer
+from attnmesh.hf.recurrent.prepare import RecurrentLayer
 from tests.support import families
 from tests.support.families import STOCK, prompt
 
@@ -214,7 +214,7 @@ def test_a_batch_of_shards_leaves_other_models_alone() -> None:
     expected = recurrent(ids, labels=ids).loss
     part = hf.shard_batch({"input_ids": ids, "labels": ids}, None)
     torch.testing.assert_close(recurrent(**part).loss, expected)
-    assert sum(isinstance(layer, ShardedLayer) for layer in recurrent.modules()) == 2
+    assert sum(isinstance(layer, RecurrentLayer) for layer in recurrent.modules()) == 2
     stock = families.model("llama", "sdpa")
     with torch.no_grad():
         logits = torch.compile(stock, backend="eager", fullgraph=True)(ids).logits  # while the batch is alive

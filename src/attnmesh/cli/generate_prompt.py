@@ -29,8 +29,7 @@ class Prompt(NamedTuple):
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError("--prompt-file", "a file of text", f"{self.file}: {error}", "name another") from None
         text = "\n\n".join(part for part in (begin, self.text) if part.strip())
-        if not text:
-            raise ModelError("prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
+        require(bool(text), ModelError, "prompt", "some text", "an empty prompt", "pass --prompt or --prompt-file")
         try:
             text.encode()
         except UnicodeEncodeError as error:  # invalid bytes of a command line arrive as lone surrogates
@@ -94,5 +93,5 @@ def _check_length(tokens: int, new: int, config: Any) -> None:
         fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix
         given = f"{tokens} and {new} new ones"
         raise ModelError("prompt", f"at most {longest} tokens, the model's context", given, fix)
-    if not tokens:
-        raise ModelError("prompt", "at least one token", "none by this tokenizer", "check the tokenizer's files")
+    fix = "check the tokenizer's files"
+    require(tokens > 0, ModelError, "prompt", "at least one token", "none by this tokenizer", fix)

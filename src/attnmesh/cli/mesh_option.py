@@ -4,6 +4,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
+from attnmesh.core.checks import require
 from attnmesh.errors import MeshError
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 
@@ -71,25 +72,23 @@ def choose(text: str, ranks: int, q_heads: int, kv_heads: int) -> MeshChoice:
         return MeshChoice(Shape(1, 1, shared), 1, shared > 1, "it was asked for")
     tp = named.get(TP, 1)
     fits = ranks % tp == 0 and q_heads % tp == 0 and share_evenly(kv_heads, tp)
-    if not fits:
-        given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
-        fix = "take another number, or give the ranks to the keys axis"
-        raise MeshError("--mesh", "a tp that divides the ranks and the heads", given, fix)
+    given = f"{text} on {ranks} ranks, with {q_heads}/{kv_heads} heads"
+    fix = "take another number, or give the ranks to the keys axis"
+    require(fits, MeshError, "--mesh", "a tp that divides the ranks and the heads", given, fix)
     heads = q_heads // tp, max(1, kv_heads // tp)
     if len(named) > (TP in named):
         shape = Shape(*(named.get(name, 1) for name in AXES))
         _check_count(text, ranks, shape.ranks * tp)
-        if heads[1] % shape.heads:
-            given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
-            raise MeshError("--mesh", f"a heads axis that divides {heads[1]} key heads", given, fix)
+        fits, expected = heads[1] % shape.heads == 0, f"a heads axis that divides {heads[1]} key heads"
+        given, fix = f"{text}, with {heads[0]}/{heads[1]} heads on a rank", "give its ranks to another axis"
+        require(fits, MeshError, "--mesh", expected, given, fix)
         return MeshChoice(shape, tp, False, "it was asked for")
     return MeshChoice(*_best(ranks // tp, tp, *heads))
 
 
 def _check_count(text: str, ranks: int, named: int) -> None:
-    if ranks != named:
-        given, fix = f"{text}, which is {named}", "change --mesh or --ranks, or leave one out"
-        raise MeshError("--mesh", f"{ranks} ranks", given, fix)
+    given, fix = f"{text}, which is {named}", "change --mesh or --ranks, or leave one out"
+    require(ranks == named, MeshError, "--mesh", f"{ranks} ranks", given, fix)
 
 
 def _best(ranks: int, tp: int, q_heads: int, kv_heads: int) -> tuple[Shape, int, bool, str]:

@@ -11,20 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from attnmesh.cli.output import (
-    AsJson,
-    Status,
-    Verbose,
-    command_line,
-    console,
-    numbered,
-    pairs,
-    print_json,
-    printable,
-    writable,
-)
+from attnmesh.cli.output import AsJson, Status, Verbose, command_line, console, numbered, pairs, print_json, printable
 from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
-from attnmesh.cli.plan_page import write_report
+from attnmesh.cli.plan_page import check_file, write_report
 from attnmesh.cli.plan_workload import (
     LengthOption,
     RecurrentOption,
@@ -107,7 +96,7 @@ def plan(
         return
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
     if report is not None:
-        _check_report(report)
+        check_file(report)
     with Status("pricing") as status:
         plans = plans_for(work, machines, progress=lambda done, of: status.update(f"priced {done:,} of {of:,} plans"))
         if report is not None:
@@ -219,13 +208,6 @@ def _mask(window: int | None, full: bool) -> Mask:
     if full and window is not None:
         raise ArgumentError("attnmesh plan", "one mask", f"--full and --window {window}", "leave one out")
     return Full() if full else Causal() if window is None else Window(window)
-
-
-def _check_report(report: Path) -> None:
-    """Raise before pricing if the page cannot be written."""
-    if report.suffix.lower() not in (".html", ".htm"):
-        raise ArgumentError("--report", "a file named .html", repr(str(report)), "name it plan.html")
-    writable("--report", report)
 
 
 # --- output ---

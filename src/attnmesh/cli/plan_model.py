@@ -68,13 +68,13 @@ def _check_fits(found: Sequence[Serving], model: Model, cluster: Cluster) -> Non
     most, length = max(one.tokens for one in found), model.workload.length
     if most < length:
         least = min(one.weights for one in found)
-        given = (
-            f"{length:,}, beside {in_bytes(least)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
-        )
+        weights = f"{in_bytes(least)} of weights or more on each rank of {in_bytes(cluster.device.memory)}"
         fix = "take fewer tokens, or more hosts" if most else "take more hosts"
         if 2 * least > model.weights(1, False):
             fix = "take devices with more memory: the model's plan in transformers does not share its weights"
-        raise ClusterError("plan for decode", f"at most {most:,} tokens of each sequence", given, fix)
+        raise ClusterError(
+            "plan for decode", f"at most {most:,} tokens of each sequence", f"{length:,}, beside {weights}", fix
+        )
 
 
 def _table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:

@@ -126,16 +126,8 @@ def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, r
 def _outputs(problem: list[Tensor], mask: Mask, kernel: str) -> tuple[Tensor, ...]:
     """Return out and the gradients of q, k and v."""
     q, k, v, dout = problem
-    length = k.shape[2]
-    out = attend(
-        q,
-        k,
-        v,
-        mask=mask,
-        q_positions=torch.arange(length - q.shape[2], length),
-        k_positions=torch.arange(length),
-        kernel=kernel,
-    ).out
+    keys = torch.arange(k.shape[2])
+    out = attend(q, k, v, mask=mask, q_positions=keys[-q.shape[2] :], k_positions=keys, kernel=kernel).out
     return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
 

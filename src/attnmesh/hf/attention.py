@@ -20,9 +20,9 @@ from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
 from attnmesh.hf.cache.layer import PendingKV
-from attnmesh.hf.checks import check_cached_padding, check_local_mask, check_same_weights, checked_mask
+from attnmesh.hf.checks import check_cached_padding, check_same_weights, checked_mask
 from attnmesh.hf.latent import LatentStates
-from attnmesh.hf.mask import MaskSpec, spec_of
+from attnmesh.hf.mask import MaskSpec, check_covers, spec_of
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced import TracedMask, attend_traced
@@ -95,10 +95,10 @@ def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) 
     """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
     attend, latents = pending.layer.cache.attend, pending.travelling
     if latents is None:
-        out: Tensor = attend(q, kv, *layer)
+        out: Tensor = attend(q, kv, **layer._asdict())
         return out
     scale = check_scale(SUBJECT, layer.scale, q.shape[-1])
-    sums = attend(latents.projection.absorb(q), kv, *layer._replace(scale=scale))
+    sums = attend(latents.projection.absorb(q), kv, **layer._replace(scale=scale)._asdict())
     return latents.projection.project(sums)
 
 
@@ -119,11 +119,9 @@ def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
 
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
-    sequence: dict[str, Any] = {"mesh": shards.mesh, "layout": shards.layout}
-    sequence |= {"length": shards.length, "key_length": shards.length}
-    mask = shards.mask_of(layer.mask)
-    kind: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sinks": layer.sinks}
-    return attention(q, k, v, mask=mask, **kind, **sequence)
+    kind = layer._replace(mask=shards.mask_of(layer.mask))._asdict()
+    length: dict[str, Any] = {"length": shards.length, "key_length": shards.length}
+    return attention(q, k, v, mesh=shards.mesh, layout=shards.layout, **length, **kind)
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:
@@ -167,7 +165,7 @@ def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
 
 def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
     """Return attention on one device, with keys of a transformers cache and padding if there are any."""
-    check_local_mask(spec, k.shape[2])
+    check_covers(spec.covered, spec.kv_offset + k.shape[2])
     queries = torch.arange(q.shape[2]) + spec.q_offset
     keys = torch.arange(k.shape[2]) + spec.kv_offset
     first = spec.left_padding if layer.mask.chunks else None  # chunks begin at a sequence's first token

@@ -30,19 +30,17 @@ from attnmesh.store.checkpoint_writer import check_writable
 SUBJECT = "generate checkpoint"
 """First words of errors about checkpoints."""
 
+FROM_END = "leave it out: it counts from the end of the prompt"
+OF_PROMPT = "leave it out: it depends on the prompt alone"
+
 NOT_RESUMABLE = {
-    "stop_strings": "stop at tokens, with eos_token_id",
-    "stopping_criteria": "stop at tokens, with eos_token_id",
-    "logits_processor": "leave it out: its state is not saved",
-    "prefix_allowed_tokens_fn": "leave it out: its state is not saved",
-    "exponential_decay_length_penalty": "leave it out: it counts from the end of the prompt",
-    "begin_suppress_tokens": "leave it out: it counts from the end of the prompt",
+    **dict.fromkeys(("stop_strings", "stopping_criteria"), "stop at tokens, with eos_token_id"),
+    **dict.fromkeys(("logits_processor", "prefix_allowed_tokens_fn"), "leave it out: its state is not saved"),
+    **dict.fromkeys(("exponential_decay_length_penalty", "begin_suppress_tokens"), FROM_END),
     "output_scores": "leave it out: scores of earlier tokens are not saved",
     "output_logits": "leave it out: logits of earlier tokens are not saved",
     "return_dict_in_generate": "leave it out: only tokens are saved",
-    "encoder_repetition_penalty": "leave it out: it depends on the prompt alone",
-    "encoder_no_repeat_ngram_size": "leave it out: it depends on the prompt alone",
-    "token_healing": "leave it out: it depends on the prompt alone",
+    **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "token_healing"), OF_PROMPT),
     **dict.fromkeys(ASSISTED_OPTIONS, "leave it out: its cache holds tokens that may be rejected"),
 }
 """Options that depend on where a call began, each with its fix."""

@@ -125,11 +125,8 @@ def _check_shards(module: nn.Module, q: Tensor, key: Tensor | PendingKV, more: d
     router_loss = more.get("output_router_logits") or getattr(config, "output_router_logits", False)
     # Else a router would balance the tokens of one rank only.
     fits = not router_loss or shards.ranks == 1 or shards.forward_pass.gathers_routers
-    subject, fix = (
-        f"{SUBJECT} output_router_logits",
-        "set config.output_router_logits = False, or train with hf.on_mesh",
-    )
-    require(fits, KernelError, subject, "no router loss on shards", "True", fix)
+    fix = "set config.output_router_logits = False, or train with hf.on_mesh"
+    require(fits, KernelError, f"{SUBJECT} output_router_logits", "no router loss on shards", "True", fix)
 
 
 def _check_cache_used(pending: PendingKV, tokens: int, more: dict[str, Any]) -> None:
@@ -169,13 +166,6 @@ def check_same_weights(module: nn.Module, shards: Shards, device: torch.device) 
     heads = {name: x.detach().flatten()[:DIGEST_VALUES] for name, x in named.items()}
     agree(mesh, describe_call(f"{SUBJECT} weights", layer=type(module).__name__, **fingerprints(heads)))
     _compared_layers(mesh).add(module)
-
-
-def check_local_mask(spec: MaskSpec, keys: int) -> None:
-    """Raise if the attention mask does not cover all tokens of a transformers cache."""
-    if spec.covered is not None:
-        expected, fix = f"one of all {spec.kv_offset + keys} tokens", "put the mask of cached tokens first"
-        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {spec.covered}", fix)
 
 
 def check_cached_padding(kv: KVCache, token_mask: Tensor | None, new: int, mask: Mask) -> None:

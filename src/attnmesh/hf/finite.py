@@ -1,10 +1,11 @@
 """Logits that are no numbers: noticed without a wait for the device, reported once with the layer they come from."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from attnmesh.hf.tensor_parallel import sharing
@@ -50,13 +51,13 @@ def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
     """Return the first module whose output is not finite in a forward pass of these tokens."""
     found: list[str] = []
 
-    def note(name: str, output: Any) -> None:
+    def note(name: str, _module: Any, _inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
         if not found and isinstance(first, Tensor) and first.is_floating_point() and not bool(first.isfinite().all()):
             found.append(name)
 
     leaves = [(name, module) for name, module in model.named_modules() if not next(module.children(), None)]
-    hooks = [_hook(module, name, note) for name, module in leaves]
+    hooks = [module.register_forward_hook(partial(note, name)) for name, module in leaves]
     try:
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
@@ -64,7 +65,3 @@ def _first_layer(model: PreTrainedModel, ids: Tensor) -> str | None:
         for hook in hooks:
             hook.remove()
     return found[0] if found else None
-
-
-def _hook(module: nn.Module, name: str, note: Any) -> Any:
-    return module.register_forward_hook(lambda _module, _inputs, output: note(name, output))

@@ -120,8 +120,9 @@ def _generate(
             cache.tokens = _mark_sequences(ids, attention_mask)  # while the first new token is computed
     options["use_cache"] = True
     output = _run_generate(model, ids, cache, {"attention_mask": attention_mask, **options})
+    sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
-    cache.tokens = None if beams > 1 else _cached_tokens(cache, getattr(output, "sequences", output), attention_mask)
+    cache.tokens = None if beams > 1 else _mark_sequences(sequences, attention_mask)[:, : cache.get_seq_length()]
     return output
 
 
@@ -162,7 +163,7 @@ def _generate_with_checkpoint(
     }
     output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
     checkpoint.wait()
-    cache.tokens = _cached_tokens(cache, getattr(output, "sequences", output), None)
+    cache.tokens = mark_padding(output, None)[:, : cache.get_seq_length()]
     return output
 
 
@@ -220,11 +221,6 @@ def _mark_sequences(sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
         samples, new = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
         attention_mask = pad(attention_mask.repeat_interleave(samples, 0), (0, new), value=1)
     return mark_padding(sequences, attention_mask)
-
-
-def _cached_tokens(cache: ShardedCache, sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the token ids that the cache holds."""
-    return _mark_sequences(sequences, attention_mask)[:, : cache.get_seq_length()]
 
 
 def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:

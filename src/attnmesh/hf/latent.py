@@ -34,31 +34,20 @@ class LatentStates(DispatchedTensor):
     latents: Tensor
     """The new latents, (batch, 1, tokens, columns), the rotated columns last."""
     layer: Any
-    """The `ShardedLayer` that returned them."""
+    """The layer of the cache that returned them."""
 
-    @classmethod
-    def of(cls, x: Tensor, latents: Tensor, layer: Any) -> "LatentStates":
-        """Return the same values as a tensor of this class."""
-        wrapped = x.as_subclass(cls)
-        wrapped.latents, wrapped.layer = latents, layer
-        return wrapped
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result, of the same latents. Raise for functions that do not expand latents."""
         if name not in EXPANDING:
             Opaque._raise_read(name.strip("_"))
-
-        def wrap(x: Any) -> Any:
-            return self.of(x, self.latents, self.layer) if isinstance(x, Tensor) else x
-
         result = call()
-        return tuple(map(wrap, result)) if isinstance(result, (tuple, list)) else wrap(result)
+        return tuple(map(self.wrap, result)) if isinstance(result, (tuple, list)) else self.wrap(result)
 
 
 def latent_states(c: Tensor, rotated: Tensor, layer: Any) -> tuple[LatentStates, LatentStates]:
     """Return both parts of new latents, for the model to expand."""
-    latents = torch.cat((c, rotated), -1)
-    return LatentStates.of(c, latents, layer), LatentStates.of(rotated, latents, layer)
+    origin: dict[str, Any] = {"latents": torch.cat((c, rotated), -1), "layer": layer}
+    return LatentStates.of(c, **origin), LatentStates.of(rotated, **origin)
 
 
 def latent_widths(config: PreTrainedConfig) -> tuple[int, int] | None:

@@ -125,8 +125,12 @@ def _unpack_gguf(file: Path, report: Report) -> Path:
         expected, fix = "the package gguf, to read GGUF files", "pip install 'attnmesh[demo]'"
         require(find_spec("gguf") is not None, ModelError, "model", expected, "none", fix)
         report(f"unpacking {file.name} (once)")
-        with _folder_errors(folder.parent):
+        try:
             _write_unpacked(file, folder)
+        except OSError as error:
+            given = f"{str(folder.parent)!r} ({error.strerror})"
+            fix = "set HF_HOME to a folder that can be written to, with room for the model in 32 bits"
+            raise ModelError("model", "a folder to unpack into", given, fix) from None
     with suppress(OSError):
         os.utime(folder)  # the latest use
     return folder
@@ -168,16 +172,6 @@ def is_complete(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-@contextmanager
-def _folder_errors(folder: Path) -> Iterator[None]:
-    """Raise the system's errors about the folder of unpacked models as a `ModelError`."""
-    try:
-        yield
-    except OSError as error:
-        fix = "set HF_HOME to a folder that can be written to, with room for the model in 32 bits"
-        raise ModelError("model", "a folder to unpack into", f"{str(folder)!r} ({error.strerror})", fix) from None
 
 
 @contextmanager

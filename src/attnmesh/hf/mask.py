@@ -15,15 +15,15 @@ from transformers import PreTrainedConfig
 from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
 from attnmesh.errors import MaskError, ShapeError
-from attnmesh.hf.models import SUBJECT, Opaque, check_layers
+from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
-from attnmesh.hf.traced import TracedMask, in_trace, needs_tensor
+from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
 
 
 @dataclass(frozen=True)
-class MaskSpec(Opaque):
-    """Mask and padding of one kind of layer in one forward pass."""
+class MaskSpec(LayerMask):
+    """Mask as positions, and padding."""
 
     mask: Mask
     q_length: int
@@ -41,13 +41,6 @@ class MaskSpec(Opaque):
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
-
-    ndim = 4
-    """Dims of a finished mask: transformers passes a 4D mask on as it is."""
-
-    def contiguous(self) -> "MaskSpec":
-        """Return itself, because it has no memory layout."""
-        return self
 
     def __getitem__(self, key: Any) -> "MaskSpec":
         """Return the mask of the last queries: `mask[:, :, -n:, :]`, for models that keep few logits."""
@@ -78,15 +71,15 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask:
     if arguments.get("mask_function") is bidirectional_mask_function:
         return MaskSpec(Full(), arguments["q_length"], 0, 0)
     if not in_trace(arguments):
-        _check_width(given, int(arguments["q_offset"]) + arguments["q_length"])
+        covered = None if given is None else given.shape[-1]
+        check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
     return TracedMask.of(arguments)
 
 
-def _check_width(attention_mask: Tensor | None, tokens: int) -> None:
-    """Raise if an attention mask does not cover all tokens of a static cache."""
-    if attention_mask is not None and attention_mask.shape[-1] < tokens:
-        expected, fix = f"one of all {tokens} tokens", "put the mask of cached tokens first"
-        raise ShapeError(f"{SUBJECT} attention_mask", expected, f"one of {attention_mask.shape[-1]}", fix)
+def check_covers(covered: int | None, tokens: int) -> None:
+    """Raise if an attention mask covers fewer tokens than a cache of transformers has, with the new ones."""
+    fits, fix = covered is None or covered >= tokens, "put the mask of cached tokens first"
+    require(fits, ShapeError, f"{SUBJECT} attention_mask", f"one of all {tokens} tokens", f"one of {covered}", fix)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot
@@ -195,11 +188,9 @@ def check_left_padded(subject: str, token_mask: Tensor) -> None:
     """
     real = token_mask.bool()
     gaps = real[:, :-1] & ~real[:, 1:]
-    expected, fix = (
-        "padding before the first token of a sequence only",
-        "pass an attention_mask with padding on the left",
-    )
+    expected = "padding before the first token of a sequence only"
     given = "padding between tokens, in a model with windows or chunks"
+    fix = "pass an attention_mask with padding on the left"
     require(not bool(gaps.any()), MaskError, subject, expected, given, fix)
 
 

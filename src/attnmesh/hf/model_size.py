@@ -11,7 +11,7 @@ from attnmesh.core.mask import Mask, Window
 from attnmesh.errors import ModelError
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
-from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, WINDOWED_LAYERS, cached_layers, has_windows
+from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, WINDOWED_LAYERS, cached_layers, layer_kinds
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.planner.serving import Model
 from attnmesh.planner.workload import Workload
@@ -57,18 +57,15 @@ def other_layers(config: PreTrainedConfig) -> dict[str, int]:
     """Return the layers that the workload of a model leaves out: those with windows, and recurrent ones."""
     config = config.get_text_config(decoder=True)
     whole, windows = _attention_layers(config)
-    kinds = getattr(config, "layer_types", None) or []
-    found = {"with windows": windows if whole else 0, "recurrent": sum(kind in RECURRENT_LAYERS for kind in kinds)}
+    recurrent = sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config))
+    found = {"with windows": windows if whole else 0, "recurrent": recurrent}
     return {name: count for name, count in found.items() if count}
 
 
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
-    kinds = list(getattr(config, "layer_types", None) or [])[: cached_layers(config)]
+    kinds = layer_kinds(config)[: cached_layers(config)]
     kinds = [kind for kind in kinds if kind not in OTHER_LAYERS and (kind == "hybrid" or kind not in RECURRENT_LAYERS)]
-    if not getattr(config, "layer_types", None):
-        layers = cached_layers(config)
-        return (0, layers) if has_windows(config) else (layers, 0)
     windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
     return len(kinds) - windows, windows
 
@@ -79,9 +76,8 @@ def _window(config: PreTrainedConfig) -> int:
 
 def _heads(config: PreTrainedConfig, *, windowed: bool) -> tuple[int, int, int]:
     """Return query heads, key heads and columns of the first layer that has a window, or that has none."""
-    kinds = list(getattr(config, "layer_types", None) or [])
     layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
-    numbers = [number for number, kind in enumerate(kinds) if (kind in WINDOWED_LAYERS) == windowed]
+    numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
     q_heads = one.num_attention_heads
     kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)

@@ -131,11 +131,21 @@ def check_layers(config: PreTrainedConfig) -> None:
         raise KernelError(SUBJECT, expected, given, USE_SUPPORTED)
 
 
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the kind of each layer, as `config.layer_types` has it. Without it, all layers attend alike.
+
+    >>> from transformers import LlamaConfig
+    >>> layer_kinds(LlamaConfig(num_hidden_layers=2))
+    ['full_attention', 'full_attention']
+    """
+    config = config.get_text_config(decoder=True)
+    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))
+
+
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    config = config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or ()
-    return any(kind in WINDOWED_LAYERS for kind in kinds) or bool(not kinds and getattr(config, "sliding_window", None))
+    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -145,21 +155,18 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
 
 def attends(config: PreTrainedConfig) -> bool:
     """Return whether the model has layers of attention."""
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
-    return any(kind not in ("linear_attention", "conv", *OTHER_LAYERS) for kind in kinds)
+    return any(kind not in ("linear_attention", "conv", *OTHER_LAYERS) for kind in layer_kinds(config))
 
 
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
-    config = config.get_text_config(decoder=True)
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * getattr(config, "num_hidden_layers", 1)
-    return sum(kind not in OTHER_LAYERS for kind in layer_types) + layer_types.count("hybrid")
+    kinds = layer_kinds(config)
+    return sum(kind not in OTHER_LAYERS for kind in kinds) + kinds.count("hybrid")
 
 
 def recurrent_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    return sum(kind in RECURRENT_LAYERS for kind in kinds) if is_recurrent(config) else 0
+    return sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config)) if is_recurrent(config) else 0
 
 
 def check_keys(config: PreTrainedConfig) -> None:

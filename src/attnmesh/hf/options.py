@@ -12,15 +12,19 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
-from attnmesh.errors import ArgumentError, DtypeError, InputError, KernelError, MaskError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, ShapeError
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.mask import check_left_padded
 from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 
+SEARCHES = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "diversity_penalty", "num_beam_groups")
+"""Options of ways of searching that transformers loads from the hub."""
+
 ON_HUB = "leave it out: its code is on the hub, not in transformers"
-"""Fix in errors about ways of searching that transformers loads from the hub."""
+
+SECOND_PROMPT = "leave it out: it runs the model on a second prompt"
 
 UNSUPPORTED = {
     "past_key_values": "pass a ShardedCache as cache=",
@@ -34,13 +38,10 @@ UNSUPPORTED = {
     "is_assistant": "leave it out: transformers sets it on a model that assists another",
     "use_mtp": "leave it out: its layers keep a cache of their own",
     "speculation_type": "leave it out: its drafter reads hidden states of the prompt, which no rank has whole",
-    "guidance_scale": "leave it out: it runs the model on a second prompt",
-    "negative_prompt_ids": "leave it out: it runs the model on a second prompt",
-    "negative_prompt_attention_mask": "leave it out: it runs the model on a second prompt",
+    **dict.fromkeys(("guidance_scale", "negative_prompt_ids", "negative_prompt_attention_mask"), SECOND_PROMPT),
     "output_attentions": "leave it out: no rank has all attention weights",
     "output_hidden_states": "leave it out: no rank has all hidden states of the prompt",
-    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids"), ON_HUB),
-    **dict.fromkeys(("diversity_penalty", "num_beam_groups"), ON_HUB),
+    **dict.fromkeys(SEARCHES, ON_HUB),
 }
 """Options of transformers' `generate` that raise, each with its fix."""
 
@@ -118,17 +119,12 @@ def agree_on_call(
         config = {"model's generation_config": describe_value(model.generation_config)}
         return describe_call("generate", **{**prompt, "held": held, **fields, **config})
 
-    error = None
-    if isinstance(model, PreTrainedModel) and (peers := sharing(model)) is not None:
-        try:
+    def check_with_peers() -> None:  # whose error the other ranks of the mesh raise too
+        peers = sharing(model) if isinstance(model, PreTrainedModel) else None
+        if peers is None:
+            check()
+        else:
             run_agreed(Mesh.of(peers), check, describe)
-        except InputError as found:  # which the other ranks of the mesh raise too
-            error = found
-
-    def check_with_peers() -> None:
-        if error is not None:
-            raise error
-        check()
 
     run_agreed(place, check_with_peers, describe)
 
@@ -161,10 +157,8 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             given, fix = f"{given} in model.generation_config", f"set model.generation_config.{name} = None"
         require(neutral, ArgumentError, "generate", "options that work on a mesh", given, fix)
     strings = settings["stop_strings"]
-    given, complete = (
-        f"stop_strings={describe_value(strings)} alone",
-        not strings or options.get("tokenizer") is not None,
-    )
+    complete = not strings or options.get("tokenizer") is not None
+    given = f"stop_strings={describe_value(strings)} alone"
     require(complete, ArgumentError, "generate", "a tokenizer beside stop strings", given, "pass tokenizer=")
     assisted = [name for name in ASSISTED_OPTIONS if settings[name] and is_recurrent(model.config)]
     expected, fix = "options that work on recurrent states", "leave it out: states cannot go back"

@@ -106,8 +106,8 @@ def prefill_rest(
             shards = Shards(cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
             if sharded and (takes_positions or recurrent):
                 index = first + layout.positions(stop - first, cache.ranks, Mesh.of(cache.mesh).shard).to(ids.device)
-                mask = ShardMask.of(torch.ones_like(ids[:, index]), shards)
-            local = ShardPositions.of_sequence(positions[:, index], shards, last)
+                mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
+            local = ShardPositions.of(positions[:, index], shards=shards, last=last)
             _run_model(model, ids[:, index], mask, local, cache)
             kept = all(layer.get_seq_length() == stop for layer in cache.attention_layers)
             given = f"{type(model).__name__}, in which some layers cache no keys"

@@ -155,6 +155,17 @@ class DispatchedTensor(Tensor):
     """A tensor whose class decides what functions of PyTorch return: each is passed to `dispatch`."""
 
     @classmethod
+    def of(cls, x: Tensor, **attributes: Any) -> Self:
+        """Return the same values as a tensor of this class, with these attributes."""
+        wrapped = x.as_subclass(cls)
+        vars(wrapped).update(attributes)
+        return wrapped
+
+    def wrap(self, result: Any) -> Any:
+        """Return a result as a tensor of this class with the same attributes, if it is a tensor."""
+        return self.of(result, **vars(self)) if isinstance(result, Tensor) else result
+
+    @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -165,10 +176,13 @@ class DispatchedTensor(Tensor):
             if func == vars(torch._C.TensorBase)["_base"].__get__:
                 return func(*args)  # torch.compile reads `_base` and needs the tensor with its class
             first = next(x for x in flatten((*args, *kwargs.values())) if isinstance(x, cls))
-            return first.dispatch(func.__name__, lambda: func(*args, **kwargs), args, kwargs)
+            return first.dispatch(func.__name__, lambda *other: func(*(other or args), **kwargs), args, kwargs)
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the function of PyTorch with this name. `call` computes it on the plain values."""
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the function of PyTorch with this name.
+
+        `call` computes it on the plain values, or on other positional arguments.
+        """
         return call()
 
     def plain(self) -> Tensor:
@@ -182,16 +196,9 @@ class ShardTensor(DispatchedTensor):
 
     shards: Shards
 
-    @classmethod
-    def of(cls, x: Tensor, shards: Shards) -> Self:
-        """Return the same values as a tensor of this class."""
-        wrapped = x.as_subclass(cls)
-        wrapped.shards = shards
-        return wrapped
-
-    def wrap(self, result: Any) -> Any:
-        """Return a result as a tensor of this class, if it is a tensor."""
-        return type(self).of(result, self.shards) if isinstance(result, Tensor) else result
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return views as tensors of this class, and all other results as plain ones."""
+        return self.wrap(call()) if name in VIEW_FUNCTIONS else call()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.wrap(deepcopy(self.plain(), memo))
@@ -200,14 +207,12 @@ class ShardTensor(DispatchedTensor):
 class ShardIds(ShardTensor):
     """This rank's tokens, as `input_ids`. Embedding them begins a forward pass."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. `embedding` also clears the record of the last forward pass."""
-        if name in VIEW_FUNCTIONS:
-            return self.wrap(call())
         if name == "embedding":
             self.shards.forward_pass.begin()
             self.shards.forward_pass.on_begin(self.shards)
-        return call()
+        return super().dispatch(name, call, args, kwargs)
 
 
 class ShardMask(ShardTensor):
@@ -217,19 +222,11 @@ class ShardMask(ShardTensor):
     After the layers it may be the mask of the whole sequence, see `ForwardPass.whole_mask`.
     """
 
-    @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Return the result of the function on the whole mask, if there is one, else of `dispatch`."""
-        whole = args[0].shards.forward_pass.whole_mask if args and isinstance(args[0], cls) else None
-        if whole is None:
-            return super().__torch_function__(func, types, args, kwargs)
-        return func(whole, *args[1:], **(kwargs or {}))
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return results that do not depend on the order of tokens. Raise on all others."""
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return results that do not depend on the order of tokens, or those of the whole mask. Raise on all others."""
+        whole = self.shards.forward_pass.whole_mask
+        if whole is not None and args and args[0] is self:
+            return call(whole, *args[1:])
         is_sum = name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs
         if is_sum and self.dtype != torch.bool:  # PyTorch's attention sums bools, and drops the mask if all are True
             return call()
@@ -241,11 +238,11 @@ class ShardMask(ShardTensor):
         if name == "zeros_like":
             return call()
         if name in ("eq", "__eq__") and type(args[1]) is int and args[1] == 1:
-            return NoPadding.of(self.plain() == 1, self.shards)
+            return NoPadding.of(self.plain() == 1, shards=self.shards)
         if name == "__getitem__" and _is_whole(args[1], self.shape[1]):
             return self.wrap(self.plain())
         if name == "cumsum":
-            return LeadingZeros.of(self.plain(), self.shards)
+            return LeadingZeros.of(self.plain(), shards=self.shards)
         raise self.read_error(name)
 
     @staticmethod
@@ -263,7 +260,7 @@ class NoPadding(ShardTensor):
     They get it in any case, as it carries the shards.
     """
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return False for `all`. Raise on all other functions."""
         if name != "all" or len(args) > 1 or kwargs:
             raise ShardMask.read_error("eq")
@@ -281,7 +278,7 @@ class LeadingZeros(ShardTensor):
     Shards count chunks from the first token that is not padding, so the whole sequence counts as unpadded.
     """
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return False for every token, if the sum is compared with 0. Raise on all other functions."""
         if name in METADATA_FUNCTIONS - {"__get__"}:
             return call()
@@ -294,22 +291,11 @@ class ShardPositions(ShardTensor):
     """Positions of this rank's tokens in the whole sequence, as `position_ids`."""
 
     last: int
-    """Largest position of the whole sequence."""
+    """Largest position of the whole sequence, on any rank."""
     ids: Tensor | None = None
     """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
 
-    @classmethod
-    def of_sequence(cls, x: Tensor, shards: Shards, last: int, ids: Tensor | None = None) -> Self:
-        """Return positions of a sequence whose largest position, on any rank, is `last`."""
-        wrapped = cls.of(x, shards)
-        wrapped.last, wrapped.ids = last, ids
-        return wrapped
-
-    def wrap(self, result: Any) -> Any:
-        """Return a result as positions of the same sequence, if it is a tensor."""
-        return self.of_sequence(result, self.shards, self.last, self.ids) if isinstance(result, Tensor) else result
-
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the largest position of the whole sequence for `max`, and this rank's result otherwise."""
         if name in METADATA_FUNCTIONS and name not in COPY_FUNCTIONS:
             return call()

@@ -6,7 +6,7 @@ transformers compiles steps with a static cache by itself, and makes their masks
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,26 +19,30 @@ from attnmesh.hf.upstream import is_tracing, sdpa_mask
 from attnmesh.kernels.traced import is_traced
 
 
+class LayerMask(Opaque):
+    """Mask of one kind of layer in one forward pass, which transformers passes on unread."""
+
+    ndim = 4
+    """Dims of a finished mask: transformers passes a 4D mask on as it is."""
+
+    def contiguous(self) -> Self:
+        """Return itself: it has no memory layout, or transformers has made it contiguous."""
+        return self
+
+
 @dataclass(frozen=True)
-class TracedMask(Opaque):
-    """Mask of one kind of layer in one forward pass, as a tensor."""
+class TracedMask(LayerMask):
+    """Mask as a tensor."""
 
     visible: Tensor
     """(batch, 1, queries, keys), True where a query sees a key."""
     arguments: dict[str, Any]
     """Arguments that transformers describes the mask with."""
 
-    ndim = 4
-    """Dims of a finished mask: transformers passes a 4D mask on as it is."""
-
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> "TracedMask":
         """Return the mask that transformers describes."""
         return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), arguments)
-
-    def contiguous(self) -> "TracedMask":
-        """Return itself, because transformers has made it contiguous."""
-        return self
 
 
 def in_trace(arguments: dict[str, Any]) -> bool:

@@ -106,6 +106,7 @@ FUSED_MAMBA1 = RecurrentKind((*MAMBA1.functions, "mamba_inner_fn"))
 MAMBA2 = RecurrentKind((CONVOLUTION, "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined"))
 GATED_DELTA = RecurrentKind((CONVOLUTION, "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"))
 KIMI_DELTA = RecurrentKind((CONVOLUTION, "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"))
+RGLRU = RecurrentKind(reads=("_rnn_scan",))
 LIGHTNING = RecurrentKind(
     reads=(
         *("qkv_proj", "act_fn", "num_attention_heads", "head_dim", "slope_rate", "norm", "output_gate", "out_proj"),
@@ -131,11 +132,14 @@ RECURRENT: dict[str, RecurrentKind] = {
     "Qwen3_5GatedDeltaNet": GATED_DELTA,
     "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
     "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
-    "RecurrentGemmaRglru": RecurrentKind(reads=("_rnn_scan",)),
+    "RecurrentGemmaRglru": RGLRU,
     "Zamba2MambaMixer": MAMBA2,
     "ZambaMambaMixer": MAMBA1,
 }
 """Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
+
+DELTA_INPUTS = ("query", "key", "value", "g", "beta")
+DELTA_STATES = ("initial_state", "output_final_state", "use_qk_l2norm_in_kernel")
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "causal_conv1d_fn": ("hidden_states", "weight", "bias", "activation"),
@@ -148,15 +152,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         *("dt_limit", "return_final_states"),
     ),
     **dict.fromkeys(
-        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"),
-        (
-            *("query", "key", "value", "g", "beta", "chunk_size", "initial_state", "output_final_state"),
-            "use_qk_l2norm_in_kernel",
-        ),
+        ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"), (*DELTA_INPUTS, "chunk_size", *DELTA_STATES)
     ),
     **dict.fromkeys(
-        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
-        ("query", "key", "value", "g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel"),
+        ("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"), (*DELTA_INPUTS, *DELTA_STATES)
     ),
 }
 """Parameters of the functions that are replaced by other code, before their `**kwargs`."""

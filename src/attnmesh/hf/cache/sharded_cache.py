@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.checks import require
-from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import decode
 from attnmesh.errors import KernelError, ShapeError
@@ -126,32 +125,17 @@ class ShardedCache(StoredLayers):
         """Set the number of cached tokens of a model without attention."""
         self._length = tokens
 
-    def attend(
-        self,
-        q: Tensor,
-        kv: KVCache,
-        mask: Mask,
-        scale: float | None,
-        sinks: Tensor | None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks."""
+    def attend(self, q: Tensor, kv: KVCache, **layer: Any) -> Tensor:
+        """Return attention of the last tokens over all tokens of one layer's cache, on all ranks.
+
+        `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
+        """
         if self.shares > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
             given, fits = f"{q.shape[1]}", q.shape[1] == heads
             require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
-        return decode(
-            q,
-            kv,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            merge=self.merge,
-            output=self.output,
-            reproducible=self.reproducible,
-            kernel=self.kernel,
-        )
+        how: dict[str, Any] = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
+        return decode(q, kv, reproducible=self.reproducible, **how, **layer)
 
     @property
     def held(self) -> int:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from attnmesh.core.checks import require
 from attnmesh.errors import KernelError
 from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent
+from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent, layer_kinds
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
 
 
@@ -32,7 +32,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def set_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Replace the states by those of `tensors`."""
-        self.drop()
+        StateLayer.reset(self)
         for name, x in tensors.items():
             kind, index = name.split(".")
             if kind == "conv":
@@ -40,13 +40,9 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             else:
                 self.update_recurrent_state(x, int(index))
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drop the states. The next ones may be of another batch."""
         LinearAttentionLayer.__init__(self, self.number_of_states)
-
-    def reset(self) -> None:
-        """Drop the states."""
-        self.drop()
 
 
 class HybridLayer(StateLayer, ShardedLayer):
@@ -64,11 +60,9 @@ class HybridLayer(StateLayer, ShardedLayer):
     def reset(self) -> None:
         """Drop all tokens and states."""
         ShardedLayer.reset(self)
-        self.drop()
+        StateLayer.reset(self)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens, of which there are none or all."""
-        ShardedLayer.crop(self, tokens_to_remove)
+    crop = ShardedLayer.crop  # of no tokens, or of all
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
@@ -78,8 +72,7 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
-    kinds = (getattr(config, "layer_types", None) or []) if is_recurrent(config) else []
-    kinds = kinds or ["full_attention"] * cached_layers(config)
+    kinds = layer_kinds(config) if is_recurrent(config) else ["full_attention"] * cached_layers(config)
     return [_make_layer(kind, cache) for kind in kinds]
 
 

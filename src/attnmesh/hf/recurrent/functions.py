@@ -15,7 +15,6 @@ from attnmesh.errors import KernelError
 from attnmesh.hf import upstream
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
-from attnmesh.hf.recurrent.head_rules import HEAD_RULES, run_by_heads
 from attnmesh.hf.recurrent.layers import lightning, run_link
 from attnmesh.hf.recurrent.rules import RULES
 from attnmesh.hf.upstream import RecurrentKind
@@ -140,8 +139,10 @@ def _rule(name: str, stock: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         chain = current_chain.get()
-        if isinstance(chain, HeadChain) and name in HEAD_RULES:
-            return run_by_heads(name, stock, chain, *args, **kwargs)
+        if isinstance(chain, HeadChain) and rule.by_heads is not None:
+            rule.check_rows(kwargs)
+            out = rule.by_heads(stock, chain, *args, **{**kwargs, rule.returns_state: False})
+            return rule.returned(chain.scatter(out[0] if rule.always_pair else out), None, False)
         out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 

@@ -1,9 +1,9 @@
 """Recurrent layers of transformers models on shards: their convolutions and states go across ranks.
 
-`prepare` gives each recurrent layer of a model a subclass of its class. The subclass runs the layer's own `forward`, in
-which two kinds of functions are replaced: causal convolutions, which take a halo, and rules of the recurrence, which
-take the state that earlier ranks leave. On tokens that are no shards it does what the layer's class does. `restore`
-gives the layers their classes back. Nothing outside the model is changed.
+`prepare_layers` gives each recurrent layer of a model a subclass of its class. The subclass runs the layer's own
+`forward`, in which two kinds of functions are replaced: causal convolutions, which take a halo, and rules of the
+recurrence, which take the state that earlier ranks leave. On tokens that are no shards it does what the layer's class
+does. `restore` gives the layers their classes back. Nothing outside the model is changed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
-from attnmesh.hf.upstream import CACHES, PER_TOKEN, TRANSFORMERS
+from attnmesh.hf.upstream import CACHES, PER_TOKEN, RGLRU, TRANSFORMERS
 
 CODE = [
     f"transformers.models.{name}.modeling_{name}"
@@ -36,8 +36,8 @@ CODE = [
 """Modules of transformers with the code of models with recurrent layers."""
 
 
-class ShardedLayer:
-    """First base of the subclasses that `prepare` makes: a recurrent layer that can run on shards."""
+class RecurrentLayer:
+    """First base of the subclasses that `prepare_layers` makes: a recurrent layer that can run on shards."""
 
     layers_of_model: int
     """Layers of the model that mix tokens."""
@@ -156,7 +156,7 @@ def _check_shards(shards: Shards) -> None:
     require(fits, MaskError, f"{SUBJECT} position_ids", expected, "packed sequences", fix)
 
 
-def prepare(model: nn.Module) -> list[ModelCall]:
+def prepare_layers(model: nn.Module) -> list[ModelCall]:
     """Make the recurrent layers of a model able to run on shards, unless they are. It may contain several models.
 
     Returns:
@@ -171,7 +171,7 @@ def prepare(model: nn.Module) -> list[ModelCall]:
 
 def _prepare_model(model: Any) -> ModelCall | None:
     layers = [layer for layer in model.modules() if kind_of(type(layer))]
-    new = [layer for layer in layers if not isinstance(layer, (ShardedLayer, ShardedRglru))]
+    new = [layer for layer in layers if not isinstance(layer, (RecurrentLayer, ShardedRglru))]
     refusal = next(filter(None, (refusal_of(layer) for layer in new)), None) or _refusal_of_model(model, layers)
     if not new and refusal is None:
         return None
@@ -189,7 +189,7 @@ def _prepare_model(model: Any) -> ModelCall | None:
 def _refusal_of_model(model: Any, layers: list[Any]) -> KernelError | None:
     """Return an error if a model has fewer layers of known classes than its configuration says."""
     expected = recurrent_layers(model.config) if isinstance(model, PreTrainedModel) else 0
-    known = sum(not _is_rglru(type(layer)) for layer in layers)
+    known = sum(kind_of(type(layer)) != RGLRU for layer in layers)
     given = f"{known} of {expected} of them in the {type(model).__name__} of {TRANSFORMERS.installed}"
     error = KernelError(SUBJECT, "recurrent layers of known classes", given, TRANSFORMERS.fix)
     return error if known < expected else None
@@ -227,7 +227,7 @@ def restore(model: nn.Module) -> None:
         _forget_refusal(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
-        elif issubclass(type(module), (ShardedLayer, ShardedRglru)):
+        elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
             module.__class__ = type(module).__mro__[2]
             module.call.remove_hooks()
             del module.call, module.layers_of_model
@@ -236,8 +236,8 @@ def restore(model: nn.Module) -> None:
 @contextmanager
 def prepared(model: nn.Module) -> Iterator[None]:
     """Run the model's recurrent layers on shards. They get the classes back that they had."""
-    was_prepared = any(isinstance(module, ShardedLayer) for module in model.modules())
-    for call in prepare(model):
+    was_prepared = any(isinstance(module, RecurrentLayer) for module in model.modules())
+    for call in prepare_layers(model):
         if call.refusal is not None:
             raise call.refusal
     try:
@@ -247,11 +247,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
             restore(model)
 
 
-def _is_rglru(layer: type) -> bool:
-    return any(each.__name__ == "RecurrentGemmaRglru" for each in layer.__mro__)
-
-
 @cache
 def _subclass(layer: type) -> type:
-    base = ShardedRglru if _is_rglru(layer) else ShardedLayer
+    base = ShardedRglru if kind_of(layer) == RGLRU else RecurrentLayer
     return type(layer.__name__, (base, layer), {"__module__": layer.__module__})

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
+from attnmesh.core.checks import require
+from attnmesh.errors import ArgumentError, MaskError
+from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
 from attnmesh.recurrent.scan import AffineMap
 
 Result = TypeVar("Result")
-Stock = Callable[..., Any]
-"""A rule of transformers: one function for all tokens of a layer."""
 
 SEGMENTS = {"gated_delta": 128, "kimi_delta": 64, "selective": 64, "lightning": 256, "rg_lru": 256}
 """Tokens that one step of a rule computes on a CPU: temporaries stay in its caches. Other devices take 8 times more."""
@@ -80,24 +81,22 @@ class Rule:
     """Return a state (batch, heads, K, V) in the layout of the stock rule and of the model's cache."""
     from_stock: Callable[[Tensor], Tensor] = lambda state: state
     """Return a state of the stock rule as (batch, heads, K, V)."""
+    by_heads: Callable[..., Any] | None = None
+    """Run the stock rule over all tokens of this rank's heads, see `head_rules`. None if only a scan can run it."""
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> Link:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
         self.check_rows(kwargs)
-        if self.initial_state in kwargs and kwargs[self.initial_state] is not None:
-            raise ValueError(
-                f"recurrent layer {self.initial_state}: expected None, given a tensor. Fix: pass it to link.finish"
-            )
+        begins, fix = kwargs.get(self.initial_state or "") is None, "pass it to link.finish"
+        require(begins, ArgumentError, f"recurrent layer {self.initial_state}", "None", "a tensor", fix)
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
     def check_rows(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
-        for name in (name for name in PACKED if options.get(name) is not None):
-            given = type(options[name]).__name__
-            raise ValueError(
-                f"recurrent layer {name}: expected None over a mesh, given {given}. Fix: pass one sequence per row"
-            )
+        for name in PACKED:
+            subject, given, fix = f"recurrent layer {name}", options.get(name), "pass one sequence per row"
+            require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
 
     def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
         """Return what the stock rule returns for outputs and a leaving state (batch, heads, K, V)."""
@@ -276,15 +275,18 @@ def _swap(state: Tensor) -> Tensor:
     return state.transpose(-1, -2)
 
 
-_GATED_DELTA = Rule(partial(_delta_link, rule="gated_delta"), "output_final_state", "initial_state", always_pair=True)
-_KIMI_DELTA = Rule(partial(_delta_link, rule="kimi_delta"), "output_final_state", "initial_state", always_pair=True)
+_DELTA = partial(Rule, returns_state="output_final_state", initial_state="initial_state", always_pair=True)
+_GATED_DELTA = _DELTA(partial(_delta_link, rule="gated_delta"), by_heads=delta_by_heads)
+_KIMI_DELTA = _DELTA(partial(_delta_link, rule="kimi_delta"), by_heads=delta_by_heads)
 
 RULES: dict[str, Rule] = {
     "torch_chunk_gated_delta_rule": _GATED_DELTA,
     "torch_recurrent_gated_delta_rule": _GATED_DELTA,
     "chunk_kimi_delta_attention": _KIMI_DELTA,
     "recurrent_kimi_delta_attention": _KIMI_DELTA,
-    "mamba2_chunk_scan": Rule(_mamba2_link, "return_final_states", "initial_states", False, _swap, _swap),
+    "mamba2_chunk_scan": Rule(
+        _mamba2_link, "return_final_states", "initial_states", False, _swap, _swap, mamba2_by_heads
+    ),
     "mamba_selective_scan": Rule(
         _mamba1_link,
         "return_last_state",

@@ -76,12 +76,12 @@ def shard_batch(
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
 
-    counted_ids = ids if batch.get("position_ids") is None else None
+    sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     mask = batch.get("attention_mask")
     return {
-        "input_ids": ShardIds.of(part(ids), shards),
-        "position_ids": ShardPositions.of_sequence(part(positions), shards, int(positions.max()), counted_ids),
-        "attention_mask": ShardMask.of(part(torch.ones_like(ids) if mask is None else mask), shards),
+        "input_ids": ShardIds.of(part(ids), shards=shards),
+        "position_ids": ShardPositions.of(part(positions), shards=shards, **sequence),
+        "attention_mask": ShardMask.of(part(torch.ones_like(ids) if mask is None else mask), shards=shards),
         "use_cache": False,
     } | ({} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, shards))
 
@@ -140,9 +140,9 @@ def _loss_arguments(labels: Tensor, count: Any, part: Callable[[Tensor], Tensor]
     """Return the arguments that a model computes its loss from."""
     count = (labels != IGNORE_INDEX).sum().clamp(min=1) if count is None else torch.as_tensor(count)
     return {
-        "labels": GuardedLabels.of(part(labels), shards),
-        "shift_labels": ShardLabels.of(part(labels), shards),
-        "num_items_in_batch": ItemCount.of(count.to(labels.device) / shards.ranks, shards),
+        "labels": GuardedLabels.of(part(labels), shards=shards),
+        "shift_labels": ShardLabels.of(part(labels), shards=shards),
+        "num_items_in_batch": ItemCount.of(count.to(labels.device) / shards.ranks, shards=shards),
     }
 
 
@@ -198,10 +198,8 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
         return
     mask, labels = mask.bool(), _shift_labels(batch)
     on_the_right = not bool((mask.diff() & mask[:, 1:]).any())
-    given, fix = (
-        "padding before a token",
-        "set the tokenizer's padding_side to 'right', or pack sequences by position_ids",
-    )
+    given = "padding before a token"
+    fix = "set the tokenizer's padding_side to 'right', or pack sequences by position_ids"
     require(on_the_right, MaskError, "shard_batch attention_mask", "padding on the right, if any", given, fix)
     learned = labels is not None and bool(((labels != IGNORE_INDEX) & ~mask).any())
     fix = f"set them with labels.masked_fill(attention_mask == 0, {IGNORE_INDEX})"

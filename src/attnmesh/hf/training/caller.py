@@ -9,7 +9,7 @@ from types import FrameType
 
 from torch import nn
 
-from attnmesh.hf.recurrent.prepare import CODE, prepare
+from attnmesh.hf.recurrent.prepare import CODE, prepare_layers
 from attnmesh.hf.shards import Shards
 
 CALL = nn.Module._call_impl.__name__
@@ -23,7 +23,7 @@ def prepare_caller(shards: Shards) -> None:
     known: set[nn.Module] = set()
     for module in _running_modules():
         if module not in known:
-            for call in prepare(module):  # the model's own hooks run from its next call on
+            for call in prepare_layers(module):  # the model's own hooks run from its next call on
                 call.begin(call.shards or shards)
             known.update(module.modules())
 

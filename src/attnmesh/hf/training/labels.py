@@ -14,7 +14,7 @@ from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTION
 class GuardedLabels(ShardTensor):
     """Labels that request a loss from a model. The model must compute it from `shift_labels`."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the labels cast or reshaped. Raise on all other functions."""
         if name in METADATA_FUNCTIONS | VIEW_FUNCTIONS - {"__getitem__", "select", "narrow"}:
             return self.wrap(call())
@@ -26,25 +26,23 @@ class GuardedLabels(ShardTensor):
 class ShardLabels(ShardTensor):
     """Target of each of this rank's tokens, the next token of the whole sequence, as `shift_labels`."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. `cross_entropy` raises unless all layers attended over all shards."""
-        if name in VIEW_FUNCTIONS:
-            return self.wrap(call())
         if name != "cross_entropy":
-            return call()
+            return super().dispatch(name, call, args, kwargs)
         self.shards.check_all_layers_counted()
         reduction = kwargs.get("reduction", "mean")
         expected, given = "a loss that weighs the tokens of all ranks equally", "a mean over one rank's tokens"
         fix = "divide a loss of reduction='sum' by the batch's num_items_in_batch"
         weighed = reduction != "mean" or self.shards.even
         require(weighed, ArgumentError, f"{SUBJECT} num_items_in_batch", expected, given, fix)
-        return LossSum.of(call(), self.shards) if reduction == "sum" else call()
+        return LossSum.of(call(), shards=self.shards) if reduction == "sum" else call()
 
 
 class LossSum(ShardTensor):
     """Sum of losses over this rank's tokens. Models divide it by the number of labels."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result. A division by `Trainer`'s count of all ranks' labels is multiplied by the ranks.
 
         Then the mean over ranks is the loss of the whole batch, as it is with the batch's `ItemCount`.
@@ -65,7 +63,7 @@ class LossSum(ShardTensor):
 class ItemCount(ShardTensor):
     """Number of labels to learn divided by the ranks, as `num_items_in_batch`. Mixed precision must not round it."""
 
-    def dispatch(self, name: str, call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result as a count. Casts move it to another device and keep its dtype."""
         result = call()
         if name in COPY_FUNCTIONS and isinstance(result, Tensor):

@@ -7,7 +7,7 @@ Tensors of many tokens, such as logits, are gathered when they are first read.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, Self, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -45,8 +45,10 @@ class ShardedCalls:
         self.last_hooks: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
 
     @contextmanager
-    def active(self, is_active: bool = True) -> Iterator[None]:
-        """Shard the calls of installed models in this context, or do not."""
+    def active(self, is_active: bool = True, *models: nn.Module) -> Iterator[None]:
+        """Shard the calls of installed models in this context, or do not. Install these models first."""
+        for model in models:
+            self.install(model)
         before, self.is_active = self.is_active, is_active
         try:
             yield
@@ -127,7 +129,7 @@ class ShardedCalls:
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
             if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == ids.shape:
-                return ShardedOutput.of_tokens(value, shards, tokens)
+                return ShardedOutput.of(value, shards=shards, tokens=tokens)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return apply(_MeanOverRanks, value, shards.mesh) if is_loss else value
 
@@ -150,15 +152,8 @@ class ShardedOutput(ShardTensor):
     """Output of this rank's tokens. The first function of PyTorch that reads it gathers the tokens of all ranks."""
 
     tokens: slice
-    """The tokens that the model returns on one device."""
+    """The tokens along dim 1 that the model returns on one device."""
     gathered: Tensor | None = None
-
-    @classmethod
-    def of_tokens(cls, x: Tensor, shards: Shards, tokens: slice) -> Self:
-        """Return an output with one value per token along dim 1."""
-        wrapped = cls.of(x, shards)
-        wrapped.tokens = tokens
-        return wrapped
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator] # compiled graphs take plain tensors only

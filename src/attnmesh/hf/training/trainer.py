@@ -87,16 +87,12 @@ class MeshTrainer:
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         """Run a training step on shards."""
-        self.calls.install(model)
-        self.calls.install(self.model)
-        with self.calls.active():
+        with self.calls.active(True, model, self.model):
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run an evaluation step on shards."""
-        self.calls.install(model)
-        self.calls.install(self.model)
-        with self.calls.active():
+        with self.calls.active(True, model, self.model):
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
