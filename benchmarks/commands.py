@@ -19,8 +19,7 @@ from attnmesh.cli.plan import cluster_of, heads_of
 from attnmesh.cli.plan_workload import length_of
 from attnmesh.cli.probe import PROBE_EXPLAINED, described, measured
 from attnmesh.cli.proofs import devices
-from attnmesh.core.checks import require
-from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.errors import ArgumentError, MeshError, require
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh_command import SETTINGS

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.mesh.merges import MERGE_CHOICES
 from benchmarks.netns import World, run_on, send_rows
 from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
 

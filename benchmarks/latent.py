@@ -14,12 +14,12 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.mask import Causal
 from attnmesh.decode.cache import KVCache
 from attnmesh.hf.mask import MaskSpec
 from attnmesh.mesh.axes import Mesh
+from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import send_rows
 from benchmarks.timing import Timing
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_count
 from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Mask, Window, check_mask
-from attnmesh.errors import LayoutError, MeshError
+from attnmesh.errors import LayoutError, MeshError, check_count
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import Problem, schedule
 from attnmesh.mesh.shapes import Shape

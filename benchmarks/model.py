@@ -19,13 +19,13 @@ from transformers.utils import logging
 
 from attnmesh import hf
 from attnmesh.cli.launch import Send, run_on_ranks
-from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import with_sinks
 from attnmesh.decode.cache import KVCache
 from attnmesh.hf.load import open_model
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
+from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.decode import ring
 from benchmarks.netns import World, run_on, send_rows
 from benchmarks.timing import Timing, resident

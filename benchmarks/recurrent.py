@@ -19,12 +19,12 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 import attnmesh as am
 from attnmesh.cli.launch import Send
-from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError
 from attnmesh.hf.recurrent.prepare import prepare_layers
 from attnmesh.hf.shards import ShardMask, Shards
 from attnmesh.runtime.counters import counted
+from attnmesh.setup.init_mesh import init_mesh
 from benchmarks.netns import World, ranks_of, run_on, send_rows
 from benchmarks.timing import Timing, race
 

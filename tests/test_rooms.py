@@ -13,6 +13,7 @@ ROOMS = [
     "planner",
     "comm",
     "guard",
+    "setup",
     "attention",
     "decode",
     "recurrent",

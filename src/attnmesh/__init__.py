@@ -2,15 +2,17 @@
 
 from typing import TYPE_CHECKING, Any
 
+from attnmesh.attention.attend import attend as attend
+
 # `attention` and `decode` are also the names of packages. Python sets a package as an attribute of its parent once,
 # when it is first imported; each line below imports the package first and then binds the function over it.
 from attnmesh.attention.attention import attention as attention
+from attnmesh.attention.merge_across import merge_across as merge_across
+from attnmesh.attention.partials import energy as energy
+from attnmesh.attention.partials import merge as merge
 from attnmesh.attention.sharding import shard as shard
 from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
-from attnmesh.comm.init_mesh import init_mesh as init_mesh
-from attnmesh.comm.init_mesh import split_mesh as split_mesh
-from attnmesh.comm.merge import merge_across as merge_across
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Split as Split
 from attnmesh.core.layout import Striped as Striped
@@ -22,11 +24,8 @@ from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
-from attnmesh.core.partial import energy as energy
-from attnmesh.core.partial import merge as merge
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode
-from attnmesh.kernels.attend import attend as attend
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 from attnmesh.planner.cluster import Cluster as Cluster
@@ -37,6 +36,8 @@ from attnmesh.planner.workload import Workload as Workload
 from attnmesh.recurrent.halo import halo as halo
 from attnmesh.recurrent.scan import AffineMap as AffineMap
 from attnmesh.recurrent.scan import scan_across as scan_across
+from attnmesh.setup.init_mesh import init_mesh as init_mesh
+from attnmesh.setup.init_mesh import split_mesh as split_mesh
 from attnmesh.store.recover import recover as recover
 
 if TYPE_CHECKING:

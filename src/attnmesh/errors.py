@@ -1,10 +1,16 @@
-"""Errors that attnmesh raises.
+"""Errors that attnmesh raises, and the checks that values make of themselves.
 
 Each message has one form: `subject: expected X, given Y. Fix: Z.` Every error except `RankFailure` is a `ValueError`.
 All of them can be pickled, so that one rank can send its error to the others.
 """
 
-from collections.abc import Sequence
+import operator
+import warnings
+from collections.abc import Collection, Sequence
+from numbers import Number
+from types import NoneType
+
+from torch import Tensor
 
 
 class InputError(ValueError):
@@ -120,3 +126,48 @@ class RankFailure(RuntimeError):
         lost = f"ranks {', '.join(map(str, ranks))} are" if len(ranks) > 1 else "some rank is"
         lost = f"rank {ranks[0]} is" if len(ranks) == 1 else lost
         return f"{lost} lost along the {axis} axis, {step}: {why}"
+
+
+def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
+    """Raise the error unless the condition holds."""
+    if not fits:
+        raise error(subject, expected, str(given), fix)
+
+
+def short(value: object) -> str:
+    """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
+
+
+def type_and_shape(value: object) -> str:
+    """Return dtype and shape of a tensor as text for an error, and the type of another value."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
+    """Return value as an int, or raise unless it is a whole number of at least `least`, of any integer type."""
+    try:
+        count = value if isinstance(value, int) else operator.index(value)
+    except TypeError:
+        count = least - 1
+    if isinstance(value, bool) or count < least:
+        raise error(subject, f"a whole number, {least} or more", repr(value), fix)
+    return count
+
+
+def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
+    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
+    if not isinstance(value, str) or value not in choices:
+        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Warn once per process. The warning points at the caller of the public function, three frames up."""
+    if message not in _warned:
+        warnings.warn(message, UserWarning, stacklevel=4)
+        _warned.add(message)  # not reached where warnings are errors: then each call raises

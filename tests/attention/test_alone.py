@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
-from attnmesh.core import checks
+from attnmesh import errors
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -25,12 +25,12 @@ def heads() -> list[Tensor]:
 
 def warned(call: Callable[[], Any]) -> list[tuple[str, bool]]:
     """What a call warned of, as if it were the first of its process, and whether this file is blamed."""
-    before = set(checks._warned)
-    checks._warned.clear()
+    before = set(errors._warned)
+    errors._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
-    checks._warned.update(before)
+    errors._warned.update(before)
     return [(str(w.message), w.filename == __file__) for w in caught if w.category is UserWarning]
 
 
@@ -79,15 +79,15 @@ def test_one_rank_is_not_warned(pool: Pool) -> None:
 def where_warnings_are_errors() -> list[bool]:
     """Whether each call of two raises."""
     raised = []
-    before = set(checks._warned)
-    checks._warned.clear()
+    before = set(errors._warned)
+    errors._warned.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
             with pytest.raises(UserWarning, match="no mesh="):
                 am.attention(*heads())
             raised.append(True)
-    checks._warned.update(before)
+    errors._warned.update(before)
     return raised
 
 

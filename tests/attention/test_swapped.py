@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.core import checks
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -73,12 +72,12 @@ def test_other_errors_do_not(call: Callable[[], Any]) -> None:
 
 
 def warned(call: Callable[[], Any]) -> list[tuple[str, bool]]:
-    checks._warned.clear()
+    errors._warned.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
         call()
-    checks._warned.clear()
+    errors._warned.clear()
     return [(str(w.message), w.filename == __file__) for w in caught if w.category is UserWarning]
 
 

@@ -8,7 +8,7 @@ from benchmarks import recurrent
 from benchmarks.commands import app
 
 import attnmesh as am
-from attnmesh.comm.init_mesh import init_mesh
+from attnmesh.setup.init_mesh import init_mesh
 from tests.cli.test_app import run
 from tests.support.pool import Pool
 

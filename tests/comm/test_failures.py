@@ -12,9 +12,9 @@ from benchmarks import netns
 
 import attnmesh as am
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm import rendezvous
 from attnmesh.errors import ClusterError, MeshError, RankFailure
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.setup import rendezvous
 from tests.benchmarks.test_netns import needs_hosts
 from tests.support.mesh_problems import named_mesh
 from tests.tools import chaos

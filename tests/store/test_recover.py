@@ -16,10 +16,10 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh import hf
 from attnmesh.cli.launch import _leave_with_parent
-from attnmesh.comm.rendezvous import enter, leave
 from attnmesh.errors import MeshError, RankFailure, UnforeseenError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.setup.rendezvous import enter, leave
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 import attnmesh as am
 
 PACKAGE = Path(am.__file__).parent
-WARM, TRACED = 5, 3
+WARM, TRACED = 5, 10
 """Calls before those that are traced, and how many of these there are."""
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64

@@ -9,11 +9,12 @@ from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend, attend_latents
 from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
-from attnmesh.core.checks import autocast, check_most_keys, warn_if_swapped, without_autocast
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FULL, Mask
+from attnmesh.guard.checks import check_most_keys, warn_if_swapped
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.plans import LocalPlan, kind_of
+from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.runtime.kinds import Kinds
 

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.plan import Plan
-from attnmesh.comm.consensus import describe_call, may_compare, run_agreed_with
-from attnmesh.core.checks import (
+from attnmesh.core.layout import Contiguous, Layout, check_layout
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import FAR, Causal, Mask, check_mask
+from attnmesh.errors import LayoutError, MaskError, ShapeError
+from attnmesh.guard.checks import (
     check_checked,
     check_key_lengths,
     check_qkv,
@@ -18,10 +21,7 @@ from attnmesh.core.checks import (
     heads_and_length,
     with_swap_hint,
 )
-from attnmesh.core.layout import Contiguous, Layout, check_layout
-from attnmesh.core.logits import Logits
-from attnmesh.core.mask import FAR, Causal, Mask, check_mask
-from attnmesh.errors import LayoutError, MaskError, ShapeError
+from attnmesh.guard.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import kind_of
 from attnmesh.mesh.axes import Mesh

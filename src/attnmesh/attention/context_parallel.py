@@ -16,12 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from attnmesh.attention.attention import attention
-from attnmesh.comm.init_mesh import split_mesh
-from attnmesh.core.checks import require, short
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.errors import ArgumentError, KernelError, MaskError
+from attnmesh.errors import ArgumentError, KernelError, MaskError, require, short
 from attnmesh.mesh.axes import Mesh
+from attnmesh.setup.init_mesh import split_mesh
 
 SUBJECT = "ContextParallel"
 

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from attnmesh.attention.call import Call
-from attnmesh.comm.consensus import agree
-from attnmesh.core.checks import swap_first
 from attnmesh.core.layout import Contiguous
 from attnmesh.errors import InputError, LayoutError, MeshError
+from attnmesh.guard.checks import swap_first
+from attnmesh.guard.consensus import agree
 from attnmesh.mesh.axes import Mesh, attention_dims
 from attnmesh.mesh.shapes import AXES
 

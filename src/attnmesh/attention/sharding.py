@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed_with
 from attnmesh.comm.p2p import meta_like, swap
-from attnmesh.core.checks import check_tensor
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.errors import KernelError, ShapeError
+from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 

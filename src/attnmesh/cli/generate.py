@@ -14,12 +14,12 @@ from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, 
 from attnmesh.cli.mesh_option import ranks_of_axes
 from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.merge_checks import MERGE_CHOICES
-from attnmesh.comm.rendezvous import enter
-from attnmesh.core.checks import DTYPES
-from attnmesh.decode.decode import check_reproducible
+from attnmesh.core.partial import DTYPES
+from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.machine import machine
+from attnmesh.setup.rendezvous import enter
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
 PromptText = Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")]

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from attnmesh.cli.launch import leaving_tidily, under_torchrun
 from attnmesh.cli.mesh_option import MeshChoice, choose
 from attnmesh.cli.output import Status
-from attnmesh.core.checks import require
-from attnmesh.errors import ModelError
+from attnmesh.errors import ModelError, require
 
 
 class Prompt(NamedTuple):

@@ -17,7 +17,6 @@ from attnmesh.cli.generate_prompt import Prepared
 from attnmesh.cli.launch import Send
 from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
-from attnmesh.comm.init_mesh import everyone, init_mesh
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
@@ -25,6 +24,7 @@ from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.counters import counted
+from attnmesh.setup.init_mesh import everyone, init_mesh
 
 
 @dataclass(frozen=True)

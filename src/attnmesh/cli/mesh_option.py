@@ -4,8 +4,7 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from attnmesh.core.checks import require
-from attnmesh.errors import MeshError
+from attnmesh.errors import MeshError, require
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 
 TP = "tp"

@@ -25,8 +25,8 @@ from attnmesh.cli.plan_workload import (
     recurrent_record,
     source_of,
 )
-from attnmesh.core.checks import DTYPES
 from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.core.partial import DTYPES
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import PRESETS, Cluster
 from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnmesh.attention.attend import attend
+from attnmesh.attention.partials import energy
 from attnmesh.core.mask import Band, Causal, Documents, Full, Mask, Window
-from attnmesh.core.partial import energy
-from attnmesh.kernels.attend import attend
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cuda import CUDA, operator_name
 from attnmesh.kernels.driver import KERNELS, choose, choose_for_cache

@@ -6,19 +6,16 @@ from collections.abc import Sequence
 from ctypes import memmove, string_at
 from time import perf_counter
 from typing import cast
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm.failures import failure
-from attnmesh.comm.merge_checks import OUTPUTS, MergeChecker, mesh_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of, rounds
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.digest import wrapped
-from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
@@ -100,36 +97,3 @@ def merge_in_host(
     except PeerLostError as error:
         raise failure(axis, "merging", error.peer, error) from error
     count_messages(axis.size - 1 if steps is None else len(steps), message.nbytes)
-
-
-def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
-    """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    options = (
-        isinstance(how, str),
-        output in OUTPUTS,
-        wire is None,
-        base == "e",
-        type(checked) in (bool, type(None)),
-    )
-    if not all(options):
-        return False
-    if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
-        return False
-    out, lse = partial
-    fits: bool = out.dtype == lse.dtype == torch.float32 and out.ndim == 4 and lse.shape == out.shape[:-1]
-    return fits
-
-
-def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str, *, compares: bool) -> Partial:
-    """Return the merge in new tensors, as one native call. `text` is what ranks compare."""
-    message = merge.blank()
-    place = merge.places(message)
-    place.out.copy_(partial.out)
-    place.lse.copy_(partial.lse)
-    if not merge.run(message, crc32(text.encode())):
-        if not compares:  # ranks whose calls differ get NaN
-            place.out.fill_(torch.nan)
-        else:
-            MergeChecker(mesh_of(merge.axis), "tree", True, lambda: text).after(message[:2], "merge_across")
-    heads = merge.heads(output)
-    return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))

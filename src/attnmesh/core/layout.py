@@ -18,8 +18,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_count
-from attnmesh.errors import LayoutError
+from attnmesh.errors import LayoutError, check_count
 
 
 class Layout(Hashable, Protocol):

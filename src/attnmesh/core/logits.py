@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_scale
 from attnmesh.errors import DtypeError
 
 
@@ -51,3 +50,13 @@ def check_softcap(subject: str, softcap: float | None) -> float:
         fix = "pass a Python float, or leave it out for no cap"
         raise DtypeError(f"{subject} softcap", "None or a number from 1e-30 to 1e30", given, fix)
     return float(softcap)
+
+
+def check_scale(subject: str, scale: float | None, dim: int) -> float:
+    """Return the scale, 1/sqrt(dim) by default. Its size must fit in float32, which kernels use."""
+    if scale is None:
+        return float(dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not (scale == 0 or 1e-30 <= abs(scale) <= 1e30):
+        given = f"{scale!r} of type {type(scale).__name__}"
+        raise DtypeError(f"{subject} scale", "None, 0 or a number of size 1e-30 to 1e30", given, "pass a Python float")
+    return float(scale)

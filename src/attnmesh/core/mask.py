@@ -23,8 +23,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_count
-from attnmesh.errors import MaskError
+from attnmesh.errors import MaskError, check_count
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import CallChecker, describe_call, run_agreed
-from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.comm.topology import mailboxes_of, rounds
-from attnmesh.core.checks import check_checked, check_count, check_positions
 from attnmesh.core.digest import fingerprints, history_checksum
 from attnmesh.core.mask import Mask
 from attnmesh.decode.block_cyclic import check_cover, position_sum
@@ -27,8 +24,13 @@ from attnmesh.decode.pages import PagedCache
 from attnmesh.decode.plan import StepPlans, append_known, kind_of_new
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.decode.saved_cache import SavedCache, SavedPieces
+from attnmesh.errors import check_count
+from attnmesh.guard.checks import check_checked, check_positions
+from attnmesh.guard.consensus import CallChecker, describe_call, run_agreed
+from attnmesh.guard.merge_checks import prepare_merges
 from attnmesh.mesh.axes import Mesh, flat_axis
 from attnmesh.runtime.kinds import Kinds
+from attnmesh.setup.init_mesh import device_fault, device_for
 
 
 class KVCache(PagedCache, SavedCache):
@@ -118,6 +120,8 @@ class KVCache(PagedCache, SavedCache):
             rounds(self.tokens, False)  # exchanges the ranks' hosts now rather than in the first step
         for axis in (self.tokens, self.mesh.heads):
             mailboxes_of(axis, self.device)
+        if self.tokens.size > 1 and self.device.type == "cpu":
+            prepare_merges(self.tokens)
         shard = partial(CacheShard, sizes, self.mesh.heads, self.tokens.size, self.device)
         allocate = sizes.allocating()(partial(Shards, self.tokens, copies, shard))
         self.shards = run_agreed(self.mesh, allocate, "KVCache")

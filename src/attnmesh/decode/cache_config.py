@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import is_capturing, may_compare
-from attnmesh.core.checks import DTYPES, check_same_kind, require, swap_first
 from attnmesh.core.mask import Mask
+from attnmesh.core.partial import DTYPES
 from attnmesh.decode.window import check_whole, check_window, longest_row
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, require
+from attnmesh.guard.checks import check_same_kind, swap_first
+from attnmesh.guard.consensus import is_capturing, may_compare
 from attnmesh.runtime.machine import is_out_of_memory
 
 NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import CallChecker
-from attnmesh.core.checks import check_tensor, require, type_and_shape
 from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import CacheProperties, Shards
 from attnmesh.decode.shared_blocks import SharedBlocks
-from attnmesh.errors import DtypeError, KernelError, ShapeError
+from attnmesh.errors import DtypeError, KernelError, ShapeError, require, type_and_shape
+from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.consensus import CallChecker
 
 
 class Pages(NamedTuple):

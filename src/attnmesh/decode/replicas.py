@@ -6,7 +6,6 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from attnmesh.comm.consensus import may_compare
 from attnmesh.comm.p2p import exchange_messages, meta_like
 from attnmesh.comm.topology import all_gather_ints, hosts
 from attnmesh.core.digest import history_checksum
@@ -16,6 +15,7 @@ from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.window import first_needed
 from attnmesh.errors import ShapeError
+from attnmesh.guard.consensus import may_compare
 from attnmesh.kernels.cache_view import Padding
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import Tensors

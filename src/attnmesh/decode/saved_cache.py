@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.core.checks import require
-from attnmesh.errors import StoreError
+from attnmesh.errors import StoreError, require
+from attnmesh.guard.consensus import agree
 from attnmesh.mesh.axes import Mesh
 from attnmesh.runtime.supplied import Supplied
 from attnmesh.runtime.world import WORLD

@@ -7,9 +7,8 @@ are left to new memory with some slots to spare, about eight moves per token.
 
 from torch import Tensor
 
-from attnmesh.core.checks import require
 from attnmesh.core.mask import FAR, Mask, check_mask
-from attnmesh.errors import MaskError, ShapeError
+from attnmesh.errors import MaskError, ShapeError, require
 
 
 def check_window(mask: Mask | None, keep: int) -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.attention import attention
-from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.topology import all_gather_ints
 from attnmesh.core.layout import Split
 from attnmesh.core.mask import Causal, Full, Mask
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.diffusers.upstream import AttentionBackendName, BackendRegistry, dispatch_attention_fn
 from attnmesh.errors import KernelError, MaskError
+from attnmesh.guard.consensus import describe_call, run_agreed
 
 SUBJECT = "attnmesh.diffusers attention"
 

@@ -7,13 +7,13 @@ from typing import Any
 from diffusers import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.core.checks import check_checked, require
 from attnmesh.diffusers.backend import backend_of, register, unregister
 from attnmesh.diffusers.plans import TokenPlan, plan_of
 from attnmesh.diffusers.state import MeshState, split_attention
 from attnmesh.diffusers.upstream import unwrap_module
-from attnmesh.errors import ModelError
+from attnmesh.errors import ModelError, require
+from attnmesh.guard.checks import check_checked
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from attnmesh.comm.consensus import CallChecker
 from attnmesh.core.digest import fingerprints
 from attnmesh.diffusers.plans import TokenPlan, TokenSplit, modules_named
 from attnmesh.diffusers.tokens import Tokens
 from attnmesh.diffusers.upstream import Attention, AttentionModuleMixin, MochiAttention
 from attnmesh.errors import KernelError, ModelError, ShapeError
+from attnmesh.guard.consensus import CallChecker
 from attnmesh.mesh.axes import Mesh
 
 SUBJECT = "attnmesh.diffusers forward"

@@ -13,9 +13,8 @@ from torch.nn.functional import pad
 from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.checks import autocast, check_scale, without_autocast
 from attnmesh.core.layout import Striped
-from attnmesh.core.logits import Logits
+from attnmesh.core.logits import Logits, check_scale
 from attnmesh.core.mask import Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
@@ -27,6 +26,7 @@ from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.traced import TracedMask, attend_traced
 from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh
 
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteria
 
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.core.checks import check_count, require, short, type_and_shape
 from attnmesh.core.digest import DIGEST_VALUES, digest
 from attnmesh.decode.saved_cache import Saving
-from attnmesh.errors import ArgumentError, KernelError, StoreError
+from attnmesh.errors import ArgumentError, KernelError, StoreError, check_count, require, short, type_and_shape
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.options import ASSISTED_OPTIONS, Settings, describe_value
 from attnmesh.mesh.axes import Mesh

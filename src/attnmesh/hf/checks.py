@@ -6,12 +6,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from attnmesh.comm.consensus import agree, describe_call, may_compare
-from attnmesh.core.checks import require, short
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
 from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
-from attnmesh.errors import InputError, KernelError, MaskError, ShapeError
+from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require, short
+from attnmesh.guard.consensus import agree, describe_call, may_compare
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
 from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers

@@ -18,8 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.core.checks import require
-from attnmesh.errors import KernelError, MaskError
+from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state

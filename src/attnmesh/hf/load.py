@@ -26,8 +26,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attnmesh.core.checks import require
-from attnmesh.errors import KernelError, ModelError
+from attnmesh.errors import KernelError, ModelError, require
 from attnmesh.hf.models import NAME, USE_SUPPORTED, check_layers
 from attnmesh.hf.tensor_parallel import tensor_parallel
 from attnmesh.runtime.machine import is_out_of_memory

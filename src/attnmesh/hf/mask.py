@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.core.checks import require
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
-from attnmesh.errors import MaskError, ShapeError
+from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor

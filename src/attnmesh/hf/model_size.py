@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.core.checks import require
 from attnmesh.core.mask import Mask, Window
-from attnmesh.errors import ModelError
+from attnmesh.errors import ModelError, require
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, WINDOWED_LAYERS, cached_layers, layer_kinds

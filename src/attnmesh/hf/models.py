@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.core.checks import require
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.hf.upstream import PEFT
 
 NAME = "attnmesh"

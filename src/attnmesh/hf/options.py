@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, MaskError, ShapeError
+from attnmesh.errors import (
+    ArgumentError,
+    DtypeError,
+    KernelError,
+    MaskError,
+    ShapeError,
+    require,
+    short,
+    type_and_shape,
+)
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.mask import check_left_padded
 from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime

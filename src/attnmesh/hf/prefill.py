@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap

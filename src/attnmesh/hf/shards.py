@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Full, Mask
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, require
 from attnmesh.hf.models import SUBJECT, USE_SUPPORTED
 from attnmesh.mesh.axes import Mesh
 

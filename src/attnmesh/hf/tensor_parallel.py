@@ -15,15 +15,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.comm.init_mesh import everyone
-from attnmesh.comm.merge_checks import OUTPUTS
-from attnmesh.core.checks import check_choice, require, short
-from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError
+from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import check_model, unwrap
 from attnmesh.hf.upstream import apply_tensor_parallelism
+from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
+from attnmesh.setup.init_mesh import everyone
 
 AXIS = "tp"
 """Name of the axis of tensor parallelism in a mesh of several axes."""

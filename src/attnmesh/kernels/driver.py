@@ -12,16 +12,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import check_choice, without_autocast
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.traced import without_autocast
 from attnmesh.kernels.triton import Triton
 from attnmesh.runtime.kept import KEPT
 

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import autocast_enabled
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Full, Mask
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward
 from attnmesh.kernels.native.kernel import MOST_ROWS, NativeKind
-from attnmesh.kernels.traced import PLAIN, are_plain, is_dense, is_learned, is_seen
+from attnmesh.kernels.traced import PLAIN, are_plain, autocast_enabled, is_dense, is_learned, is_seen
 
 Kind = tuple[Any, ...]
 

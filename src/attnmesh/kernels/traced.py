@@ -1,6 +1,7 @@
-"""Calls that PyTorch does more with than compute them: it traces, transforms or records them for a backward pass."""
+"""Calls that PyTorch does more with than compute them: it traces, transforms, casts or records them."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Never
 
 import torch
@@ -81,3 +82,28 @@ def are_plain(*tensors: Any) -> bool:
         if x.layout is not torch.strided or x.is_nested or x.is_neg():  # `is_dense`, on the path of every step
             return False
     return True
+
+
+def autocast_enabled(*tensors: Tensor) -> bool:
+    """Return True if autocast is enabled for the tensors' device."""
+    first = tensors[0]
+    if isinstance(first, Tensor) and first.is_cpu and not torch.is_autocast_enabled("cpu"):
+        return False  # the common case of a step, in one call
+    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
+        return False
+    if not torch.is_autocast_enabled(first.device.type):
+        return False
+    return all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, cast as autocast casts those of PyTorch's own attention."""
+    if not autocast_enabled(*tensors):
+        return tensors
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def without_autocast(*tensors: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would round more than the caller's dtype does."""
+    return torch.autocast(tensors[0].device.type, enabled=False) if autocast_enabled(*tensors) else nullcontext()

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import warn_once
-from attnmesh.errors import MeshError
+from attnmesh.errors import MeshError, warn_once
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
@@ -164,6 +163,11 @@ class Mesh:
 
 ALONE = Mesh(Axis(), Axis(), Axis())
 """The mesh of one rank."""
+
+
+def mesh_of(axis: Axis) -> Mesh:
+    """Return a mesh of one axis."""
+    return Mesh(Axis(), Axis(), axis)
 
 
 @cached_per_world()

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.core.checks import require
-from attnmesh.errors import MeshError
+from attnmesh.errors import MeshError, require
 
 AXES = ("heads", "queries", "keys")
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from attnmesh.core.checks import warn_once
 from attnmesh.core.layout import Layout
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, warn_once
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.candidate import Candidate

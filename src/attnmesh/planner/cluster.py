@@ -8,8 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import check_count, require
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, check_count, require
 from attnmesh.planner.hardware import NO_LINK, Device, Link
 from attnmesh.runtime.supplied import Supplied
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag
 from attnmesh.core.mask import FAR
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape

@@ -4,8 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attnmesh.core.checks import require
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.shapes import Shape, share_evenly
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.decode_cost import MergeGroup, all_reduce_seconds

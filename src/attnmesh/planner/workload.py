@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from attnmesh.core.checks import DTYPES, check_choice, check_count, require, short
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
-from attnmesh.errors import ClusterError, DtypeError, ShapeError
+from attnmesh.core.partial import DTYPES
+from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, check_count, require, short
 
 MAX_COUNT = 10**15
 """Largest count that a workload takes, of tokens, heads, layers or anything else."""

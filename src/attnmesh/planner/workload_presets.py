@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from attnmesh.core.checks import check_choice
 from attnmesh.core.mask import Full
+from attnmesh.errors import check_choice
 from attnmesh.planner.workload import Workload
 
 

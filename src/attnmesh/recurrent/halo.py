@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed_with
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.core.checks import check_count, check_tensor, require
-from attnmesh.errors import DtypeError, ShapeError
+from attnmesh.errors import DtypeError, ShapeError, check_count, require
+from attnmesh.guard.checks import check_tensor
+from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
 from attnmesh.recurrent.heads import first_tokens, own_tokens
 

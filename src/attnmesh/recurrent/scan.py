@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import agree_on_call, describe_call
 from attnmesh.comm.p2p import exchange_messages
-from attnmesh.core.checks import check_checked, check_one_device, check_tensor, require, without_autocast
 from attnmesh.core.partial import sum_dtype
-from attnmesh.errors import ArgumentError, DtypeError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
+from attnmesh.guard.checks import check_checked, check_one_device, check_tensor
+from attnmesh.guard.consensus import agree_on_call, describe_call
+from attnmesh.kernels.traced import without_autocast
 from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
 
 

@@ -12,7 +12,7 @@ class Supplied(Generic[P, R]):
 
     `Cluster.measure` and `Plan.init_mesh` exchange messages, and `KVCache.save` and `load` use files. Users find these
     methods at the value. The value's room may not import the one that does the work, so it declares what it needs.
-    `comm` and `store` supply it, which `import attnmesh` imports.
+    `setup` and `store` supply it, which `import attnmesh` imports.
 
     >>> twice = Supplied[[int], int]()
     >>> twice.supply(lambda x: 2 * x)

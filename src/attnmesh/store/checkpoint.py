@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.comm.init_mesh import device_fault, device_for
 from attnmesh.core.mask import FAR
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards, check_copies
 from attnmesh.errors import ShapeError, StoreError
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.mesh.axes import Axis, Mesh, overlap
+from attnmesh.setup.init_mesh import device_fault, device_for
 from attnmesh.store.tensor_file import FIX, TensorFile, check_size, host_memory
 
 VERSION = 4

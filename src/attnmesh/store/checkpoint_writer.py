@@ -16,11 +16,11 @@ from secrets import randbits
 
 from torch import Tensor
 
-from attnmesh.comm.consensus import agree, attempt, describe_call
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.replicas import Shards
 from attnmesh.decode.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
+from attnmesh.guard.consensus import agree, attempt, describe_call
 from attnmesh.store.checkpoint import (
     MANIFEST,
     MORE,

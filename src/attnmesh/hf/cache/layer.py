@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from attnmesh.attention.latent import Latents, Projection
-from attnmesh.comm.consensus import agree
-from attnmesh.comm.merge_checks import check_merge
-from attnmesh.core.checks import check_checked, check_count, require
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.decode import check_reproducible
+from attnmesh.decode.checks import check_reproducible
 from attnmesh.decode.replicas import check_copies
 from attnmesh.decode.window import longest_row
-from attnmesh.errors import InputError, KernelError, ShapeError
+from attnmesh.errors import InputError, KernelError, ShapeError, check_count, require
+from attnmesh.guard.checks import check_checked
+from attnmesh.guard.consensus import agree
+from attnmesh.guard.merge_checks import check_merge
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
 from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
 from attnmesh.hf.upstream import CacheLayerMixin

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.topology import all_gather_ints
-from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import decode
-from attnmesh.errors import KernelError, ShapeError
+from attnmesh.errors import KernelError, ShapeError, require
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.layer import ShardedLayer, check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers, states_of
 from attnmesh.hf.cache.stored_layers import StoredLayers

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from attnmesh.core.checks import require
-from attnmesh.errors import KernelError
+from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent, layer_kinds
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Cache
 
-from attnmesh.comm.consensus import run_agreed
-from attnmesh.core.checks import require
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.saved_cache import Saving
-from attnmesh.errors import KernelError, ShapeError, StoreError
+from attnmesh.errors import KernelError, ShapeError, StoreError, require
+from attnmesh.guard.consensus import run_agreed
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
 from attnmesh.mesh.axes import Mesh

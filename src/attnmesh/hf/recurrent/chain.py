@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
-from attnmesh.errors import KernelError, LayoutError, ShapeError
+from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.recurrent.halo import halo_of_parts

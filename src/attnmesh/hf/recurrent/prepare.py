@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.core.checks import require
 from attnmesh.core.mask import Full
-from attnmesh.errors import KernelError, MaskError
+from attnmesh.errors import KernelError, MaskError, require
 from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, running

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
-from attnmesh.core.checks import require
-from attnmesh.errors import ArgumentError, MaskError
+from attnmesh.errors import ArgumentError, MaskError, require
 from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
 from attnmesh.recurrent.scan import AffineMap
 

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.init_mesh import check_groups
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import KernelError, MeshError
+from attnmesh.errors import KernelError, MeshError, require
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import ACCELERATE
 from attnmesh.runtime.world import cached_per_world
+from attnmesh.setup.init_mesh import check_groups
 
 
 class Replicas(NamedTuple):

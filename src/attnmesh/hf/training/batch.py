@@ -10,12 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from attnmesh.attention.sharding import shard
-from attnmesh.comm.consensus import describe_call, run_agreed
-from attnmesh.core.checks import require, short, type_and_shape
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Documents, Full, Mask
-from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError
+from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
+from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.models import USE_TOKENIZER
 from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards
 from attnmesh.hf.training.caller import prepare_caller

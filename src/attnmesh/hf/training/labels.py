@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnmesh.core.checks import require
-from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import COPY_FUNCTIONS, METADATA_FUNCTIONS, VIEW_FUNCTIONS, ShardTensor
 

@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.checks import require, short
 from attnmesh.core.layout import Contiguous, Layout
-from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.errors import ArgumentError, KernelError, require, short
 from attnmesh.hf.models import check_implementation, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
 from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, shard_batch

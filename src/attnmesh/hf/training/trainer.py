@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.checks import require
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.errors import ArgumentError, KernelError
+from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import check_trainer

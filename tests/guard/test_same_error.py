@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.comm.consensus import agree
 from attnmesh.errors import (
     ArgumentError,
     ClusterError,
@@ -37,6 +36,7 @@ from attnmesh.errors import (
     ShapeError,
     StoreError,
 )
+from attnmesh.guard.consensus import agree
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.mesh_problems import named_mesh

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from attnmesh.comm import rendezvous
 from attnmesh.errors import ArgumentError, RankFailure
+from attnmesh.setup import rendezvous
 
 
 def enter_all(store: HashStore, ranks: int, present: list[int], seconds: float = 20.0) -> list[str | tuple[int, ...]]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh import errors
-from attnmesh.comm.merge_checks import MERGE_CHOICES
 from attnmesh.comm.topology import hosts
 from attnmesh.mesh.axes import Axis
+from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
 

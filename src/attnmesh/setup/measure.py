@@ -13,13 +13,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed
 from attnmesh.comm.topology import all_gather_ints, hosts, mailboxes_of
-from attnmesh.core.checks import check_dtype, require
-from attnmesh.errors import ClusterError
-from attnmesh.kernels.attend import attend
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import FULL
+from attnmesh.core.partial import Partial
+from attnmesh.errors import ClusterError, require
+from attnmesh.guard.checks import check_dtype
+from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.plans import LocalPlan
 from attnmesh.mesh.axes import Axis, Mesh, device_of, flat_axis
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.cluster import Cluster
@@ -98,18 +103,23 @@ def measure_device(world: MeasuredRanks, dtype: torch.dtype) -> Device:
     tokens, width = (8192, 128) if gpu else (512, 64)
     q, k, v = torch.randn(3, 1, 8, tokens, width, device=world.device, dtype=dtype).unbind()
     flops = 4 * 8 * tokens * tokens * width
-    learned = [x.clone().requires_grad_() for x in (q, k, v)]
+    learned, logits = [x.clone().requires_grad_() for x in (q, k, v)], Logits(width**-0.5)
+
+    def planned(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Partial]:
+        return partial(LocalPlan.of(q, k, v, FULL, logits, "auto").attend, q, k, v, None)
 
     def both() -> None:
-        torch.autograd.grad(attend(*learned).out.sum(), learned)
+        out, _ = run_attend(AttendCall(learned[0], learned[1], learned[2], FULL, logits, "auto"))
+        torch.autograd.grad(out.sum(), learned)
 
     with torch.no_grad():
-        forward = world.median(lambda: attend(q, k, v), until_all=True)
-        one = world.median(lambda: attend(q, k, v) if world.axis.index == 0 else None, until_all=True)
+        whole = planned(q, k, v)
+        forward = world.median(whole, until_all=True)
+        one = world.median(lambda: whole() if world.axis.index == 0 else None, until_all=True)
         few = [x[:, :, :8].contiguous() for x in (q, k, v)]
-        call = world.short(lambda: attend(*few))
+        call = world.short(planned(*few))
         keys = torch.randn(2, 1, 8, 2**20 if gpu else 2**13, width, device=world.device, dtype=dtype)
-        read = world.median(lambda: attend(few[0][:, :, :1], *keys.unbind()))
+        read = world.median(planned(few[0][:, :, :1], *keys.unbind()))
         copy = world.median(keys.clone)
     backward = max(world.median(both, until_all=True) - forward, forward)
     bytes_read = keys.numel() * keys.element_size()

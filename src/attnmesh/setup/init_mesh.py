@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from attnmesh.comm.consensus import describe_call, run_agreed, run_agreed_with
-from attnmesh.core.checks import require
-from attnmesh.errors import DeviceError, MeshError
+from attnmesh.errors import DeviceError, MeshError, require
+from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.mesh.axes import Axis, Mesh, device_of, device_type_of
 from attnmesh.mesh.shapes import AXES, Shape, check_heads, elements, mesh_shape, rank_grid
 

@@ -17,8 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from attnmesh.comm.failures import is_timeout
-from attnmesh.core.checks import require
-from attnmesh.errors import ArgumentError, RankFailure
+from attnmesh.errors import ArgumentError, RankFailure, require
 from attnmesh.runtime.world import WORLD
 
 TIMEOUT = timedelta(minutes=30)

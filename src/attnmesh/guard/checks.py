@@ -1,19 +1,23 @@
 """Argument checks, shared by all public functions. Each raises an error of `attnmesh.errors`."""
 
-import operator
-import warnings
-from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from numbers import Number, Real
-from types import NoneType
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from attnmesh.errors import ArgumentError, DeviceError, DtypeError, InputError, KernelError, ShapeError
-
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+from attnmesh.core.partial import DTYPES
+from attnmesh.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    InputError,
+    KernelError,
+    ShapeError,
+    require,
+    short,
+    warn_once,
+)
 
 SHAPE = "(batch, heads, length, dim)"
 
@@ -40,24 +44,6 @@ UNSUPPORTED_OPTIONS = {
     "enable_gqa": "leave it out: heads are grouped by their numbers",
 }
 """Fixes for options of other attention functions, by a part of the option's name."""
-
-
-def require(fits: bool, error: type[InputError], subject: str, expected: str, given: object, fix: str) -> None:
-    """Raise the error unless the condition holds."""
-    if not fits:
-        raise error(subject, expected, str(given), fix)
-
-
-def short(value: object) -> str:
-    """Return a value as text for an error: a number or string itself, else its type, and the shape of a tensor."""
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)}"
-    return repr(value)[:40] if isinstance(value, (Number, str, NoneType)) else type(value).__name__
-
-
-def type_and_shape(value: object) -> str:
-    """Return dtype and shape of a tensor as text for an error, and the type of another value."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_qkv(subject: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -132,16 +118,6 @@ def check_one_device(subject: str, named: Mapping[str, Tensor]) -> None:
         raise DeviceError(subject, "one device", given, "move them with .to(device)")
 
 
-def check_scale(subject: str, scale: float | None, dim: int) -> float:
-    """Return the scale, 1/sqrt(dim) by default. Its size must fit in float32, which kernels use."""
-    if scale is None:
-        return float(dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not (scale == 0 or 1e-30 <= abs(scale) <= 1e30):
-        given = f"{scale!r} of type {type(scale).__name__}"
-        raise DtypeError(f"{subject} scale", "None, 0 or a number of size 1e-30 to 1e30", given, "pass a Python float")
-    return float(scale)
-
-
 def check_sinks(subject: str, sinks: Tensor | None, q: Tensor) -> None:
     """Raise unless sinks is None or has one logit per query head."""
     if sinks is None:
@@ -195,23 +171,6 @@ def check_most_keys(subject: str, key_lengths: Tensor | None, keys: int) -> None
     if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
         most = int(key_lengths.max())
         require(most <= keys, ShapeError, subject, f"at most {keys}, the number of keys", str(most), "count real keys")
-
-
-def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: type[InputError] = ShapeError) -> int:
-    """Return value as an int, or raise unless it is a whole number of at least `least`, of any integer type."""
-    try:
-        count = value if isinstance(value, int) else operator.index(value)
-    except TypeError:
-        count = least - 1
-    if isinstance(value, bool) or count < least:
-        raise error(subject, f"a whole number, {least} or more", repr(value), fix)
-    return count
-
-
-def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
-    """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
-    if not isinstance(value, str) or value not in choices:
-        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:
@@ -278,38 +237,3 @@ def warn_if_swapped(subject: str, q: Tensor, key_heads: int) -> None:
     if heads > MAX_HEADS and 0 < length <= MAX_SWAPPED_LENGTH and key_heads > 0 and length % key_heads == 0:
         given = f"q has more than {MAX_HEADS} heads and at most {MAX_SWAPPED_LENGTH} tokens in dims {SHAPE}"
         warn_once(f"{subject}: {given}; {SWAP_HINT}.")
-
-
-_warned: set[str] = set()
-
-
-def warn_once(message: str) -> None:
-    """Warn once per process. The warning points at the caller of the public function, three frames up."""
-    if message not in _warned:
-        warnings.warn(message, UserWarning, stacklevel=4)
-        _warned.add(message)  # not reached where warnings are errors: then each call raises
-
-
-def autocast_enabled(*tensors: Tensor) -> bool:
-    """Return True if autocast is enabled for the tensors' device."""
-    first = tensors[0]
-    if isinstance(first, Tensor) and first.is_cpu and not torch.is_autocast_enabled("cpu"):
-        return False  # the common case of a step, in one call
-    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
-        return False
-    if not torch.is_autocast_enabled(first.device.type):
-        return False
-    return all(isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) for x in tensors)
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors, cast as autocast casts those of PyTorch's own attention."""
-    if not autocast_enabled(*tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def without_autocast(*tensors: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast, which would round more than the caller's dtype does."""
-    return torch.autocast(tensors[0].device.type, enabled=False) if autocast_enabled(*tensors) else nullcontext()

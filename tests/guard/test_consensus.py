@@ -129,7 +129,7 @@ def attended(checked: bool | None, length: int | None) -> list[Any]:
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": length, "checked": checked}
     exchanges, share = [], topology.share_numbers
     with mock.patch(
-        "attnmesh.comm.consensus.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
+        "attnmesh.guard.consensus.share_numbers", lambda *arguments: (exchanges.append(1), share(*arguments))[1]
     ):
         outs = [am.attention(x, x, x, **options) for _ in range(2)]
         same = torch.equal(*outs)
@@ -150,7 +150,7 @@ def test_attention_compares_each_call(pool: Pool, checked: bool | None, length: 
 def uncompared() -> bool:
     mesh = named_mesh(Shape(1, 2, 1), AXES)
     x = torch.ones(1, 2, 5 - dist.get_rank(), WIDTH)
-    with mock.patch("attnmesh.comm.consensus.share_numbers", side_effect=AssertionError("they ask")):
+    with mock.patch("attnmesh.guard.consensus.share_numbers", side_effect=AssertionError("they ask")):
         out = am.attention(x, x, x, mesh=mesh, layout=am.Zigzag(), length=9, checked=False)
     return torch.equal(out, am.attention(x, x, x, mesh=mesh, layout=am.Zigzag()))
 

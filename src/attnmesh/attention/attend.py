@@ -1,0 +1,101 @@
+"""`attend`: attention on one device, as a partial."""
+
+from typing import Never
+
+from torch import Tensor
+
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import FULL, Full, Mask, check_mask
+from attnmesh.core.partial import Partial
+from attnmesh.errors import MaskError, ShapeError
+from attnmesh.guard.checks import (
+    check_key_lengths,
+    check_most_keys,
+    check_positions,
+    check_qkv,
+    check_unknown_options,
+    heads_and_length,
+    warn_if_swapped,
+    with_swap_hint,
+)
+from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.driver import check_kernel
+from attnmesh.kernels.plans import LocalPlan, kind_of
+from attnmesh.kernels.traced import autocast, without_autocast
+from attnmesh.runtime.kinds import Kinds
+
+PLANS = Kinds[LocalPlan]()
+"""Plans of `attend`."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask = Full(),
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    key_lengths: Tensor | None = None,
+    kernel: str = "auto",
+    **more: Never,
+) -> Partial:
+    """Return attention of q over k and v on one device, as a partial `(out, lse)`.
+
+    Positions are 0, 1, 2, ... by default, for q and for k alike: the first query is at the first key, also when there
+    are fewer queries than keys. Tokens may be in any order.
+
+    Args:
+        q: Queries, (batch, heads, q_len, dim).
+        k: Keys, (batch, kv_heads, k_len, dim); `kv_heads` divides `heads`.
+        v: Values, (batch, kv_heads, k_len, value_dim).
+        mask: The keys that each query sees, by position; `Full()` by default.
+        q_positions: Position of each query, int64, (q_len,).
+        k_positions: Position of each key, int64, (k_len,).
+        scale: Factor of the logits, 1/sqrt(dim) by default.
+        softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
+        key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
+        kernel: A name of `attnmesh.kernels.driver.NAMES`. "auto" takes the best that supports q, k and v.
+        **more: Not supported. Options of other attention functions raise an error with a fix.
+
+    Returns:
+        The normalised output in q's dtype, and its lse in float32 or wider; both differentiable once.
+
+    Raises:
+        InputError: If the arguments do not fit together, or the kernel does not support them.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    >>> last = am.attend(q[:, :, -1:], k, v, mask=am.Causal(), q_positions=torch.tensor([7]))
+    >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
+    True
+    """
+    plain = q_positions is k_positions is key_lengths is None and not more
+    options, kind = (mask, scale, softcap, kernel), None
+    if plain:
+        kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
+    if (plan := PLANS.find(kind)) is not None:
+        return plan.attend(q, k, v, None)
+    check_unknown_options("attend", more)
+    q, k, v = autocast(q, k, v)
+    try:
+        check_qkv("attend", q, k, v)
+        in_order = [x.shape[2] for x, positions in ((q, q_positions), (k, k_positions)) if positions is None]
+        check_mask("attend mask", mask, *in_order)
+        for name, x, positions in (("q", q, q_positions), ("k", k, k_positions)):
+            if positions is not None:
+                check_positions(f"attend {name}_positions", positions, x.shape[2])
+        check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
+        if k_positions is None:
+            check_most_keys("attend key_lengths", key_lengths, k.shape[2])
+    except (MaskError, ShapeError) as error:
+        raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+    logits, places = Logits.of("attend", scale, softcap, q.shape[-1]), (q_positions, k_positions)
+    check_kernel(kernel)
+    warn_if_swapped("attend", q, k.shape[2])
+    if kind is not None:
+        return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
+    with without_autocast(q):
+        return Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))

@@ -1,0 +1,132 @@
+"""Checks of a step of decoding. Each raises an error of `attnmesh.errors`."""
+
+from collections.abc import Mapping
+from typing import Never
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask, check_mask
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.cache_config import check_no_gradients
+from attnmesh.decode.step import (
+    DecodeStep,
+    reads_length_on_device,
+)
+from attnmesh.decode.window import is_within
+from attnmesh.errors import (
+    DeviceError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    require,
+)
+from attnmesh.guard.checks import (
+    check_key_lengths,
+    check_most_keys,
+    check_same_kind,
+    check_sinks,
+    check_unknown_options,
+    swap_first,
+)
+from attnmesh.guard.consensus import is_capturing, may_compare
+from attnmesh.guard.merge_checks import check_merge
+from attnmesh.kernels.driver import choose_for_cache
+
+
+def check_step(
+    q: Tensor,
+    cache: KVCache,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    step: DecodeStep,
+    unsupported: Mapping[str, Never],
+) -> DecodeStep:
+    """Return the step with its logits, or raise unless each argument can be served."""
+    sizes = cache.sizes
+    check_no_gradients("decode", {"q": q, "sinks": sinks})
+    check_unknown_options("decode", unsupported)
+    check_same_kind("decode", {"q": q})
+    shape = (sizes.batch, "heads", "length", sizes.head_dim)
+    if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
+        fix = "pass the queries of the cache's last tokens"
+        raise ShapeError("decode q", f"shape {shape}", f"{tuple(q.shape)}", fix)
+    if q.shape[1] % sizes.kv_heads or not q.shape[1]:
+        given = f"{q.shape[1]} query heads on {sizes.kv_heads} key heads"
+        fix = swap_first("pass the model's heads", q.shape[1] > 0 and q.shape[2] % sizes.kv_heads == 0)
+        raise ShapeError("decode q", "query heads a multiple of key heads", given, fix)
+    sizes.check_dtype("decode q", q, cache.device)
+    check_mask("decode mask", step.mask)
+    if sizes.mask is not None and not is_within(step.mask, sizes.mask):
+        expected = f"{sizes.mask}, by which the cache forgets tokens, or a narrower mask"
+        raise MaskError("decode mask", expected, f"{step.mask}", "pass mask=cache.sizes.mask")
+    check_merge("decode", step.merge, step.output)
+    step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
+    if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
+        choose_for_cache(step.kernel, q, cache.shard.keys, cache.shard.values, step.logits.capped)
+    check_sinks("decode sinks", sinks, q)
+    on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
+    check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
+    if cache.padding is not None and step.mask.ends:
+        fix = "keep documents in sequences of their own"
+        raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+    check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
+    if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
+        given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
+        fix = "fill it with append, or prefill in Striped(cache.sizes.block)"
+        raise LayoutError("decode reproducible", "a cache with block-cyclic tokens", given, fix)
+    if step.reproducible and key_lengths is not None:
+        expected, fix = "no key_lengths= beside reproducible=True", "leave one of them out"
+        raise KernelError("decode reproducible", expected, f"key_lengths of {len(key_lengths)} sequences", fix)
+    if not may_compare(q.device):  # a graph does not read the length
+        if q.shape[2] > 1:
+            sizes.check_eager("decode", q.device)
+        if is_capturing(q.device):
+            _check_captured(cache, step, on_host=key_lengths is not None and not on_device)
+        return step
+    _check_lengths(q, cache, step.mask)
+    if not on_device:
+        check_most_keys("decode key_lengths", key_lengths, cache.length)
+    return step
+
+
+def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
+    """Raise unless the host reads nothing of the device and copies nothing to it: a CUDA graph could not."""
+    fix = "pass key_lengths.cuda(), made before the capture"
+    require(
+        not on_host, DeviceError, "decode key_lengths", "a tensor on the GPU in a CUDA graph", "one on the CPU", fix
+    )
+    expected = "one that reads the cache's length on the GPU, in a CUDA graph"
+    fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
+    given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
+    require(reads_length_on_device(cache.shard.view, step.kernel), KernelError, "decode kernel", expected, given, fix)
+
+
+def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:
+    """Raise unless the cache holds what the queries see."""
+    sizes = cache.sizes
+    if not cache.shards.holds(q.shape[2]):
+        given = f"{q.shape[2]} queries and {cache.length} of {cache.sizes.capacity} tokens in the cache"
+        fits = q.shape[2] % cache.sizes.kv_heads == 0 and cache.shards.holds(q.shape[1])
+        fix = swap_first("append before decode", fits)
+        raise ShapeError("decode q", "as many queries as tokens in the cache, or fewer", given, fix)
+    if sizes.mask is not None and not cache.shards.serves(cache.shards.known_length - q.shape[2]):
+        floor, first = cache.shards.floor, cache.length - q.shape[2]
+        expected = f"queries of token {floor} and later ones: the cache has forgotten what earlier tokens see"
+        fix = "decode after each append, or pass queries= to append_shard"
+        fix = fix if cache.length > floor else "append the next token first"
+        raise ShapeError("decode q", expected, f"queries of the tokens from {first} to {cache.length - 1}", fix)
+    if mask.ends:
+        mask.check_length("decode mask", cache.length)
+
+
+def check_reproducible(subject: str, reproducible: object, ranks: int, merge: str) -> None:
+    """Raise unless the result can have the same bits on any number of ranks, where that is wanted."""
+    if not isinstance(reproducible, bool):
+        raise KernelError(subject, "True or False", repr(reproducible), "pass True or False")
+    if reproducible and (ranks & (ranks - 1) or merge not in ("auto", "tree")):
+        expected = "1, 2, 4, 8, ... ranks along queries and keys, and a tree"
+        fix = 'use a power of two of ranks and merge="auto", or leave it out'
+        raise KernelError(subject, expected, f"{ranks} ranks and merge {merge!r}", fix)

@@ -1,0 +1,1 @@
+"""The guard: ranks compare their calls, and fail alike."""
