@@ -4,7 +4,7 @@ import pytest
 
 from attnmesh.kernels.native.build import library
 from tests.support.pool import Pool
-from tests.tools.walk import ALONE, ON_TWO, most_frames, walk, walks_on_two
+from tests.tools.walk import ALONE, FIRST, LAST, MOST_OF_GUARD, ON_TWO, PAGE, drawings, most_frames, walk, walks_on_two
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
 
@@ -15,12 +15,18 @@ def test_a_call_on_one_rank(name: str) -> None:
     assert 0 < len(found.files) <= most_frames(name), found.files
 
 
-def _frames() -> dict[str, list[str]]:
-    return {name: found.files for name, found in walks_on_two().items()}
+def _frames() -> dict[str, tuple[list[str], float]]:
+    return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
 
 
 def test_calls_on_two_ranks(pool: Pool) -> None:
     for answer in pool.run(2, _frames):
         assert len(answer) == len(ON_TWO)
-        for name, files in answer.items():
+        for name, (files, guard) in answer.items():
             assert 0 < len(files) <= most_frames(name), (name, files)
+            assert guard <= MOST_OF_GUARD, name
+
+
+def test_the_page_of_the_code_draws_the_walks(pool: Pool) -> None:
+    drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
+    assert pool.run(2, drawings)[0] == drawn, "write it anew: python -m tests.tools.walk --draw"

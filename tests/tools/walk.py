@@ -1,6 +1,7 @@
 """Walks of steady calls: the frames, files and lines of attnmesh that one call runs through, by room.
 
-    python -m tests.tools.walk
+    python -m tests.tools.walk           the table
+    python -m tests.tools.walk --draw    two walks, function by function, into docs/code.md
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
@@ -28,8 +29,20 @@ WARM, TRACED = 5, 10
 
 HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 
+PAGE = Path(__file__).parents[2] / "docs" / "code.md"
+FIRST, LAST = "<!-- Two walks: python -m tests.tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
+DRAWN = {
+    "attention, 2 ranks, keys": "Prefill and training: the forward pass of `attention` on a mesh.",
+    "decode, 2 ranks": "Decoding: a step on ranks of one host.",
+}
+LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
+"""Files of values and of questions, whose functions a drawing leaves out."""
+
 MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 220, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
+
+MOST_OF_GUARD = 0.15
+"""Share of the executed lines that the guard may have at most."""
 
 
 @dataclass
@@ -47,6 +60,22 @@ class Walk:
     def share(self, *rooms: str) -> float:
         """Return the share of the lines that these rooms have."""
         return sum(self.lines[room] for room in rooms) / max(1, self.lines.total())
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A function that a call runs through: how deep, its file, its name, and the first sentence of its docstring."""
+
+    depth: int
+    file: str
+    name: str
+    sentence: str
+
+    def line(self, width: int = 118) -> str:
+        """Return the line of a drawing, with as much of the sentence as fits."""
+        start = f"{self.file:<25}{'  ' * self.depth}{self.name}"
+        line = f"{start:<61}{self.sentence}"
+        return line if len(line) <= width else f"{line[: width - 4].rsplit(' ', 1)[0].rstrip(',;:')} ..."
 
 
 def walk(call: Callable[[], object]) -> Walk:
@@ -76,6 +105,43 @@ def _traced(call: Callable[[], object]) -> Walk:
     finally:
         sys.settrace(None)
     return found
+
+
+def stops(call: Callable[[], object]) -> list[Stop]:
+    """Return what a call runs through, each function once: public ones, and private ones that lead to others.
+
+    What rooms do for themselves is left out: values (core, mesh, runtime), and what a function of comm calls in turn.
+    """
+    for _ in range(WARM):
+        call()
+    entered: list[tuple[str, str]] = []
+    found: dict[tuple[str, str], Stop] = {}
+    parents: dict[tuple[str, str], tuple[str, str] | None] = {}
+
+    def on_frame(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "return" and entered and entered[-1] == (code.co_filename, code.co_qualname):
+            entered.pop()
+        if event != "call" or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        key, above = (code.co_filename, code.co_qualname), entered[-1] if entered else None
+        entered.append(key)
+        file, docstring = str(Path(code.co_filename).relative_to(PACKAGE)), next(iter(code.co_consts), None)
+        hidden = file.startswith(LEFT_OUT) or "<" in code.co_qualname or code.co_qualname.startswith("Call.")
+        inside = above is not None and _room(above[0]) == "comm" == _room(code.co_filename)
+        if key not in parents and isinstance(docstring, str) and not hidden and not inside:
+            parents[key] = next((other for other in reversed(entered[:-1]) if other in parents), None)
+            depth = sum(other in parents for other in entered[:-1])
+            found[key] = Stop(depth, file, code.co_qualname, docstring.split(". ")[0].splitlines()[0])
+
+    sys.setprofile(on_frame)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    leading = set(parents.values())
+    private = {key for key in found if key[1].split(".")[-1].startswith("_")}
+    return [stop for key, stop in found.items() if key not in private or key in leading]
 
 
 def most_frames(name: str) -> int:
@@ -152,12 +218,37 @@ def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
         frames = len(found.files)
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
-        print(f"{name:<28} {frames:>6} {most_frames(name):>5} {len(set(found.files)):>5} {found.changes:>7}  {most}")
+        print(
+            f"{name:<28} {frames:>6} {most_frames(name):>5} {len(set(found.files)):>5} {found.changes:>7} {found.share('guard'):>6.0%}  {most}"
+        )
+
+
+def _draw_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    drawn = drawings()
+    if rank == 0:
+        before, rest = PAGE.read_text().split(FIRST)
+        PAGE.write_text(before + FIRST + drawn + LAST + rest.split(LAST)[1])
+    dist.destroy_process_group()
+
+
+def drawings() -> str:
+    """Return on a rank of two the drawing of two walks."""
+    parts = []
+    for name, title in DRAWN.items():
+        lines = "\n".join(stop.line() for stop in stops(ON_TWO[name]()))
+        parts.append(f"\n*{title}*\n\n```\n{lines}\n```\n")
+    return "".join(parts) + "\n"
 
 
 def main() -> None:
-    """Print the table of walks."""
-    print(f"{'':<28} frames   max files changes  lines by room")
+    """Print the table of walks, or draw two of them into the page."""
+    if sys.argv[1:] == ["--draw"]:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_draw_rank, (folder,), 2)
+        return
+    print(f"{'':<28} frames   max files changes  guard  lines by room")
     torch.set_num_threads(1)
     _show({name: walk(make()) for name, make in ALONE.items()})
     with tempfile.TemporaryDirectory() as folder:
