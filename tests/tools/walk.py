@@ -216,11 +216,10 @@ def _rank(rank: int, folder: str) -> None:
 
 def _show(walks: dict[str, Walk]) -> None:
     for name, found in walks.items():
-        frames = len(found.files)
+        frames, files = len(found.files), len(set(found.files))
         most = ", ".join(f"{room} {count}" for room, count in found.lines.most_common(5))
-        print(
-            f"{name:<28} {frames:>6} {most_frames(name):>5} {len(set(found.files)):>5} {found.changes:>7} {found.share('guard'):>6.0%}  {most}"
-        )
+        guard = f"{found.share('guard'):.0%}"
+        print(f"{name:<28} {frames:>6} {most_frames(name):>5} {files:>5} {found.changes:>7} {guard:>6}  {most}")
 
 
 def _draw_rank(rank: int, folder: str) -> None:

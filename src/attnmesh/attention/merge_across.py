@@ -110,14 +110,19 @@ def raise_alike(
     given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
-    if axis.size > 1 and device.type == "cpu" and not torch.compiler.is_compiling():
-        prepare_merges(axis)
-    poison, compares = partial_of(send_poison, axis, how, output), checked is not False
+    poison, compares = partial_of(_poison, axis, how, output), checked is not False
     if not _ranks_ask(axis, device):
         MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
     elif axis.size > 1 and may_compare(device):
         _asker(axis).report(error, poison, compares=compares)
     raise error
+
+
+def _poison(axis: Axis, how: str, output: str) -> None:
+    """Take part in a merge with an invalid checksum."""
+    if device_type_of(axis.group) == "cpu":
+        prepare_merges(axis)
+    send_poison(axis, how, output)
 
 
 @torch.library.custom_op("attnmesh::merge_across", mutates_args=())
@@ -146,8 +151,6 @@ def _merge(
 ) -> Partial:
     """Return the merge in new tensors."""
     device = partial.lse.device
-    if axis.size > 1 and device.type == "cpu":
-        prepare_merges(axis)
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
     compares = axis.size > 1 and checked is not False and may_compare(device)
     checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
@@ -156,6 +159,8 @@ def _merge(
         checker.before()
     elif compares and (checked or how == "allreduce" or text not in asker.kinds) and not asker.ask(text):
         return _nan_like(partial, axis, output)
+    if axis.size > 1 and device.type == "cpu":
+        prepare_merges(axis)
     checksum = checksum_of(crc32(text.encode()), partial.lse)
     merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
     if asker is not None and text != asker.last_kind:

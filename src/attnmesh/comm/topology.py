@@ -124,9 +124,10 @@ def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
 
 
 def _timeout(axis: Axis) -> float:
-    """Return the timeout of the axis' process group in seconds."""
+    """Return the timeout of the axis' process group in seconds, of the one that sends what the host holds."""
+    group = on_host(axis).group
     try:
-        return float(axis.group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):
         return default_pg_timeout.total_seconds()
 
