@@ -32,8 +32,8 @@ HEADS, KV_HEADS, DIM, TOKENS = 8, 2, 64, 64
 PAGE = Path(__file__).parents[2] / "docs" / "code.md"
 FIRST, LAST = "<!-- Two walks: python -m tests.tools.walk --draw -->\n", "<!-- The end of the walks -->\n"
 DRAWN = {
-    "attention, 2 ranks, keys": "Prefill and training: the forward pass of `attention` on a mesh.",
-    "decode, 2 ranks": "Decoding: a step on ranks of one host.",
+    "attention, 2 ranks, keys": "Prefill and training: `attention` on two ranks of a keys axis, without gradients.",
+    "decode, 2 ranks": "Decoding: a step on the CPUs of one host.",
 }
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
 """Files of values and of questions, whose functions a drawing leaves out."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnmesh.comm.failures import failure
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
-from attnmesh.comm.topology import mailboxes_of, rounds
+from attnmesh.comm.topology import rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.native.digest import wrapped
 from attnmesh.mesh.axes import Axis
@@ -22,8 +22,6 @@ from attnmesh.runtime.counters import count_messages, current_traffic
 from attnmesh.runtime.world import cached_per_world
 
 CHECKSUM = struct.Struct("2f")
-
-CPU = torch.device("cpu")
 
 
 class HostMerge:
@@ -69,20 +67,10 @@ def host_merge_for(axis: Axis, shape: tuple[int, ...], how: str) -> HostMerge | 
 
     The first call along an axis is collective.
     """
-    mailboxes, form = native_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
+    mailboxes, form = whole_mailboxes(axis), PartialMessage(shape, torch.float32, torch.float32)
     if mailboxes is None or not form.is_native or how not in ("tree", "direct"):
         return None
     return HostMerge(axis, shape, how, mailboxes)
-
-
-def native_mailboxes(axis: Axis) -> Mailboxes | None:
-    """Return the mailboxes that connect all ranks of an axis and use the native library, if there are such.
-
-    The first call along an axis is collective.
-    """
-    mailboxes = mailboxes_of(axis, CPU)
-    is_whole = mailboxes is not None and len(mailboxes.members) == axis.size
-    return mailboxes if is_whole else None
 
 
 def merge_in_host(

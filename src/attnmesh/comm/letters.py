@@ -27,23 +27,22 @@ class Letter:
         self.line = id(mailboxes), peer, sends
 
 
-def begin(letters: Sequence[Letter]) -> None:
+def begin_letters(letters: Sequence[Letter]) -> None:
     """Begin to send and receive letters."""
     WORLD.letters += letters
     _move()
 
 
-def finish(letter: Letter) -> None:
+def finish_letter(letter: Letter) -> None:
     """Wait for a letter. Raise `CallsDifferError` if its peer has begun to compare calls instead."""
-    since = monotonic()
+    since, mailboxes, peer, sends = monotonic(), letter.mailboxes, letter.peer, letter.sends
     while letter in WORLD.letters:
         if _move():
             continue
-        first = next(other for other in WORLD.letters if other.line == letter.line)
         seconds = CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP
-        was_ahead = letter.mailboxes.is_ahead(letter.peer)
-        first.mailboxes.wait(first.peer, sends=first.sends, seconds=seconds, since=since)
-        if was_ahead and not first.mailboxes.is_ready(first.peer, sends=first.sends):
+        was_ahead = mailboxes.is_ahead(peer)  # before the wait, which finds what the peer has sent before that
+        mailboxes.wait(peer, sends=sends, seconds=seconds, since=since)
+        if was_ahead and not mailboxes.is_ready(peer, sends=sends):
             raise CallsDifferError
 
 

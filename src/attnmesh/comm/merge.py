@@ -85,8 +85,8 @@ def merge_ranks(
         checksum = torch.full_like(checksum, DIFFERENT)
         return nan_unless_equal(own, checksum), checksum
     merged = Partial(*(x[:, heads] for x in whole))
-    by_kernel = use_triton(merged.lse) and how != "allreduce"
-    return (merged if by_kernel else nan_unless_equal(merged, checksum)), checksum
+    has_nan_already = use_triton(merged.lse) and how != "allreduce"
+    return (merged if has_nan_already else nan_unless_equal(merged, checksum)), checksum
 
 
 def nan_unless_equal(partial: Partial, checksum: Tensor) -> Partial:

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import collective
-from attnmesh.comm.host_merge import host_merge_for, merge_in_host, native_mailboxes
+from attnmesh.comm.host_merge import host_merge_for, merge_in_host
 from attnmesh.comm.message import PartialMessage
 from attnmesh.comm.p2p import all_to_all_bytes, tree_exchange
-from attnmesh.comm.topology import all_gather_ints, best_merge, mailboxes_of, rounds
+from attnmesh.comm.topology import all_gather_ints, best_merge, mailboxes_of, rounds, whole_mailboxes
 from attnmesh.core.partial import Partial
 from attnmesh.mesh.axes import Axis
 from attnmesh.runtime.counters import count_messages, current_traffic
@@ -40,7 +40,7 @@ def fastest_merge(axis: Axis) -> str:
     short ones alone, once a turn.
     """
     forms = [PartialMessage((batch, 32, 1, 128), torch.float32, torch.float32) for batch in TRIAL_BATCHES]
-    near, losses = native_mailboxes(axis) is not None and forms[0].is_native, []
+    near, losses = whole_mailboxes(axis) is not None and forms[0].is_native, []
     for form in forms if near else forms[:1]:
         own = _time_merges(axis, form, TRIAL_CALLS if near else 1)
         slowest = [max(column) for column in zip(*all_gather_ints(own, [axis]), strict=True)]
@@ -81,7 +81,7 @@ def merge_messages(
             inside = next((i for i, step in enumerate(steps) if not mailboxes.holds(step)), len(steps))
             merge_in_host(message, *form.sizes, axis, mailboxes, steps[:inside])
             steps = steps[inside:]
-        elif len(mailboxes.members) == axis.size:
+        elif mailboxes is whole_mailboxes(axis):
             merge_in_host(message, *form.sizes, axis, mailboxes, None)
             return form.partial(message)
     if how == "direct":

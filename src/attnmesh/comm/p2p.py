@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.comm.failures import awaited, collective, failure
-from attnmesh.comm.letters import Letter, begin, finish
+from attnmesh.comm.letters import Letter, begin_letters, finish_letter
 from attnmesh.comm.shared_memory import SLOT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.errors import MeshError
@@ -147,8 +147,8 @@ def exchange_messages(
             given, fix = "one that some rank compares and this one does not", "pass checked= alike on all ranks"
             raise MeshError(what, "the same call on every rank", given, fix) from None
         arrived = {}
-        for (_, peer, box), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
-            arrived[peer] = _unpack(box, shapes)
+        for (_, peer, message), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
+            arrived[peer] = _unpack(message, shapes)
         posts.clear()  # messages had to live until they were sent
         return arrived
 
@@ -168,19 +168,19 @@ def tree_exchange(
     """
     size = len(message)
     connect(axis, message.device)
-    boxes = [message.new_empty(2, room_for(step.recv, message, mailboxes)) for step in rounds]
-    receives: list[Post] = [(dist.irecv, step.recv, box[1]) for step, box in zip(rounds, boxes, strict=True)]
+    buffers = [message.new_empty(2, room_for(each.recv, message, mailboxes)) for each in rounds]
+    receives: list[Post] = [(dist.irecv, each.recv, into[1]) for each, into in zip(rounds, buffers, strict=True)]
     early = message.device.type == "cpu"  # Gloo takes half the time; NCCL would wait for all of them in the first round
     arrivals = [post_messages([receive], axis, "merging", mailboxes) for receive in receives] if early else []
     sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
-    for index, (step, box) in enumerate(zip(rounds, boxes, strict=True)):
-        box[0, :size] = message
-        posts: list[Post] = [(dist.isend, peer, message) for peer in step.send]
+    for index, (each, buffer) in enumerate(zip(rounds, buffers, strict=True)):
+        buffer[0, :size] = message
+        posts: list[Post] = [(dist.isend, peer, message) for peer in each.send]
         waits = post_messages(posts if early else [receives[index], *posts], axis, "merging", mailboxes)
         sent.append((message, waits))
         for wait in arrivals[index] if early else waits:
             wait()
-        message = merge(box[:, :size])
+        message = merge(buffer[:, :size])
     for _, waits in sent if early else []:
         for wait in waits:
             wait()
@@ -244,7 +244,7 @@ def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
-def post_messages(posts: Sequence[Post], axis: Axis, step: str, mailboxes: Mailboxes | None) -> list[Wait]:
+def post_messages(posts: Sequence[Post], axis: Axis, what: str, mailboxes: Mailboxes | None) -> list[Wait]:
     """Post messages all at once: short ones inside a host by its mailboxes, others by the process group.
 
     Return their waits, which have a deadline; one wait for all with NCCL.
@@ -261,22 +261,22 @@ def post_messages(posts: Sequence[Post], axis: Axis, step: str, mailboxes: Mailb
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise failure(axis, step, filled[0][0], error) from error
+            raise failure(axis, what, filled[0][0], error) from error
         if len(works) < len(filled):
             filled = [(None, filled[0][1])]
         waits = [
-            partial(awaited, work, kind, axis, step, peer) for work, (peer, kind) in zip(works, filled, strict=True)
+            partial(awaited, work, kind, axis, what, peer) for work, (peer, kind) in zip(works, filled, strict=True)
         ]
     if letters:
-        begin(letters)
+        begin_letters(letters)
     for letter in letters:
-        waits.append(partial(deliver, letter, axis, step))
+        waits.append(partial(deliver, letter, axis, what))
     return waits
 
 
-def deliver(letter: Letter, axis: Axis, step: str) -> None:
+def deliver(letter: Letter, axis: Axis, what: str) -> None:
     """Wait for a letter, or raise the failure of its peer."""
     try:
-        finish(letter)
+        finish_letter(letter)
     except PeerLostError as error:
-        raise failure(axis, step, error.peer, error) from error
+        raise failure(axis, what, error.peer, error) from error

@@ -37,7 +37,7 @@ HEAD = 128
 SIZE, RECEIVED = 2, 8
 """Words of a box after the first, which counts messages sent: the bytes of the last one, and messages received."""
 
-LEFT, AGREEMENTS = SIZE, RECEIVED
+LEFT, AGREEMENTS = 2, 8
 """Words of a board: 1 if its rank has lost another and left, and the comparisons of calls that it has begun."""
 
 DIFFERENT = 1e38
@@ -66,7 +66,8 @@ FIELDS, STEP = struct.Struct("2P6q"), struct.Struct("3q")
 """Fields of `Exchange` and `Step` in `mailbox.cpp`."""
 
 SEND, COPY, MERGE, AWAIT, OWN, TELL, FULL, EMPTY = range(8)
-"""Kinds of steps, as there."""
+"""Kinds of steps, as there: send; take a message, alone or merged into the own; wait for one of many that are merged at
+the end, and the own among these; count what was written on the board; wait until a box has a message, or has none."""
 
 
 class CallsDifferError(Exception):
@@ -207,14 +208,14 @@ class Mailboxes:
         fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
         for kind, _, box, count in steps:
             fields += STEP.pack(kind, box, count)
-        function, done, blocked, since, is_ahead = cast(Exchange, library().exchange), 0, -1, 0.0, False
+        function, done, blocked, since, was_ahead = cast(Exchange, library().exchange), 0, -1, 0.0, False
         while (done := function(fields, done)) < len(steps) and nap is None:
             kind, peer, *_ = steps[done]
             if done != blocked:
-                blocked, since, is_ahead = done, monotonic(), False
-            if is_ahead:  # before the last wait, which would have found its message
+                blocked, since, was_ahead = done, monotonic(), False
+            if was_ahead:  # before the last wait, which would have found its message
                 raise CallsDifferError
-            is_ahead = kind != FULL and self.is_ahead(peer)
+            was_ahead = kind != FULL and self.is_ahead(peer)  # numbers on boards are themselves the comparison
             self._check_alive(peer, since)
 
     def is_ahead(self, peer: int) -> bool:

@@ -31,14 +31,14 @@ def all_gather_ints(numbers: Sequence[int], axes: Sequence[Axis]) -> list[list[i
     for axis in reversed(axes):
         if axis.group is not None:
             tables = [torch.empty_like(table) for _ in range(axis.size)]
-            collective(on_host(axis), "comparing calls", dist.all_gather, tables, table)
+            collective(with_host_group(axis), "comparing calls", dist.all_gather, tables, table)
             table = torch.cat(tables)
     rows: list[list[int]] = table.tolist()
     return rows
 
 
 @cached_per_world()
-def on_host(axis: Axis) -> Axis:
+def with_host_group(axis: Axis) -> Axis:
     """Return the axis with a group that sends what the host holds. All ranks make the first call at once.
 
     A group of NCCL gets one of gloo beside it: on NCCL a rank that compares alone would hold up the device, without a
@@ -119,13 +119,18 @@ def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
 @cached_per_world()
 def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
     """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
-    links = [(axis, host_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
-    return [(axis, boxes if boxes and len(boxes.members) == axis.size else None) for axis, boxes in links]
+    return [(axis, whole_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
+
+
+def whole_mailboxes(axis: Axis) -> Mailboxes | None:
+    """Return the mailboxes that connect all ranks of an axis, or None. The first call along an axis is collective."""
+    mailboxes = host_mailboxes(axis)
+    return mailboxes if mailboxes is not None and len(mailboxes.members) == axis.size else None
 
 
 def _timeout(axis: Axis) -> float:
     """Return the timeout of the axis' process group in seconds, of the one that sends what the host holds."""
-    group = on_host(axis).group
+    group = with_host_group(axis).group
     try:
         return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):

@@ -113,7 +113,8 @@ def decode(
             _report(error, cache, _unchecked_step(cache, *options[:-1]), checked)
             raise
     plain = cache.mesh.heads.size == 1 and key_lengths is None and not unsupported
-    plan, out = cache.step_plans.find(q, cache.shards, sinks, options) if plain else None, None
+    plan = cache.step_plans.find(q, cache.shards, sinks, options) if plain else None
+    out: Tensor | None = None
     if plan is not None and (out := _run_plan(q, cache, sinks, *plan, compares=checked is not False)) is not None:
         return out
     step = _unchecked_step(cache, *options[:-1])
