@@ -69,17 +69,14 @@ def _attend_with_checks_of_one() -> str:
     mesh, x = named_mesh(Shape(1, 2, 1), AXES), torch.ones(1, 2, 8, 4)
     options = {"mesh": mesh, "layout": am.Zigzag(), "length": 16}
     am.attention(x, x, x, **options)
-    before = am.set_deadline(3.0)
     try:
         am.attention(x, x, x, checked=None if dist.get_rank() == 0 else False, **options)
-    except (am.errors.MeshError, am.errors.RankFailure) as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        am.set_deadline(before)
+    except am.errors.RankFailure as error:
+        return str(error)
     return "no error"
 
 
 def test_a_rank_that_compares_alone_is_noticed() -> None:
     one, other = run_on_ranks(2, _attend_with_checks_of_one)
-    assert other.startswith("MeshError: gathering: expected the same call on every rank"), other
-    assert one.startswith("RankFailure"), one
+    assert "it compares its call, while this rank waits for a message of another call" in other, other
+    assert "is lost" in one

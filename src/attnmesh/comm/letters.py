@@ -43,7 +43,7 @@ def finish_letter(letter: Letter) -> None:
         was_ahead = mailboxes.is_ahead(peer)  # before the wait, which finds what the peer has sent before that
         mailboxes.wait(peer, sends=sends, seconds=seconds, since=since)
         if was_ahead and not mailboxes.is_ready(peer, sends=sends):
-            raise CallsDifferError
+            raise CallsDifferError(peer)
 
 
 def _move() -> bool:

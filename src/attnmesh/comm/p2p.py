@@ -17,7 +17,6 @@ from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.letters import Letter, begin_letters, finish_letter
 from attnmesh.comm.shared_memory import SLOT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import mailboxes_of
-from attnmesh.errors import MeshError
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
@@ -143,9 +142,9 @@ def exchange_messages(
         try:
             while waits:
                 waits.pop()()
-        except CallsDifferError:
-            given, fix = "one that some rank compares and this one does not", "pass checked= alike on all ranks"
-            raise MeshError(what, "the same call on every rank", given, fix) from None
+        except CallsDifferError as error:  # its messages are out of step with this rank's from now on
+            why = RuntimeError("it compares its call, while this rank waits for a message of another call")
+            raise failure(axis, what, error.peer, why) from error
         arrived = {}
         for (_, peer, message), shapes in zip(posts, wanted.values(), strict=False):  # receives come first
             arrived[peer] = _unpack(message, shapes)

@@ -71,7 +71,11 @@ the end, and the own among these; count what was written on the board; wait unti
 
 
 class CallsDifferError(Exception):
-    """A rank compares its call with the others', while this one waits for a message in another call."""
+    """A peer compares its call with the others', while this rank waits for a message of it in another call."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
 
 
 class PeerLostError(RuntimeError):
@@ -214,7 +218,7 @@ class Mailboxes:
             if done != blocked:
                 blocked, since, was_ahead = done, monotonic(), False
             if was_ahead:  # before the last wait, which would have found its message
-                raise CallsDifferError
+                raise CallsDifferError(peer)
             was_ahead = kind != FULL and self.is_ahead(peer)  # numbers on boards are themselves the comparison
             self._check_alive(peer, since)
 
