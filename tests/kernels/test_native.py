@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.attention import attend as attend_module
 from attnmesh.errors import KernelError
-from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.driver import choose
 from attnmesh.kernels.native import build
 from attnmesh.kernels.native.build import SOURCES, library

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnmesh as am
+from attnmesh.attention import attend as attend_module
 from attnmesh.attention import attention as attention_module
 from attnmesh.errors import DtypeError, InputError, KernelError, ShapeError
-from attnmesh.kernels import attend as attend_module
 from attnmesh.kernels.native.build import library
 from attnmesh.runtime.kinds import Kinds
 

@@ -66,6 +66,7 @@ def attend(
     Raises:
         InputError: If the arguments do not fit together, or the kernel does not support them.
 
+    >>> import torch
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
     >>> last = am.attend(q[:, :, -1:], k, v, mask=am.Causal(), q_positions=torch.tensor([7]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.failures import failure
+from attnmesh.comm.letters import finish_letters_of
 from attnmesh.comm.message import MODULUS, PartialMessage
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError, Mailboxes, PeerLostError
 from attnmesh.comm.topology import rounds, whole_mailboxes
@@ -19,7 +20,7 @@ from attnmesh.kernels.native.digest import wrapped
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.reduction_tree import Round
 from attnmesh.runtime.counters import count_messages, current_traffic
-from attnmesh.runtime.world import cached_per_world
+from attnmesh.runtime.world import WORLD, cached_per_world
 
 CHECKSUM = struct.Struct("2f")
 
@@ -78,6 +79,8 @@ def merge_in_host(
 ) -> None:
     """Merge with ranks of this host in one native call, in place: by rounds of a tree, or all at once without any."""
     try:
+        if WORLD.letters:
+            finish_letters_of(mailboxes)
         if steps is None:
             mailboxes.merge_all(message, rows, width)
         else:

@@ -20,42 +20,64 @@ NAP = 0.0002
 
 
 class Letter:
-    """A message of bytes to a peer, or memory for the next one from it. Letters of one `line` move in order."""
+    """A message of bytes to a peer, or memory for the next one from it. Letters of one `line` move in order.
 
-    def __init__(self, mailboxes: Mailboxes, peer: int, message: Tensor, *, sends: bool) -> None:
-        self.mailboxes, self.peer, self.message, self.sends = mailboxes, peer, message, sends
+    With `exact`, one of another size than `message` is of another call.
+    """
+
+    def __init__(self, mailboxes: Mailboxes, peer: int, message: Tensor, *, sends: bool, exact: bool = False) -> None:
+        self.mailboxes, self.peer, self.message, self.sends, self.exact = mailboxes, peer, message, sends, exact
         self.line = id(mailboxes), peer, sends
+        self.differs = False
 
 
 def begin_letters(letters: Sequence[Letter]) -> None:
     """Begin to send and receive letters."""
-    WORLD.letters += letters
+    with WORLD.lock:
+        WORLD.letters += letters
     _move()
 
 
 def finish_letter(letter: Letter) -> None:
-    """Wait for a letter. Raise `CallsDifferError` if its peer has begun to compare calls instead."""
-    since, mailboxes, peer, sends = monotonic(), letter.mailboxes, letter.peer, letter.sends
+    """Wait for a letter. Raise `CallsDifferError` if its peer makes another call, or has begun to compare calls."""
+    mailboxes, peer, sends, began = letter.mailboxes, letter.peer, letter.sends, monotonic()
+    behind, since = None, began  # agreements of this rank where the peer is ahead of it, and since when
     while letter in WORLD.letters:
         if _move():
             continue
-        seconds = CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP
-        was_ahead = mailboxes.is_ahead(peer)  # before the wait, which finds what the peer has sent before that
-        mailboxes.wait(peer, sends=sends, seconds=seconds, since=since)
-        if was_ahead and not mailboxes.is_ready(peer, sends=sends):
+        now, agreements = monotonic(), mailboxes.agreements
+        if not mailboxes.is_ahead(peer) or behind != agreements:  # another thread may compare its calls meanwhile
+            behind, since = agreements, now
+        mailboxes.wait(peer, sends=sends, seconds=CHECK_INTERVAL if len(WORLD.letters) == 1 else NAP, since=began)
+        if now - since >= CHECK_INTERVAL and not mailboxes.is_ready(peer, sends=sends):
             raise CallsDifferError(peer)
+    if letter.differs:
+        raise CallsDifferError(peer)
+
+
+def finish_letters_of(mailboxes: Mailboxes) -> None:
+    """Finish the letters of a call that was broken off, which come before what is sent by these mailboxes next."""
+    for letter in tuple(WORLD.letters):
+        if letter.mailboxes is mailboxes:
+            finish_letter(letter)
 
 
 def _move() -> bool:
     """Move all letters that need not wait, each after those before it on its line. Return whether any has moved."""
-    count, waiting = len(WORLD.letters), set[tuple[int, int, bool]]()
-    for letter in tuple(WORLD.letters):
-        if letter.line in waiting or not letter.mailboxes.is_ready(letter.peer, sends=letter.sends):
-            waiting.add(letter.line)
-            continue
-        (letter.mailboxes.send if letter.sends else letter.mailboxes.recv)(letter.peer, letter.message)
-        WORLD.letters.remove(letter)
-    return len(WORLD.letters) < count
+    with WORLD.lock:
+        count, waiting = len(WORLD.letters), set[tuple[int, int, bool]]()
+        for letter in tuple(WORLD.letters):
+            mailboxes, peer, message = letter.mailboxes, letter.peer, letter.message
+            if letter.line in waiting or not mailboxes.is_ready(peer, sends=letter.sends):
+                waiting.add(letter.line)
+                continue
+            if letter.sends:
+                mailboxes.send(peer, message)
+            else:
+                letter.differs = letter.exact and mailboxes.size_of_next(peer) != message.nbytes
+                mailboxes.recv(peer, message)
+            WORLD.letters.remove(letter)
+        return len(WORLD.letters) < count
 
 
 @contextmanager

@@ -97,7 +97,11 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
 
 @cached_per_world()
 def connect(axis: Axis, device: torch.device) -> None:
-    """Let all ranks of an axis join NCCL's communicator: messages between some of them would wait for the others."""
+    """Let all ranks of an axis make mailboxes, or join NCCL's communicator, also those that exchange nothing now.
+
+    On NCCL messages between some of them would wait for the others.
+    """
+    mailboxes_of(axis, device)
     if axis.group is not None and backends(axis.group).get(device.type) == "nccl":
         mine = torch.zeros(1, device=device)
         collective(axis, "connecting", dist.all_gather, [torch.empty_like(mine) for _ in range(axis.size)], mine)
@@ -135,7 +139,7 @@ def exchange_messages(
             packed[id(tensors)] = _pack(tensors)
         posts.append((dist.isend, peer, packed[id(tensors)]))
     packed.clear()
-    waits = post_messages(posts, axis, what, mailboxes_of(axis, device))
+    waits = post_messages(posts, axis, what, mailboxes_of(axis, device), exact=True)
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
@@ -243,15 +247,18 @@ def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
-def post_messages(posts: Sequence[Post], axis: Axis, what: str, mailboxes: Mailboxes | None) -> list[Wait]:
+def post_messages(
+    posts: Sequence[Post], axis: Axis, what: str, mailboxes: Mailboxes | None, *, exact: bool = False
+) -> list[Wait]:
     """Post messages all at once: short ones inside a host by its mailboxes, others by the process group.
 
-    Return their waits, which have a deadline; one wait for all with NCCL.
+    Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, a letter of another size is
+    one of another call; else its checksum shows that.
     """
     operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
     for post, peer, x in posts:
         if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes):
-            letters.append(Letter(mailboxes, peer, x, sends=post is dist.isend))
+            letters.append(Letter(mailboxes, peer, x, sends=post is dist.isend, exact=exact))
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
             filled.append((peer, x.device.type))
@@ -267,7 +274,10 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, mailboxes: Mailb
             partial(awaited, work, kind, axis, what, peer) for work, (peer, kind) in zip(works, filled, strict=True)
         ]
     if letters:
-        begin_letters(letters)
+        try:
+            begin_letters(letters)
+        except PeerLostError as error:
+            raise failure(axis, what, error.peer, error) from error
     for letter in letters:
         waits.append(partial(deliver, letter, axis, what))
     return waits

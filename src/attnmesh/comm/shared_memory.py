@@ -114,6 +114,8 @@ class Mailboxes:
         self.spin = int(SPIN * 1e9) if len(members) <= len(os.sched_getaffinity(0)) else 0
         self.agreements = 0
         """Comparisons of calls that this rank has begun with the other members."""
+        self.has_left = False
+        """True once this rank has lost another one."""
         self.gathers = 0
         """Exchanges of numbers by the boards."""
         self.ranks = frozenset[int]()
@@ -133,6 +135,10 @@ class Mailboxes:
         if sends:
             return bool(self.words[self.boxes_to[peer] // 8 + RECEIVED] >= self.sent[peer])
         return bool(self.words[self.boxes_from[peer] // 8] > self.received[peer])
+
+    def size_of_next(self, peer: int) -> int:
+        """Return the bytes of the message from a peer that is ready."""
+        return self.words[self.boxes_from[peer] // 8 + SIZE]
 
     def wait(self, peer: int, *, sends: bool, seconds: float, since: float) -> None:
         """Wait so long until `is_ready`, at most. Raise if the peer is lost, or has not answered since long ago."""
@@ -207,6 +213,8 @@ class Mailboxes:
 
         With `nap`, wait for no longer than so many seconds.
         """
+        if self.has_left:  # its messages are out of step with those of the others
+            raise PeerLostError(steps[0][1], "this rank has lost a rank before: start the ranks again")
         place = (self.start, 0) if message is None else (message.data_ptr(), message.nbytes)
         longest = int((CHECK_INTERVAL if nap is None else nap) * 1e9)
         fields = FIELDS.pack(self.start, *place, rows, width, self.spin, longest, len(steps))
@@ -241,8 +249,9 @@ class Mailboxes:
 
         A member that waits for a message of another call then raises `CallsDifferError`, and joins them.
         """
-        self.agreements += 1
-        self.words[self.boards[self.index] // 8 + AGREEMENTS] = self.agreements
+        with WORLD.lock:  # threads may compare calls at the same time
+            self.agreements += 1
+            self.words[self.boards[self.index] // 8 + AGREEMENTS] = self.agreements
 
     def realign(self) -> None:
         """Drop the messages that no call of this rank has received, after ranks have made calls that differ.
@@ -250,7 +259,8 @@ class Mailboxes:
         No rank sends meanwhile: all ranks are between two exchanges of their agreement. Of a call that was broken off,
         only the messages in the boxes were sent.
         """
-        WORLD.letters = [letter for letter in WORLD.letters if letter.mailboxes is not self]
+        with WORLD.lock:
+            WORLD.letters[:] = [letter for letter in WORLD.letters if letter.mailboxes is not self]
         for peer in self.members:
             if peer != self.index:
                 box = self.boxes_from[peer] // 8
@@ -258,7 +268,8 @@ class Mailboxes:
                 self.sent[peer] = self.words[self.boxes_to[peer] // 8]
 
     def abort(self) -> None:
-        """Make every rank that waits for this one raise."""
+        """Make every rank that waits for this one raise, and this one if it goes on."""
+        self.has_left = True
         self.words[self.boards[self.index] // 8 + LEFT] = 1
 
 

@@ -56,10 +56,9 @@ def rounds(axis: Axis, canonical: bool) -> dict[int, list[Round]]:
     return tree([bit_reversed(axis.size)] if canonical else hosts(axis))
 
 
-@cached_per_world()
 def mesh_hosts(mesh: Mesh) -> list[int]:
     """Return the host's number of each shard of a mesh. The first call is an all-gather."""
-    return host_numbers(mesh.axes)
+    return host_numbers(tuple(axis for axis in mesh.axes if axis.size > 1))
 
 
 def mailboxes_of(axis: Axis, device: torch.device) -> Mailboxes | None:
@@ -144,12 +143,13 @@ def _inode(file: Path) -> int:
 @cached_per_world()
 def hosts(axis: Axis) -> list[list[int]]:
     """Return the ranks of each host. The first call is an all-gather."""
-    numbers = host_numbers([axis])
+    numbers = host_numbers((axis,))
     return [[rank for rank, other in enumerate(numbers) if other == host] for host in dict.fromkeys(numbers)]
 
 
-def host_numbers(axes: Sequence[Axis]) -> list[int]:
-    """Return the host's number of each shard: a digest of its name and network. All ranks call it at once."""
+@cached_per_world()  # by axes of several ranks, so that ranks whose first calls differ know the same
+def host_numbers(axes: tuple[Axis, ...]) -> list[int]:
+    """Return the host's number of each shard: a digest of its name and network. The first call is an all-gather."""
     name = f"{socket.gethostname()} {_inode(Path('/proc/self/ns/net'))}"
     number = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
     rank = dist.get_rank() if any(axis.group is not None for axis in axes) else 0

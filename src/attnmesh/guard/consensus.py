@@ -121,6 +121,14 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     return [row[2 : 2 + len(numbers)] for row in table]
 
 
+def drop_messages(mesh: Mesh) -> None:
+    """Drop what no call has received, on all ranks at the same time."""
+    share_numbers([0], mesh)
+    for mailboxes in _mailboxes_of(mesh):
+        mailboxes.realign()
+    share_numbers([0], mesh)
+
+
 def _mailboxes_of(mesh: Mesh) -> list[Mailboxes]:
     """Return the mailboxes between ranks of the mesh: those of one of its axes, or of all its ranks."""
     lines = _lines(mesh) if WORLD.mailboxes else []

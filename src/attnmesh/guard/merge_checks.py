@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnmesh.comm.merge_messages import fastest_merge
 from attnmesh.errors import InputError, MeshError, check_choice
-from attnmesh.guard.consensus import agree, describe_call
+from attnmesh.guard.consensus import agree, describe_call, drop_messages
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
 from attnmesh.mesh.merges import COLLECTIVE, MERGE_CHOICES, OUTPUTS
 from attnmesh.runtime.world import cached_per_world
@@ -47,6 +47,7 @@ class MergeChecker:
         """Raise on all ranks if the checksums differ."""
         if float(checksum.sum()) != 0:
             agree(self.mesh, self.describe())
+            drop_messages(self.mesh)  # of a call that some rank broke off
             given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
             raise MeshError(subject, "the same checksum on every rank", given, fix)
 

@@ -5,6 +5,7 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from secrets import randbits
+from threading import Lock
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakSet
 
@@ -28,7 +29,8 @@ class World:
         self.deadline: float | None = None  # seconds; outlives the process groups
         self.processes: dict[int, Process] = {}  # of ranks whose host is known
         self.mailboxes: WeakSet[Any] = WeakSet()
-        self.letters: list[Any] = []  # messages under way through mailboxes
+        self.letters: list[Any] = []  # messages under way through mailboxes, of all threads
+        self.lock = Lock()  # of the letters
         self._caches: list[Callable[[], None]] = []
 
     @cached_property
