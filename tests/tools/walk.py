@@ -5,6 +5,7 @@
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
+What a rank does while it waits for another is not counted.
 """
 
 import sys
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import attnmesh as am
+from attnmesh.comm.letters import finish_letter
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10
@@ -94,7 +96,7 @@ def _traced(call: Callable[[], object]) -> Walk:
         return on_line
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)):
+        if event != "call" or not frame.f_code.co_filename.startswith(str(PACKAGE)) or _is_waiting(frame):
             return None
         found.files.append(frame.f_code.co_filename)
         return on_line
@@ -105,6 +107,14 @@ def _traced(call: Callable[[], object]) -> Walk:
     finally:
         sys.settrace(None)
     return found
+
+
+def _is_waiting(frame: FrameType) -> bool:
+    """Return True for what a rank does while it waits for a letter: it depends on when the other rank sends it."""
+    above = frame.f_back
+    while above is not None and above.f_code.co_name != finish_letter.__name__:
+        above = above.f_back
+    return above is not None
 
 
 def stops(call: Callable[[], object]) -> list[Stop]:
