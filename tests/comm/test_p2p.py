@@ -13,7 +13,7 @@ def test_nccl_receives_only_the_messages_of_the_round_that_it_sends(rank: int, m
     """NCCL ends no message of a batch before all of them: a receive of a later round would wait for itself."""
     batches: list[list[tuple[str, int]]] = []
 
-    def post(posts: list[p2p.Post], axis: Axis, what: str, mailboxes: None) -> list[p2p.Wait]:
+    def post(posts: list[p2p.Post], axis: Axis, what: str) -> list[p2p.Wait]:
         batches.append([(call.__name__, peer) for call, peer, _ in posts])
         return [lambda: None]
 

@@ -1,1 +1,1 @@
-"""What crosses ranks."""
+"""Exchanges between ranks: tokens, partials, numbers, and the failures of ranks."""

@@ -85,8 +85,8 @@ def merge_messages(
             merge_in_host(message, *form.sizes, axis, mailboxes, None)
             return form.partial(message)
     if how == "direct":
-        return form.merge(all_to_all_bytes([message] * axis.size, axis, mailboxes))
-    return form.partial(tree_exchange(message, steps, axis, form.merge_messages, mailboxes) if steps else message)
+        return form.merge(all_to_all_bytes([message] * axis.size, axis))
+    return form.partial(tree_exchange(message, steps, axis, form.merge_messages) if steps else message)
 
 
 def is_one_call(form: PartialMessage, axis: Axis, device: torch.device) -> bool:
@@ -100,7 +100,7 @@ def send_heads(partial: Partial, checksum: Tensor, form: PartialMessage, axis: A
     messages = [form.message(checksum, Partial(*(x[:, heads] for x in partial))) for heads in shares]
     mine = shares[axis.index]
     form = replace(form, shape=(form.shape[0], mine.stop - mine.start, *form.shape[2:]))
-    checksum, partial = form.merge(all_to_all_bytes(messages, axis, mailboxes_of(axis, checksum.device)))
+    checksum, partial = form.merge(all_to_all_bytes(messages, axis))
     return partial, checksum
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmesh.comm.failures import awaited, collective, failure
 from attnmesh.comm.letters import Letter, begin_letters, finish_letter
-from attnmesh.comm.shared_memory import SLOT, CallsDifferError, Mailboxes, PeerLostError
+from attnmesh.comm.shared_memory import SLOT, CallsDifferError, PeerLostError
 from attnmesh.comm.topology import mailboxes_of
 from attnmesh.mesh.axes import Axis, backends
 from attnmesh.mesh.reduction_tree import Round
@@ -139,7 +139,7 @@ def exchange_messages(
             packed[id(tensors)] = _pack(tensors)
         posts.append((dist.isend, peer, packed[id(tensors)]))
     packed.clear()
-    waits = post_messages(posts, axis, what, mailboxes_of(axis, device), exact=True)
+    waits = post_messages(posts, axis, what, exact=True)
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
@@ -158,28 +158,22 @@ def exchange_messages(
     return finished
 
 
-def tree_exchange(
-    message: Tensor,
-    rounds: Sequence[Round],
-    axis: Axis,
-    merge: Callable[[Tensor], Tensor],
-    mailboxes: Mailboxes | None = None,
-) -> Tensor:
+def tree_exchange(message: Tensor, rounds: Sequence[Round], axis: Axis, merge: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the merge of the messages of all ranks: each round merges this rank's message with one that it receives.
 
     `merge` takes the two messages as rows of bytes and returns one message of the same size.
     """
     size = len(message)
     connect(axis, message.device)
-    buffers = [message.new_empty(2, room_for(each.recv, message, mailboxes)) for each in rounds]
+    buffers = [message.new_empty(2, room_for(each.recv, message, axis)) for each in rounds]
     receives: list[Post] = [(dist.irecv, each.recv, into[1]) for each, into in zip(rounds, buffers, strict=True)]
     early = message.device.type == "cpu"  # Gloo takes half the time; NCCL would wait for all of them in the first round
-    arrivals = [post_messages([receive], axis, "merging", mailboxes) for receive in receives] if early else []
+    arrivals = [post_messages([receive], axis, "merging") for receive in receives] if early else []
     sent: list[tuple[Tensor, list[Wait]]] = []  # a message has to live until it is sent
     for index, (each, buffer) in enumerate(zip(rounds, buffers, strict=True)):
         buffer[0, :size] = message
         posts: list[Post] = [(dist.isend, peer, message) for peer in each.send]
-        waits = post_messages(posts if early else [receives[index], *posts], axis, "merging", mailboxes)
+        waits = post_messages(posts if early else [receives[index], *posts], axis, "merging")
         sent.append((message, waits))
         for wait in arrivals[index] if early else waits:
             wait()
@@ -191,14 +185,15 @@ def tree_exchange(
     return message
 
 
-def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxes | None = None) -> Tensor:
+def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
     """Send `messages[p]` to each rank p. Return what comes from rank p in row p, as long as this rank's own message."""
     mine, others = messages[axis.index], [peer for peer in range(axis.size) if peer != axis.index]
     connect(axis, mine.device)
-    rows = mine.new_empty(axis.size, max([len(mine), *(room_for(peer, mine, mailboxes) for peer in others)]))
-    posts: list[Post] = [(dist.irecv, peer, rows[peer, : room_for(peer, mine, mailboxes)]) for peer in others]
+    rooms = {peer: room_for(peer, mine, axis) for peer in others}
+    rows = mine.new_empty(axis.size, max([len(mine), *rooms.values()]))
+    posts: list[Post] = [(dist.irecv, peer, rows[peer, :room]) for peer, room in rooms.items()]
     posts += [(dist.isend, peer, messages[peer]) for peer in others]
-    waits = post_messages(posts, axis, "merging", mailboxes)
+    waits = post_messages(posts, axis, "merging")
     rows[axis.index, : len(mine)] = mine
     for wait in waits:
         wait()
@@ -206,12 +201,13 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis, mailboxes: Mailboxe
     return rows[:, : len(mine)]
 
 
-def room_for(peer: int, message: Tensor, mailboxes: Mailboxes | None) -> int:
+def room_for(peer: int, message: Tensor, axis: Axis) -> int:
     """Return the bytes to reserve for a peer's message that should be as long as this rank's.
 
     Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
     each other's first bytes, and compare checksums.
     """
+    mailboxes = mailboxes_of(axis, message.device)
     far = mailboxes is None or not mailboxes.serves(peer, len(message))
     return max(len(message), SLOT) if far and message.device.type == "cpu" else len(message)
 
@@ -247,15 +243,14 @@ def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
     return torch.empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), dtype=x.dtype, device="meta")
 
 
-def post_messages(
-    posts: Sequence[Post], axis: Axis, what: str, mailboxes: Mailboxes | None, *, exact: bool = False
-) -> list[Wait]:
+def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool = False) -> list[Wait]:
     """Post messages all at once: short ones inside a host by its mailboxes, others by the process group.
 
     Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, a letter of another size is
     one of another call; else its checksum shows that.
     """
     operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
+    mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
     for post, peer, x in posts:
         if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes):
             letters.append(Letter(mailboxes, peer, x, sends=post is dist.isend, exact=exact))

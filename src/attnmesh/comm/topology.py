@@ -118,6 +118,7 @@ def share_numbers(numbers: Sequence[int], mesh: Mesh) -> list[list[int]]:
 @cached_per_world()
 def _links(mesh: Mesh) -> list[tuple[Axis, Mailboxes | None]]:
     """Return the axes of several ranks, the innermost first, each with its mailboxes if these connect all its ranks."""
+    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     return [(axis, whole_mailboxes(axis)) for axis in reversed(mesh.axes) if axis.size > 1]
 
 

@@ -10,19 +10,9 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
-from attnmesh.decode.step import (
-    DecodeStep,
-    reads_length_on_device,
-)
+from attnmesh.decode.step import DecodeStep, reads_length_on_device
 from attnmesh.decode.window import is_within
-from attnmesh.errors import (
-    DeviceError,
-    KernelError,
-    LayoutError,
-    MaskError,
-    ShapeError,
-    require,
-)
+from attnmesh.errors import DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
 from attnmesh.guard.checks import (
     check_key_lengths,
     check_most_keys,

@@ -30,16 +30,8 @@ from attnmesh.decode.step import (
     run_step,
     tensors_of,
 )
-from attnmesh.errors import (
-    DtypeError,
-    InputError,
-    KernelError,
-    require,
-)
-from attnmesh.guard.checks import (
-    check_checked,
-    warn_if_swapped,
-)
+from attnmesh.errors import DtypeError, InputError, KernelError, require
+from attnmesh.guard.checks import check_checked, warn_if_swapped
 from attnmesh.guard.consensus import asks, describe_call, may_compare
 from attnmesh.guard.merge_checks import MergeChecker
 from attnmesh.kernels.native.digest import digest_on_host

@@ -12,7 +12,6 @@ from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
-from attnmesh.comm.topology import mailboxes_of
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
@@ -172,7 +171,7 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
 def highest_checksum(checksum: Tensor, axis: Axis) -> Tensor:
     """Return the maximum of the checksums of all ranks of an axis."""
     try:
-        rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis, mailboxes_of(axis, checksum.device))
+        rows = all_to_all_bytes([checksum.view(torch.uint8)] * axis.size, axis)
     except CallsDifferError:  # the ranks that compare their calls wait for this one
         return torch.full_like(checksum, DIFFERENT)
     return rows.view(checksum.dtype).amax(0)

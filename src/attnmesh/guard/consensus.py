@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnmesh import errors
 from attnmesh.comm.shared_memory import Mailboxes
-from attnmesh.comm.topology import mesh_hosts, share_numbers
+from attnmesh.comm.topology import share_numbers
 from attnmesh.core.digest import EXTRA_VALUES
 from attnmesh.errors import InputError, MeshError, RankFailure, UnforeseenError
 from attnmesh.kernels.triton_runtime import interpreted
@@ -104,15 +104,13 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
     failed = isinstance(call, InputError)
     text = SEPARATOR.join((type(call).__name__, *call.args)) if isinstance(call, InputError) else call
     number = int.from_bytes(blake2b(_encoded(text), digest_size=7).digest())
-    mesh_hosts(mesh)  # cached now: after a failure the hosts of lost ranks cannot be found
     for mailboxes in _mailboxes_of(mesh):
         mailboxes.enter_agreement()
     padded = [*numbers, *[0] * (EXTRA_VALUES - len(numbers))]
     table = share_numbers([number, failed, *padded], mesh)
     all_numbers, failures, *_ = zip(*table, strict=True)
     if any(failures) or len(set(all_numbers)) > 1:
-        for mailboxes in _mailboxes_of(mesh):  # a merge along a tree sends other messages than one that is direct
-            mailboxes.realign()
+        _realign(mesh)  # a merge along a tree sends other messages than one that is direct
         all_texts = texts(mesh, text)
         ranks = share_numbers([dist.get_rank() if dist.is_initialized() else 0], mesh)
         if isinstance(call, UnforeseenError) and call.__cause__ is not None:
@@ -124,9 +122,14 @@ def agree(mesh: Mesh, call: str | InputError, numbers: Sequence[int] = ()) -> li
 def drop_messages(mesh: Mesh) -> None:
     """Drop what no call has received, on all ranks at the same time."""
     share_numbers([0], mesh)
+    _realign(mesh)
+    share_numbers([0], mesh)
+
+
+def _realign(mesh: Mesh) -> None:
+    """Drop what stands in the mailboxes of a mesh, between two exchanges of numbers."""
     for mailboxes in _mailboxes_of(mesh):
         mailboxes.realign()
-    share_numbers([0], mesh)
 
 
 def _mailboxes_of(mesh: Mesh) -> list[Mailboxes]:

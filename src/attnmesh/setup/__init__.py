@@ -1,4 +1,4 @@
-"""What is made once, before any call: worlds, meshes, measured constants of a machine.
+"""Worlds, meshes and measured constants, made once before any call.
 
 It supplies the methods of the planner's values that need a world.
 """
