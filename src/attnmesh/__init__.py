@@ -14,6 +14,7 @@ from attnmesh.attention.sharding import shard as shard
 from attnmesh.attention.sharding import unshard as unshard
 from attnmesh.comm.failures import set_deadline as set_deadline
 from attnmesh.core.layout import Contiguous as Contiguous
+from attnmesh.core.layout import Packed as Packed
 from attnmesh.core.layout import Split as Split
 from attnmesh.core.layout import Striped as Striped
 from attnmesh.core.layout import Zigzag as Zigzag

@@ -1,5 +1,7 @@
 """Schedules, for all ranks of a mesh at once and without a device."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -28,18 +30,21 @@ def problems(draw: st.DrawFn) -> Problem:
         cuts = sorted(draw(st.lists(st.integers(0, length), max_size=4)))
         mask = mask & am.Documents([b - a for a, b in zip((0, *cuts), (*cuts, length), strict=True)])
     shape = draw(shapes)
-    layouts = [draw(layouts_of(tokens, shape.ranks)) for tokens in (length, key_length)]
+    layouts = [draw(layouts_of(tokens, shape)) for tokens in (length, key_length)]
     problem = Problem(mask, shape, layouts[0], layouts[1], length, key_length)
     assert Problem.decode(shape, problem.encode()) == problem
     return problem
 
 
 @st.composite
-def layouts_of(draw: st.DrawFn, length: int, ranks: int) -> Layout:
+def layouts_of(draw: st.DrawFn, length: int, shape: Shape) -> Layout:
     if draw(st.booleans()):
         return draw(st.sampled_from((am.Contiguous(), am.Zigzag(), am.Striped(), am.Striped(3))))
-    cuts = sorted(draw(st.lists(st.integers(0, length), min_size=ranks - 1, max_size=ranks - 1)))
-    return am.Split([stop - start for start, stop in zip((0, *cuts), (*cuts, length), strict=True)])
+    is_packed = draw(st.booleans())
+    parts = draw(st.integers(1, 9)) if is_packed else shape.ranks
+    cuts = sorted(draw(st.lists(st.integers(0, length), min_size=parts - 1, max_size=parts - 1)))
+    sizes = tuple(stop - start for start, stop in pairwise((0, *cuts, length)))
+    return am.Packed(sizes, shape) if is_packed else am.Split(sizes)
 
 
 def all_schedules(problem: Problem, ring: bool) -> dict[tuple[int, int], Schedule]:

@@ -1,6 +1,7 @@
 """Random problems for a mesh of ranks: any shape, exchange, mask, layout, dtype, lengths and widths, told by a seed."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 
 import torch
@@ -105,6 +106,10 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     if random.random() < 0.15:
         layouts = [_split(random, tokens, ranks) for tokens in problem.lengths]
         problem = replace(problem, layouts=(layouts[0], layouts[1] if cross else layouts[0]))
+    if random.random() < 0.25:
+        first = _packed(random, problem.lengths[0], shape, problem.mask)
+        second = _packed(random, problem.lengths[1], shape, problem.mask) if cross else first
+        problem = replace(problem, layouts=(first, second))
     few = draw_key_lengths(random, problem.batch, problem.lengths[1])
     return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
 
@@ -112,6 +117,13 @@ def draw(seed: int, ranks: int) -> MeshProblem:
 def _split(random: Random, length: int, ranks: int) -> am.Split:
     cuts = sorted(random.randint(0, length) for _ in range(ranks - 1))
     return am.Split(tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, length), strict=True)))
+
+
+def _packed(random: Random, length: int, shape: Shape, mask: Mask) -> am.Packed:
+    """Return a layout for the documents of the mask, or for others."""
+    cuts = sorted(random.randint(0, length) for _ in range(random.randint(0, 6)))
+    edges = mask.ends if mask.ends and random.random() < 0.8 else (*cuts, length)
+    return am.Packed(tuple(stop - start for start, stop in pairwise((0, *edges))), shape)
 
 
 def run(problem: MeshProblem) -> list[Tensor]:

@@ -31,7 +31,7 @@ def attention(
     *,
     mesh: DeviceMesh | NotGiven | None = NotGiven.MESH,
     mask: Mask | None = None,
-    layout: Layout | None = None,
+    layout: Layout | str | None = None,
     exchange: str = "auto",
     scale: float | None = None,
     softcap: float | None = None,
@@ -39,7 +39,7 @@ def attention(
     kernel: str = "auto",
     sinks: Tensor | None = None,
     length: int | None = None,
-    key_layout: Layout | None = None,
+    key_layout: Layout | str | None = None,
     key_length: int | None = None,
     checked: bool | None = None,
     **unsupported: Never,
@@ -57,8 +57,8 @@ def attention(
             If it is left out on several ranks, it is None with a warning.
         mask: Which keys a query sees: `Causal()` unless it is given. Cross-attention takes `Full()`. Other masks over
             the keys of another sequence need `key_length`. For the last queries of a longer sequence use `attend`.
-        layout: Which tokens each rank holds. Required on several ranks: shards of another layout would give a wrong
-            result without an error.
+        layout: Which tokens each rank holds, or "auto" for the choice of `shard(layout="auto", mask=mask)`. Required
+            on several ranks: shards of another layout would give a wrong result without an error.
         exchange: How keys travel: "bulk" (at once), "pipelined" (a group of heads at a time), "ring" (one chunk under
             way while the last is attended), or "auto".
         scale: Factor of the logits; 1/sqrt(dim) unless it is given.

@@ -7,6 +7,7 @@ from typing import NamedTuple, Never
 import torch
 from torch import Tensor
 
+from attnmesh.attention.auto_layout import chosen_layout
 from attnmesh.attention.plan import Plan
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
@@ -26,7 +27,6 @@ from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
-from attnmesh.mesh.shapes import Shape
 from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
 
@@ -41,8 +41,8 @@ class Options(NamedTuple):
     """Arguments that every rank passes alike."""
 
     mask: Mask | None
-    layout: Layout | None
-    key_layout: Layout | None
+    layout: Layout | str | None
+    key_layout: Layout | str | None
     exchange: str
     kernel: str
     scale: float | None
@@ -60,12 +60,13 @@ class Options(NamedTuple):
         """Return the scale of the logits, 1/sqrt(dim) unless it was given, and their soft cap."""
         return Logits.of("attention", self.scale, self.softcap, dim)
 
-    def problem(self, shape: Shape, tokens: Pair) -> Problem:
+    def problem(self, mesh: Mesh, tokens: Pair) -> Problem:
         """Return the problem of so many queries and keys on all ranks."""
         length = tokens[0] if self.length is None else self.length
         key_length = tokens[1] if self.key_length is None else self.key_length
-        layout, key_layout = self.layout or Contiguous(), self.key_layout or Contiguous()
-        return Problem(self.applied_mask, shape, layout, key_layout, length, key_length)
+        layouts = (self.layout or Contiguous(), self.key_layout or Contiguous())
+        layout, key_layout = (chosen_layout(layout, self.applied_mask, mesh) for layout in layouts)
+        return Problem(self.applied_mask, mesh.shape, layout, key_layout, length, key_length)
 
 
 class Call(NamedTuple):
@@ -143,7 +144,7 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
 
 def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Plan:
     """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
-    problem, (q_heads, k_heads, dim) = options.problem(mesh.shape, tokens), heads
+    problem, (q_heads, k_heads, dim) = options.problem(mesh, tokens), heads
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
@@ -187,7 +188,7 @@ def _check_layouts(options: Options, ranks: int) -> None:
         raise LayoutError("attention layout", f"the layout of the shards of {ranks} ranks", "None", fix)
     for name, layout in (("layout", options.layout), ("key_layout", options.key_layout)):
         if layout is not None:
-            check_layout(f"attention {name}", layout)
+            check_layout(f"attention {name}", layout, auto=True)
 
 
 def _check_lengths(call: Call, ranks: int) -> None:

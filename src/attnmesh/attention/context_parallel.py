@@ -33,7 +33,7 @@ class ContextParallel(ParallelStyle):
 
     Args:
         mask: Which keys a query sees. Left out, it is causal where the model passes `is_causal=True`, else full.
-        layout: The tokens that each rank holds.
+        layout: The tokens that each rank holds, or "auto" as in `shard`, for a `mask` with documents.
         shape: Ranks along heads, queries and keys, "auto" for the shape that sends least, or None to take the mesh as
             it is. "auto" and a shape split a mesh of one axis, which all ranks of the world do together.
         q_heads: Query heads of a rank of the model, for "auto".
@@ -54,7 +54,7 @@ class ContextParallel(ParallelStyle):
     def __init__(
         self,
         mask: Mask | None = None,
-        layout: Layout = Zigzag(),
+        layout: Layout | str = Zigzag(),
         shape: Sequence[int] | str | None = "auto",
         q_heads: int = 1,
         kv_heads: int | None = None,
@@ -65,7 +65,7 @@ class ContextParallel(ParallelStyle):
         super().__init__()
         if mask is not None:
             check_mask(f"{SUBJECT} mask", mask)
-        check_layout(f"{SUBJECT} layout", layout)
+        check_layout(f"{SUBJECT} layout", layout, auto=True)
         self.mask, self.layout, self.shape, self.heads = mask, layout, shape, (q_heads, kv_heads)
         self.length, self.exchange = length, exchange
         self.meshes: dict[DeviceMesh, DeviceMesh] = {}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnmesh.attention.executor import Task
 from attnmesh.comm.topology import surroundings
-from attnmesh.core.layout import Contiguous, Split
+from attnmesh.core.layout import Contiguous, Packed, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
@@ -105,5 +105,6 @@ def _fastest_exchange(
         latent=latent,
     )
     # Sizes may be those of one part alone.
-    layout = Contiguous() if isinstance(problem.layout, Split) else problem.layout
+    cut = isinstance(problem.layout, Split) or (cross and isinstance(problem.layout, Packed))
+    layout = Contiguous() if cut else problem.layout
     return best_exchange(cluster, tile, problem.shape, layout, workload)

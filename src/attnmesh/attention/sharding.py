@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnmesh.attention.auto_layout import chosen_layout
 from attnmesh.comm.p2p import meta_like, swap
 from attnmesh.core.layout import Layout, check_layout
+from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.checks import check_tensor
 from attnmesh.guard.consensus import describe_call, run_agreed_with
@@ -16,14 +18,18 @@ from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 
 
-def shard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, dim: int = 2) -> Tensor:
+def shard(
+    x: Tensor, mesh: DeviceMesh | None, *, layout: Layout | str, dim: int = 2, mask: Mask | None = None
+) -> Tensor:
     """Return the tokens of a whole tensor that this rank holds, with gradients.
 
     Args:
         x: The whole tensor, equal on every rank.
         mesh: The mesh whose ranks share the tokens; None for one rank.
-        layout: Which tokens each rank holds.
+        layout: Which tokens each rank holds. "auto": `Packed` under a mask with documents if the planner prices it
+            lowest, and `Zigzag` otherwise. All ranks choose together.
         dim: Dimension of the tokens.
+        mask: Mask of the attention, for "auto".
 
     Returns:
         This rank's shard, with tokens in order of position.
@@ -35,13 +41,22 @@ def shard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, dim: int = 2) -
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    check_layout("shard layout", layout)
+    check_layout("shard layout", layout, auto=True)
     place, dim = Mesh.of(mesh), _dim("shard", x, dim)
-    return x.index_select(dim, layout.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
+    chosen = _chosen("shard", layout, mask, place, x.shape[dim])
+    return x.index_select(dim, chosen.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
 
 
 @torch.no_grad()
-def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int | None = None, dim: int = 2) -> Tensor:
+def unshard(
+    x: Tensor,
+    mesh: DeviceMesh | None,
+    *,
+    layout: Layout | str,
+    length: int | None = None,
+    dim: int = 2,
+    mask: Mask | None = None,
+) -> Tensor:
     """Return the whole tensor on every rank from the shards of all ranks: the inverse of `shard`, without gradients.
 
     Args:
@@ -50,6 +65,7 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
         layout: Layout of the shards.
         length: Tokens of the whole sequence; counted if it is left out.
         dim: Dimension of the tokens.
+        mask: Mask of the attention, for `layout="auto"` as in `shard`.
 
     Returns:
         The whole tensor, equal on every rank.
@@ -64,7 +80,8 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
     place = Mesh.of(mesh)
 
     def check() -> int:
-        check_layout("unshard layout", layout)
+        check_layout("unshard layout", layout, auto=True)
+        check_mask("unshard mask", FULL if mask is None else mask)
         along = _dim("unshard", x, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
@@ -73,11 +90,14 @@ def unshard(x: Tensor, mesh: DeviceMesh | None, *, layout: Layout, length: int |
 
     def call(dim: int) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim]
-        return describe_call("unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length)
+        return describe_call(
+            "unshard", dtype=x.dtype, other_dims=others, dim=dim, layout=layout, length=length, mask=mask
+        )
 
     dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
     counts = [row[0] for row in table]
-    positions = _positions(layout, sum(counts) if length is None else length, counts)
+    length = sum(counts) if length is None else length
+    positions = _positions(_chosen("unshard", layout, mask, place, length), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
@@ -130,6 +150,13 @@ def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
         held *= axis.size
     return x
+
+
+def _chosen(subject: str, layout: Layout | str, mask: Mask | None, place: Mesh, length: int) -> Layout:
+    """Return the layout given, or the choice for a mask over so many tokens."""
+    mask = FULL if mask is None else mask
+    check_mask(f"{subject} mask", mask, length)
+    return chosen_layout(layout, mask, place)
 
 
 def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:

@@ -7,9 +7,14 @@ The layout decides how the work is balanced. Under a causal mask, 16 tokens over
         Striped()            0123012301230123  each shard holds every 4th token: equal work, finer
         Split((7, 3, 3, 3))  0000000111222333  runs of any length, for shards that something else has cut
 
-Any length is valid, but `Split` has the length of its sizes. With fewer tokens than shards, some shards are empty.
+Under a causal mask with documents of 8, 4 and 4 tokens:
+
+        Packed((8, 4, 4), Shape(1, 4, 1))    0123321002103321  each shard as many tokens, and about as many pairs
+
+Any length is valid, but `Split` and `Packed` have that of their parts. With fewer tokens than shards, some are empty.
 """
 
+import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -18,6 +23,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from attnmesh.core.packing import pack
 from attnmesh.errors import LayoutError, check_count
 
 
@@ -122,27 +128,66 @@ class Split:
     sizes: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        counts, fix = isinstance(self.sizes, (tuple, list)) and self.sizes, "pass a number of tokens for each rank"
-        if not counts or not all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 0 for n in self.sizes):
-            raise LayoutError("Split sizes", "whole numbers of 0 or more, one a rank", repr(self.sizes), fix)
-        object.__setattr__(self, "sizes", tuple(map(operator.index, self.sizes)))
+        object.__setattr__(self, "sizes", _counts("Split sizes", self.sizes, "one a rank"))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the run of shard `index`; see `Layout.positions`. The sizes give `length` and `shards`."""
-        length, shards, index = _check_range(length, shards, index)
-        if shards != len(self.sizes) or length != sum(self.sizes):
-            expected, fix = f"{len(self.sizes)} shards of {sum(self.sizes)} tokens in all", "correct the sizes of Split"
-            raise LayoutError(f"layout {self}", expected, f"{shards} shards of {length} tokens", fix)
+        index = _check_parts(self, (len(self.sizes), sum(self.sizes)), (shards, length), index)
         start = sum(self.sizes[:index])
         return torch.arange(start, start + self.sizes[index])
 
 
-LAYOUTS = (Contiguous, Zigzag, Striped, Split)
+@dataclass(frozen=True)
+class Packed:
+    """A layout made for a batch of packed documents and a mesh: equal tokens, equal pairs, and little to send.
+
+    Short documents are whole on one shard. Long ones are spread over as few rows, columns or shards as balance allows.
+    It is equal on all ranks. Attention over it takes the mask of the same documents.
+
+    Args:
+        documents: Tokens of each document, in order, padding as a document of its own.
+        shape: Ranks of the mesh along heads, queries and keys.
+
+    Raises:
+        LayoutError: If the documents or the shape are not whole numbers.
+
+    >>> import attnmesh as am
+    >>> layout = am.Packed((8, 4, 4), am.Shape(1, 4, 1))
+    >>> [layout.positions(16, 4, index).tolist() for index in range(4)]
+    [[0, 7, 8, 11], [1, 6, 10, 15], [2, 5, 9, 14], [3, 4, 12, 13]]
+    """
+
+    documents: tuple[int, ...]
+    shape: tuple[int, int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "documents", _counts("Packed documents", self.documents, "one a document"))
+        shape = _counts("Packed shape", self.shape, "ranks along heads, queries and keys")
+        if len(shape) != 3 or 0 in shape:
+            expected, fix = "ranks along heads, queries and keys", "pass am.Shape(heads, queries, keys) of the mesh"
+            raise LayoutError("Packed shape", expected, repr(shape), fix)
+
+    def positions(self, length: int, shards: int, index: int) -> Tensor:
+        """Return the tokens of shard `index`; see `Layout.positions`. The documents and the shape give the others."""
+        index = _check_parts(self, (math.prod(self.shape), sum(self.documents)), (shards, length), index)
+        runs = pack(self.documents, *self.shape)[index]
+        return torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in runs)])
+
+
+LAYOUTS = (Contiguous, Zigzag, Striped, Split, Packed)
 
 
 def encode_layout(layout: Layout) -> list[int]:
     """Return a layout as integers, for the schema of an operator: its type, how many numbers it has, and these."""
-    numbers = layout.sizes if isinstance(layout, Split) else [layout.block] if isinstance(layout, Striped) else []
+    match layout:
+        case Striped(block):
+            numbers = [block]
+        case Split(sizes):
+            numbers = [*sizes]
+        case Packed(documents, shape):
+            numbers = [*shape, *documents]
+        case _:
+            numbers = []
     return [LAYOUTS.index(type(layout)), len(numbers), *numbers]
 
 
@@ -150,15 +195,39 @@ def decode_layout(code: Sequence[int]) -> tuple[Layout, Sequence[int]]:
     """Return the layout of a code that begins as `encode_layout` writes it, and the rest of the code."""
     kind, count, *rest = code
     numbers, make = tuple(rest[:count]), LAYOUTS[kind]
+    if make is Packed:
+        heads, rows, columns, *documents = numbers
+        return Packed(tuple(documents), (heads, rows, columns)), rest[count:]
     layout: Layout = make(numbers) if make is Split else cast(Callable[..., Layout], make)(*numbers)
     return layout, rest[count:]
 
 
-def check_layout(subject: str, layout: Layout) -> None:
-    """Raise unless layout is an instance of one of `LAYOUTS`."""
-    if not isinstance(layout, LAYOUTS):
+def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> None:
+    """Raise unless layout is an instance of one of `LAYOUTS`, or "auto" where that is served."""
+    if not isinstance(layout, LAYOUTS) and not (auto and isinstance(layout, str) and layout == "auto"):
         fix = "make one by calling it, as in Zigzag()"
-        raise LayoutError(subject, "Contiguous(), Zigzag(), Striped() or Split(sizes)", repr(layout), fix)
+        expected = "Contiguous(), Zigzag(), Striped(), Split(sizes) or Packed(documents, shape)"
+        expected = f'"auto", {expected}' if auto else expected
+        raise LayoutError(subject, expected, repr(layout), fix)
+
+
+def _counts(subject: str, values: Sequence[int], each: str) -> tuple[int, ...]:
+    """Return whole numbers of 0 or more as Python ints, or raise unless they are some."""
+    counts = isinstance(values, (tuple, list)) and values
+    if not counts or not all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 0 for n in values):
+        raise LayoutError(subject, f"whole numbers of 0 or more, {each}", repr(values), "count them as Python ints")
+    return tuple(map(operator.index, values))
+
+
+def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, int], index: int) -> int:
+    """Return the index, or raise unless shards and tokens are those of the layout's parts."""
+    shards, length = given
+    length, shards, index = _check_range(length, shards, index)
+    if (shards, length) != expected:
+        name = type(layout).__name__
+        wanted, fix = "{} shards of {} tokens in all".format(*expected), f"make {name} for this length and mesh"
+        raise LayoutError(f"layout {name}", wanted, f"{shards} shards of {length} tokens", fix)
+    return index
 
 
 def _check_range(length: int, shards: int, index: int) -> tuple[int, int, int]:

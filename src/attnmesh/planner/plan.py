@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import pairwise, product
 from math import ceil, gcd
 from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag
 from attnmesh.core.mask import FAR
 from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.merges import MERGES
@@ -307,17 +307,19 @@ def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
             shape = Shape(heads, queries, world // heads // queries)
             if workload.phase == "decode" and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
-            choices = product(tiles(shape, cluster.ranks), _layouts(workload), _exchanges(workload, shape))
+            choices = product(tiles(shape, cluster.ranks), layouts_for(workload, shape), _exchanges(workload, shape))
             yield from (Candidate(shape, *choice) for choice in choices)
 
 
-def _layouts(workload: Workload) -> list[Layout]:
-    """Return balanced layouts for uneven masks, and contiguous ones for masks that keep tokens near each other."""
+def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
+    """Return balanced layouts for uneven masks and documents, and contiguous ones for masks that keep tokens near."""
     if workload.phase == "decode":
         return [Striped(BLOCK)]
-    uneven = workload.mask.left != workload.mask.right
-    local = workload.mask.longest < FAR or workload.mask.left < FAR or workload.mask.right < FAR
-    return [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
+    mask = workload.mask
+    uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
+    documents = tuple(stop - start for start, stop in pairwise((0, *mask.ends)))
+    packed: list[Layout] = [Packed(documents, shape)] if len(documents) > 1 and workload.recurrent is None else []
+    return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
 def _exchanges(workload: Workload, shape: Shape) -> list[str]:

@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.core.layout import Contiguous, Layout, Packed, Zigzag
 from attnmesh.core.mask import FAR, Mask
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
@@ -169,11 +170,18 @@ def downscaled(problem: Problem) -> tuple[Problem, float]:
     def shorter(tokens: int) -> int:
         return tokens if tokens >= FAR else round(tokens / scale)
 
+    def packed(layout: Layout) -> Layout:
+        if not isinstance(layout, Packed):
+            return layout
+        edges = [shorter(end) for end in accumulate(layout.documents, initial=0)]
+        return replace(layout, documents=tuple(stop - start for start, stop in pairwise(edges)))
+
     ends = sorted({max(1, shorter(end)) for end in problem.mask.ends})
     chunks = sorted({max(1, shorter(size)) for size in problem.mask.chunks})
     mask = Mask(shorter(problem.mask.left), shorter(problem.mask.right), tuple(ends), tuple(chunks))
     length, key_length = shorter(problem.length), shorter(problem.key_length)
-    return replace(problem, mask=mask, length=length, key_length=key_length), scale
+    layout, key_layout = packed(problem.layout), packed(problem.key_layout)
+    return Problem(mask, problem.shape, layout, key_layout, length, key_length), scale
 
 
 @lru_cache(maxsize=512)

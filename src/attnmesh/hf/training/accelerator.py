@@ -33,7 +33,7 @@ class Replicas(NamedTuple):
 
 
 def prepare(
-    accelerator: Any, model: Any, mesh: DeviceMesh | None, layout: Layout = Zigzag(), *, exchange: str = "scan"
+    accelerator: Any, model: Any, mesh: DeviceMesh | None, layout: Layout | str = Zigzag(), *, exchange: str = "scan"
 ) -> Any:
     """Return a model that computes whole batches on a mesh, for a training loop with an `Accelerator`.
 
@@ -45,7 +45,7 @@ def prepare(
         accelerator: The accelerator.
         model: A causal language model with `attn_implementation="attnmesh"`.
         mesh: The mesh of this rank; None for one device.
-        layout: The tokens that each rank gets.
+        layout: The tokens that each rank gets. "auto" chooses for the documents of each batch.
         exchange: What ranks exchange in recurrent layers, as in `shard_batch`.
 
     Returns:
@@ -64,7 +64,7 @@ def prepare(
     >>> prepare(Accelerator(cpu=True), model, None)(input_ids=ids, labels=ids).loss.item() > 0
     True
     """
-    check_layout("prepare layout", layout)
+    check_layout("prepare layout", layout, auto=True)
     calls = ShardedCalls(mesh, layout, exchange)
     calls.install(model)
     as_one_process(accelerator, calls)

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
+from attnmesh.attention.auto_layout import chosen_layout
 from attnmesh.attention.sharding import shard
 from attnmesh.core.digest import fingerprints
 from attnmesh.core.layout import Layout, Zigzag, check_layout
-from attnmesh.core.mask import Documents, Full, Mask
+from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.models import USE_TOKENIZER
@@ -37,7 +38,7 @@ PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_leng
 def shard_batch(
     batch: Mapping[str, Any],
     mesh: DeviceMesh | None,
-    layout: Layout = Zigzag(),
+    layout: Layout | str = Zigzag(),
     *,
     exchange: str = "scan",
     **more: Any,
@@ -51,7 +52,7 @@ def shard_batch(
         batch: The same batch on every rank: `input_ids` (batch, length), and `labels` or `shift_labels` to learn from.
             `attention_mask` may have padding on the right. `position_ids` of packed sequences restart in each.
         mesh: The mesh that shares the sequence; None for one device.
-        layout: The tokens that each rank gets.
+        layout: The tokens that each rank gets. "auto" chooses for the documents of this batch, as `am.shard` does.
         exchange: What ranks exchange in recurrent layers. "scan": each runs its tokens, and sends its state. "heads":
             each runs all tokens for its share of the heads, which the ranks must divide evenly.
         more: Further entries of the batch, such as `num_items_in_batch`.
@@ -67,6 +68,7 @@ def shard_batch(
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
     batch, positions, documents = _agree_on_batch(batch, mesh, layout, exchange, more)
+    layout = chosen_layout(layout, Causal() & documents, Mesh.of(mesh))
     ids, labels = batch["input_ids"], _shift_labels(batch)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
@@ -86,13 +88,13 @@ def shard_batch(
 
 
 def _agree_on_batch(
-    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout, exchange: str, more: Mapping[str, Any]
+    batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, more: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Tensor, Mask]:
     """Return the batch with all entries, its positions and its documents, if all ranks pass the same valid batch."""
     place = Mesh.of(mesh)
 
     def check() -> tuple[dict[str, Any], Tensor, Mask]:
-        check_layout("shard_batch layout", layout)
+        check_layout("shard_batch layout", layout, auto=True)
         known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
         require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
         given, fix = type(batch).__name__, "pass the collator's output, or a dict"
@@ -114,8 +116,10 @@ def _agree_on_batch(
     return run_agreed(place, check, describe)
 
 
-def _check_shards(length: int, ranks: int, layout: Layout) -> None:
+def _check_shards(length: int, ranks: int, layout: Layout | str) -> None:
     """Raise unless each rank gets a token: models of transformers cannot compute none."""
+    if isinstance(layout, str):  # "auto" cuts evenly
+        return
     counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
     given, fix = f"{length} tokens in {layout} on {ranks} ranks", "use longer sequences, fewer ranks or layout=Zigzag()"
     require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)

@@ -35,7 +35,7 @@ class ShardedCalls:
     The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, layout: Layout, exchange: str = "scan") -> None:
+    def __init__(self, mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan") -> None:
         self.mesh, self.layout, self.exchange = mesh, layout, exchange
         self.is_active = False
         self.shards: Shards | None = None  # of the present call

@@ -18,7 +18,9 @@ from attnmesh.hf.upstream import check_trainer
 from attnmesh.mesh.axes import Mesh
 
 
-def on_mesh(trainer_class: type, mesh: DeviceMesh | None, layout: Layout = Zigzag(), *, exchange: str = "scan") -> type:
+def on_mesh(
+    trainer_class: type, mesh: DeviceMesh | None, layout: Layout | str = Zigzag(), *, exchange: str = "scan"
+) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
     `SFTTrainer`, `DPOTrainer` and `RewardTrainer` of TRL work too. The mesh shares each sequence. If the world has more
@@ -27,7 +29,7 @@ def on_mesh(trainer_class: type, mesh: DeviceMesh | None, layout: Layout = Zigza
     Args:
         trainer_class: The class of the trainer.
         mesh: The mesh of this rank.
-        layout: The tokens that each rank gets.
+        layout: The tokens that each rank gets. "auto" chooses for the documents of each batch.
         exchange: What ranks exchange in recurrent layers, as in `shard_batch`.
 
     Returns:
@@ -49,7 +51,7 @@ def on_mesh(trainer_class: type, mesh: DeviceMesh | None, layout: Layout = Zigza
     again = issubclass(trainer_class, MeshTrainer)
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
-    check_layout("on_mesh layout", layout)
+    check_layout("on_mesh layout", layout, auto=True)
     Mesh.of(mesh)
 
     def calls(self: Any) -> ShardedCalls:

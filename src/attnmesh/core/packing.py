@@ -1,0 +1,200 @@
+"""The packing of documents on a grid of rows and columns: which tokens of each document a cell holds.
+
+A query of row r and a key of column c meet at cell (r, c). A document inside one cell sends nothing. One with too many
+pairs for a cell is cut over a block of a rows and b columns, as `Zigzag` cuts a sequence. Each cell of the block has as
+many of its pairs, and receives 2 (a + b - 2) / (a b) of its queries, outputs, keys and values.
+
+The longest documents are placed first, each on the smallest block that can take its tokens and pairs. The shortest have
+few pairs for their tokens. They fill the cells up, and are cut where a cell is full.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+Run = tuple[int, int]
+"""Positions from the first to before the second."""
+
+Document = tuple[int, int]
+"""First position and length."""
+
+BALANCED = 1.05
+"""Pairs of the busiest cell, over the mean, of a packing that is taken."""
+
+LIMIT = 1.03
+"""Pairs, over the mean, up to which documents are placed in a cell."""
+
+FILLING = 0.03
+"""Most pairs, over all, that the short documents which fill the cells up can have."""
+
+SMALL = 0.1
+"""Pairs, over the limit, of a document that is not cut into blocks. It fills cells up if it has no place."""
+
+TRIES = 12
+"""Cells that are tried for a whole document."""
+
+SHARES = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.12, 0.06)
+"""Most pairs of one document in a cell, over the limit. Finer cuts balance better, and send more."""
+
+
+@lru_cache(maxsize=64)
+def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple[tuple[Run, ...], ...]:
+    """Return the ascending runs of positions that each shard of a heads x rows x columns mesh holds."""
+    ranks, cells = heads * rows * columns, rows * columns
+    sizes = [stop - start for start, stop in pairwise(sum(lengths) * shard // ranks for shard in range(ranks + 1))]
+    room = [sum(sizes[cell::cells]) for cell in range(cells)]
+    documents = sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda document: -document[1])
+    grids: list[Grid] = []
+    for share in SHARES:
+        grids.append(_packed(documents, share, Grid(rows, columns, room)))
+        if not grids[-1].excess:
+            break
+    grid = min(grids, key=lambda grid: grid.excess)
+    by_cell = [_cut(sorted(runs), sizes[cell::cells]) for cell, runs in enumerate(grid.runs)]
+    return tuple(by_cell[shard % cells][shard // cells] for shard in range(ranks))
+
+
+def _packed(documents: Sequence[Document], share: float, grid: "Grid") -> "Grid":
+    """Return the grid with all documents in it. Of each, a cell has at most `share` of the pairs that it may have."""
+    total, left = sum(length * length for _, length in documents) / 2, sum(grid.room)
+    grid.mean = total / len(grid.room)
+    filling: list[Document] = []
+    for placed, (start, length) in enumerate(documents):
+        if left * length / 2 <= FILLING * total:
+            filling += documents[placed:]
+            break
+        if not grid.place(start, length, share):
+            filling.append((start, length))
+        left -= length
+    grid.fill(filling)
+    return grid
+
+
+def _cut(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...]]:
+    """Return runs cut into parts of these numbers of tokens. Runs that touch become one."""
+    rest, parts = iter(runs), []
+    start = stop = 0
+    for size in sizes:
+        part: list[Run] = []
+        while size:
+            if start == stop:
+                start, stop = next(rest)
+            end = min(stop, start + size)
+            if part and part[-1][1] == start:
+                part[-1] = part[-1][0], end
+            else:
+                part.append((start, end))
+            size, start = size - (end - start), end
+        parts.append(tuple(part))
+    return parts
+
+
+class Grid:
+    """Cells that documents fill. A cell stands for the ranks at one row and column, along all heads."""
+
+    def __init__(self, rows: int, columns: int, room: Sequence[int]) -> None:
+        self.rows, self.columns = rows, columns
+        self.room = list(room)  # tokens
+        self.runs: list[list[Run]] = [[] for _ in room]
+        self.pairs = [0.0] * len(room)
+        self.mean = 0.0  # pairs, when all documents are placed
+        blocks = [(a, b) for a in _lines(rows) for b in _lines(columns)]
+        self.blocks = sorted(blocks, key=lambda block: (block[0] * block[1], sum(block)))
+        self.needs = [0.0] * len(room)  # minus the pairs that a cell lacks, per token of its room
+        self.neediest = [(0.0, cell) for cell in range(len(room))]  # a heap, with some needs of before
+
+    @property
+    def excess(self) -> float:
+        """Pairs of the busiest cell beyond those of a balanced one."""
+        return max(0.0, max(self.pairs) - BALANCED * self.mean)
+
+    def place(self, start: int, length: int, share: float) -> bool:
+        """Place a document whole, or else on the smallest block that can take it. Return False if a small one fails."""
+        pairs, limit = length * length / 2, LIMIT * self.mean
+        if pairs <= share * limit and (cell := self._cell(length, pairs)) is not None:
+            self._put(cell, [(start, start + length)], length, pairs)
+            return True
+        if pairs <= SMALL * limit:
+            return False
+        for a, b in self.blocks:
+            if a * b == len(self.room):
+                self._spread(start, length, range(a * b), b)
+            elif pairs <= share * limit * a * b and (cells := self._block(a, b, length, pairs)):
+                self._spread(start, length, cells, b)
+                break
+        return True
+
+    def fill(self, documents: Iterable[Document]) -> None:
+        """Fill the room of all cells, with the longest documents where most pairs per token are lacking."""
+        cells = sorted((cell for cell, room in enumerate(self.room) if room), key=lambda cell: -self.needs[cell])
+        for start, length in documents:
+            parts: list[tuple[int, int]] = []  # cells and tokens
+            while length:
+                cell = cells[-1]
+                tokens = min(length, self.room[cell])
+                self.runs[cell].append((start, start + tokens))
+                self.room[cell] -= tokens
+                for other, keys in parts:
+                    self.pairs[cell - cell % self.columns + other % self.columns] += tokens * keys
+                self.pairs[cell] += tokens * tokens / 2
+                parts.append((cell, tokens))
+                start, length = start + tokens, length - tokens
+                if not self.room[cell]:
+                    cells.pop()
+
+    def _cell(self, length: int, pairs: float) -> int | None:
+        """Return the cell that lacks most pairs per token, of those that can take a document."""
+        tried: list[tuple[float, int]] = []
+        fitting = None
+        while self.neediest and fitting is None and len(tried) < TRIES:
+            need, cell = entry = heapq.heappop(self.neediest)
+            if need == self.needs[cell]:
+                if self._fits(cell, length, pairs):
+                    fitting = cell
+                tried.append(entry)
+        for entry in tried:
+            heapq.heappush(self.neediest, entry)
+        return fitting
+
+    def _block(self, a: int, b: int, length: int, pairs: float) -> list[int]:
+        """Return the cells of a x b rows and columns with few pairs, if each can take its part of a document."""
+        lines = [self.pairs[row * self.columns :][: self.columns] for row in range(self.rows)]
+        rows = sorted(range(self.rows), key=lambda row: sum(sorted(lines[row])[:b]))[:a]
+        columns = sorted(range(self.columns), key=lambda column: sum(lines[row][column] for row in rows))[:b]
+        cells = [row * self.columns + column for row in sorted(rows) for column in sorted(columns)]
+        return cells if all(self._fits(cell, length // (a * b) + 1, pairs / (a * b)) for cell in cells) else []
+
+    def _fits(self, cell: int, tokens: int, pairs: float) -> bool:
+        return tokens <= self.room[cell] and self.pairs[cell] + pairs <= LIMIT * self.mean
+
+    def _spread(self, start: int, length: int, cells: Sequence[int], columns: int) -> None:
+        """Give each cell of a block an early and a late chunk of a document."""
+        shares = self._shares(length, cells)
+        chunks = [share // 2 for share in shares] + [share - share // 2 for share in reversed(shares)]
+        runs = list(pairwise(accumulate(chunks, initial=start)))
+        in_rows = [sum(shares[at : at + columns]) for at in range(0, len(shares), columns)]
+        in_columns = [sum(shares[at::columns]) for at in range(columns)]
+        for at, (cell, share) in enumerate(zip(cells, shares, strict=True)):
+            halves = [run for run in (runs[at], runs[-1 - at]) if run[0] < run[1]]
+            self._put(cell, halves, share, in_rows[at // columns] * in_columns[at % columns] / 2)
+
+    def _put(self, cell: int, runs: Sequence[Run], tokens: int, pairs: float) -> None:
+        self.runs[cell] += runs
+        self.room[cell] -= tokens
+        self.pairs[cell] += pairs
+        self.needs[cell] = need = (self.pairs[cell] - LIMIT * self.mean) / max(self.room[cell], 1)
+        heapq.heappush(self.neediest, (need, cell))
+
+    def _shares(self, length: int, cells: Sequence[int]) -> list[int]:
+        """Return how many tokens of a document each cell takes: as equal as their room allows."""
+        shares = dict.fromkeys(cells, 0)
+        for taken, cell in enumerate(sorted(cells, key=self.room.__getitem__)):
+            shares[cell] = min(self.room[cell], -(-length // (len(cells) - taken)))
+            length -= shares[cell]
+        return list(shares.values())
+
+
+def _lines(most: int) -> list[int]:
+    """Return the numbers of rows, or of columns, that a block may have: 1, 2, 3, 4, 6, 8, 12 and so on, and all."""
+    return [n for n in range(1, most + 1) if n == most or (n // 3 if n % 3 == 0 else n).bit_count() == 1]
