@@ -274,11 +274,6 @@ def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family
 # --- what is refused ---
 
 
-def packed(mesh: Any) -> None:
-    ids, positions = tokens(12), torch.cat([torch.arange(7), torch.arange(5)])[None]
-    model_of("bamba")(**hf.shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, mesh))
-
-
 def striped(mesh: Any) -> None:
     ids = tokens(12)
     model_of("bamba")(**hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Striped()))
@@ -311,7 +306,6 @@ def kept_elsewhere(mesh: Any) -> None:
 
 
 REFUSED: dict[Callable[[Any], None], str] = {
-    packed: "MaskError: attnmesh.hf position_ids: expected one sequence per row, for a model with recurrent layers",
     striped: "LayoutError: attnmesh.hf layout: expected a layout whose shards are runs of tokens",
     cropped: "ShapeError: ShardedCache crop: expected all tokens or none, as recurrent states cannot go back, given 8",
     recovered: "KernelError: ShardedCache.recover: expected a model without recurrent states, given bamba",

@@ -2,20 +2,28 @@
 
 A rank holds one part of a contiguous sequence. Of a zigzag sequence it holds two, an early and a late one: the ranks
 hold the early parts in ascending order, and then the late parts in descending order.
+
+Where documents begin inside a part, it is cut into pieces, one of each document. The first piece continues the document
+of the parts before it, and the last one is continued by those after it. No state passes from one piece to the next:
+
+    parts      |  rank 0  |  rank 1  |  rank 2  |
+    documents  |- - - - - - - -|- -|- - - - - - |      rank 1 has three pieces, and hands on the state of the last
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import product
-from typing import NoReturn, TypeVar
+from itertools import chain, pairwise, product
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
@@ -25,29 +33,38 @@ from attnmesh.recurrent.scan import AffineMap, scan
 from attnmesh.runtime.world import cached_per_world
 
 
+class Parts(NamedTuple):
+    """Parts of a sequence, one per rank, in order, and the documents in this rank's part."""
+
+    axis: Axis
+    """The ranks."""
+    owners: list[int]
+    """The rank of each part, by index of the axis."""
+    lengths: list[int]
+    """Tokens of each part."""
+    pieces: list[int]
+    """Tokens of each document in this rank's part."""
+    before: int = FAR
+    """Tokens of the first of these documents before the part; `FAR` if the sequence is not packed."""
+
+
 class Chain:
     """Parts of a sequence, one per rank, in order.
 
     Args:
-        axis: The ranks.
-        owners: The rank of each part, by index of the axis.
-        lengths: Tokens of each part.
+        parts: The parts, and the pieces of this rank's.
         entering: What the first rank keeps from the tokens before the first part, in the order in which the layer asks
             for it; None if there are none.
         kept: Tokens that a convolution leaves beyond those that it reads, for a cache.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        owners: Sequence[int],
-        lengths: Sequence[int],
-        entering: Sequence[Tensor] | None = None,
-        kept: int = 0,
-    ) -> None:
-        self.axis, self.owners, self.lengths, self.kept = axis, list(owners), list(lengths), kept
-        self.place = self.owners.index(axis.index)
+    def __init__(self, parts: Parts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
+        self.axis, self.owners, self.lengths, pieces, self.before = parts
+        self.kept = kept
+        self.place = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.place]
+        self.pieces = pieces if self.tokens else [1]
+        """Tokens of each document among those that the layer computes."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
@@ -74,14 +91,16 @@ class Chain:
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
-        return function(torch.cat([self.halo(x, size, dim=2), x], 2))
+        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.pieces, self.before), size, function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
 
         `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
         """
-        part = part if self.tokens else _without_tokens(part)
+        part, begins = part if self.tokens else _without_tokens(part), self.before == 0
+        if begins:  # no state passes the beginning of a document
+            part = AffineMap(torch.zeros_like(part.linear), part.bias)
         first = self.continues and self.place == 0
         entered = torch.zeros_like(part.bias)
         if first:
@@ -91,7 +110,8 @@ class Chain:
         state = scan(element, self.axis, self.owners, whole=False).bias + entered
         if self._is_last:
             self.leaving.append(part(state))
-        return state
+        # All ranks have the same graph of gradients, also those whose first document begins with their part.
+        return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0) if begins else state
 
     @property
     def _is_last(self) -> bool:
@@ -103,13 +123,16 @@ class HeadChain:
 
     Args:
         layer: Name of the recurrent layer.
-        parts: Axis, owners and lengths of each chain of the layout, as `parts_of` returns them.
+        parts: The parts of each chain of the layout, as `parts_of` returns them.
+        documents: Tokens of each document of the sequence.
     """
 
-    def __init__(self, layer: str, parts: Sequence[tuple[Axis, list[int], list[int]]]) -> None:
-        self.layer, self.axis = layer, parts[0][0]
-        self.owners = [owner for _, owners, _ in parts for owner in owners]
-        self.lengths = [length for _, _, lengths in parts for length in lengths]
+    def __init__(self, layer: str, parts: Sequence[Parts], documents: Sequence[int]) -> None:
+        self.layer, self.axis, self.documents = layer, parts[0].axis, list(documents)
+        self.owners = [owner for each in parts for owner in each.owners]
+        self.lengths = [length for each in parts for length in each.lengths]
+        self.pieces = [tokens for each in parts for tokens in each.pieces]
+        self._parts = parts
         self._place = self.axis, self.owners, self.lengths
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -118,12 +141,9 @@ class HeadChain:
         Only the last part keeps results beyond its tokens.
         """
         halos = halo_of_parts(x, size, *self._place, dim=2)
-        mine = [tokens for owner, tokens in zip(self.owners, self.lengths, strict=True) if owner == self.axis.index]
-        parts = x.split(mine, 2)
-        before = [halos.narrow(2, part * size, size) for part in range(len(parts))]
-        found = [function(torch.cat(each, 2)) for each in zip(before, parts, strict=True) if each[1].shape[2]]
-        sizes = [tokens for tokens in mine if tokens]
-        return torch.cat([out.narrow(2, 0, n) for out, n in zip(found[:-1], sizes, strict=False)] + found[-1:], 2)
+        parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
+        pieces = [_after_halo(*each, *own[3:]) for each, own in zip(parts, self._parts, strict=True)]
+        return _convolve([*chain.from_iterable(pieces)], size, function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
         """Return all tokens of this rank's heads, for each (batch, own tokens, heads, ...): one exchange per dtype."""
@@ -159,6 +179,26 @@ class HeadChain:
         raise KernelError("shard_batch exchange", expected, self.layer, 'pass exchange="scan"')
 
 
+def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> list[Tensor]:
+    """Return each piece of a part (batch, channels, tokens), with the tokens of its document before it, or zeros."""
+    size = halo.shape[2]
+    others = max(size - before, 0)  # tokens of other documents
+    first, *later = x.split(pieces, 2)
+    first = torch.cat([pad(halo[..., others:], (others, 0)), first], 2)
+    return [first, *(pad(piece, (size, 0)) for piece in later)]
+
+
+def _convolve(pieces: list[Tensor], size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function of each piece (batch, channels, tokens), which begins with `size` tokens of its halo.
+
+    One call computes all. Only the last piece keeps results beyond its tokens.
+    """
+    out = function(torch.cat(pieces, 2))
+    lengths = [length for piece in pieces[:-1] for length in (piece.shape[2] - size, size)]
+    kept = out.split([*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
+    return torch.cat(kept, 2)
+
+
 AnyChain = TypeVar("AnyChain", Chain, HeadChain)
 
 current_chain: ContextVar[Chain | HeadChain] = ContextVar("attnmesh chain of a recurrent layer")
@@ -175,8 +215,26 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 
 
 @cached_per_world(64)
-def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
-    """Return the axis, owners and lengths of each chain of a layout, early parts before late ones."""
+def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Mask = Full()) -> list[Parts]:
+    """Return the parts of each chain of a layout, early parts before late ones."""
+    found, begin = [], 0
+    for axis, owners, lengths in _chains(layout, length, mesh):
+        place = owners.index(axis.index)
+        start = begin + sum(lengths[:place])
+        before = start - max(end for end in (0, *documents.ends) if end <= start) if documents.ends else FAR
+        found.append(Parts(axis, owners, lengths, pieces_of(documents, start, start + lengths[place]), before))
+        begin += sum(lengths)
+    return found
+
+
+def pieces_of(documents: Mask, start: int, stop: int) -> list[int]:
+    """Return the tokens of each document from one token of a sequence to another."""
+    edges = [start, *(end for end in documents.ends if start < end < stop), stop]
+    return [after - first for first, after in pairwise(edges)]
+
+
+def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
+    """Return the axis, owners and lengths of each chain of a layout."""
     axis, order = _chain_axis(mesh)
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous) or axis.size == 1:
