@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import chain, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -46,6 +46,8 @@ class Parts(NamedTuple):
     """Tokens of each document in this rank's part."""
     before: int = FAR
     """Tokens of the first of these documents before the part; `FAR` if the sequence is not packed."""
+    resets: Sequence[int] = ()
+    """1 for each part in which a document begins; none if the sequence is not packed."""
 
 
 class Chain:
@@ -59,7 +61,7 @@ class Chain:
     """
 
     def __init__(self, parts: Parts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
-        self.axis, self.owners, self.lengths, pieces, self.before = parts
+        self.axis, self.owners, self.lengths, pieces, self.before, self.resets = parts
         self.kept = kept
         self.place = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.place]
@@ -98,20 +100,22 @@ class Chain:
 
         `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
         """
-        part, begins = part if self.tokens else _without_tokens(part), self.before == 0
-        if begins:  # no state passes the beginning of a document
+        part = part if self.tokens else _without_tokens(part)
+        if resets := any(self.resets[self.place : self.place + 1]):
             part = AffineMap(torch.zeros_like(part.linear), part.bias)
         first = self.continues and self.place == 0
         entered = torch.zeros_like(part.bias)
         if first:
             entered = self._entering.popleft()
             entered = convert(entered).to(part.bias.dtype) if self.kept else entered
-        element = AffineMap(part.linear, part(entered)) if first else part
-        state = scan(element, self.axis, self.owners, whole=False).bias + entered
+        element = AffineMap(part.linear, part(entered)) if first and not resets else part
+        state = scan(element, self.axis, self.owners, whole=False, resets=self.resets).bias + entered
         if self._is_last:
-            self.leaving.append(part(state))
-        # All ranks have the same graph of gradients, also those whose first document begins with their part.
-        return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0) if begins else state
+            self.leaving.append(part.bias if resets else part(state))
+        if self.before:
+            return state
+        # A document begins with this part. Its state depends on the scan, so that all ranks have the same graph.
+        return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0)
 
     @property
     def _is_last(self) -> bool:
@@ -142,7 +146,7 @@ class HeadChain:
         """
         halos = halo_of_parts(x, size, *self._place, dim=2)
         parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
-        pieces = [_after_halo(*each, *own[3:]) for each, own in zip(parts, self._parts, strict=True)]
+        pieces = [_after_halo(*x, own.pieces, own.before) for x, own in zip(parts, self._parts, strict=True)]
         return _convolve([*chain.from_iterable(pieces)], size, function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
@@ -217,13 +221,17 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 @cached_per_world(64)
 def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Mask = Full()) -> list[Parts]:
     """Return the parts of each chain of a layout, early parts before late ones."""
-    found, begin = [], 0
+    found, begin, first_tokens = [], 0, (0, *documents.ends)
     for axis, owners, lengths in _chains(layout, length, mesh):
+        edges = [*accumulate(lengths, initial=begin)]
         place = owners.index(axis.index)
-        start = begin + sum(lengths[:place])
-        before = start - max(end for end in (0, *documents.ends) if end <= start) if documents.ends else FAR
-        found.append(Parts(axis, owners, lengths, pieces_of(documents, start, start + lengths[place]), before))
-        begin += sum(lengths)
+        own = Parts(axis, owners, lengths, pieces_of(documents, *edges[place : place + 2]))
+        if documents.ends:
+            before = edges[place] - max(token for token in first_tokens if token <= edges[place])
+            resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
+            own = own._replace(before=before, resets=resets)
+        found.append(own)
+        begin = edges[-1]
     return found
 
 
