@@ -93,7 +93,7 @@ class Chain:
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
-        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.pieces, self.before), size, function)
+        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.pieces, self.before), function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
@@ -147,7 +147,7 @@ class HeadChain:
         halos = halo_of_parts(x, size, *self._place, dim=2)
         parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
         pieces = [_after_halo(*x, own.pieces, own.before) for x, own in zip(parts, self._parts, strict=True)]
-        return _convolve([*chain.from_iterable(pieces)], size, function)
+        return _convolve([*chain.from_iterable(pieces)], function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
         """Return all tokens of this rank's heads, for each (batch, own tokens, heads, ...): one exchange per dtype."""
@@ -184,23 +184,23 @@ class HeadChain:
 
 
 def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> list[Tensor]:
-    """Return each piece of a part (batch, channels, tokens), with the tokens of its document before it, or zeros."""
-    size = halo.shape[2]
-    others = max(size - before, 0)  # tokens of other documents
-    first, *later = x.split(pieces, 2)
-    first = torch.cat([pad(halo[..., others:], (others, 0)), first], 2)
-    return [first, *(pad(piece, (size, 0)) for piece in later)]
+    """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
+    others, zeros = max(halo.shape[2] - before, 0), torch.zeros_like(halo)
+    first, *later = split(x, pieces, 2)
+    return [pad(halo[..., others:], (others, 0)), first, *(x for piece in later for x in (zeros, piece))]
 
 
-def _convolve(pieces: list[Tensor], size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a function of each piece (batch, channels, tokens), which begins with `size` tokens of its halo.
+def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function of the pieces, each after its halo. Only the last one keeps results beyond its tokens."""
+    out = function(torch.cat(halos_and_pieces, 2))
+    lengths = [x.shape[2] for x in halos_and_pieces[1:-1]]
+    kept = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
+    return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
 
-    One call computes all. Only the last piece keeps results beyond its tokens.
-    """
-    out = function(torch.cat(pieces, 2))
-    lengths = [length for piece in pieces[:-1] for length in (piece.shape[2] - size, size)]
-    kept = out.split([*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
-    return torch.cat(kept, 2)
+
+def split(x: Tensor, lengths: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    """Return `x.split(lengths, dim)`. The gradient of a single length is not copied."""
+    return (x,) if len(lengths) == 1 else x.split(lengths, dim)
 
 
 AnyChain = TypeVar("AnyChain", Chain, HeadChain)

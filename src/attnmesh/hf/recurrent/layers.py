@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
-from attnmesh.hf.recurrent.chain import current_chain
+from attnmesh.hf.recurrent.chain import current_chain, split
 from attnmesh.hf.recurrent.rules import Link, joined, lightning_link, rg_lru_link
 
 
@@ -24,7 +24,7 @@ def run_links(
 
 def _in_pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tokens of each piece of this rank's part."""
-    return zip(*(x.split(current_chain.get().pieces, dim) for x in tensors), strict=True)
+    return zip(*(split(x, current_chain.get().pieces, dim) for x in tensors), strict=True)
 
 
 def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:

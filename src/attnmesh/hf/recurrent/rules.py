@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from attnmesh.errors import ArgumentError, MaskError, require
+from attnmesh.hf.recurrent.chain import split
 from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
 from attnmesh.recurrent.scan import AffineMap
 
@@ -96,7 +97,7 @@ class Rule:
     def cut(self, lengths: Sequence[int], args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
         """Yield the positional and the named arguments of each run of tokens."""
         named = [*enumerate(args), *options.items()]
-        tokens = {name: x.split(lengths, self.dim) for name, x in named if isinstance(x, Tensor) and x.ndim > 2}
+        tokens = {name: split(x, lengths, self.dim) for name, x in named if isinstance(x, Tensor) and x.ndim > 2}
         for part in range(len(lengths)):
             own = {name: tokens[name][part] if name in tokens else x for name, x in named}
             yield [own.pop(number) for number in range(len(args))], own
