@@ -110,7 +110,8 @@ class Rule:
     def check_rows(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
-            subject, given, fix = f"recurrent layer {name}", options.get(name), "pass one sequence per row"
+            subject, given = f"recurrent layer {name}", options.get(name)
+            fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
             require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
 
     def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
