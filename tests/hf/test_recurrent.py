@@ -43,6 +43,11 @@ TOLERANCE = 1e-9
 """All is computed in float64: what transformers casts to float32 as well. Gradients of decays are sums that cancel."""
 
 
+def tolerance_of(family: str) -> float:
+    """Return the tolerance of a family. MiniMax makes its buffers of decays in float32."""
+    return 1e-6 if family == "minimax" else TOLERANCE
+
+
 def places() -> list[Any]:
     """Return each family at one place by default, and at all places in the long run."""
     return [
@@ -68,6 +73,18 @@ def trained(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, dict[
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def check_trained(
+    results: list[tuple[float, dict[str, Tensor]]], loss: float, gradients: dict[str, Tensor], tolerance: float
+) -> None:
+    """Assert that the means over the ranks are the loss and the gradients."""
+    assert sum(result[0] for result in results) / len(results) == pytest.approx(loss, rel=1e-7)
+    largest = max(float(x.abs().max()) for x in gradients.values())
+    for name, expected in gradients.items():
+        parts = [result[1].get(name, torch.zeros_like(expected)) for result in results]
+        found = torch.stack(parts).mean(0)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * largest, msg=name)
+
+
 def train_on_ranks(family: str, shape: Shape, layout: Layout, length: int) -> tuple[float, dict[str, Tensor]]:
     ids = tokens(length, batch=2)
     batch = hf.shard_batch({"input_ids": ids, "labels": ids}, named_mesh(shape, AXES), layout)
@@ -81,13 +98,7 @@ def test_loss_and_gradients_are_those_of_one_device(
     ids = tokens(length, batch=2)
     loss, gradients = trained(model_of(family, "eager"), {"input_ids": ids, "labels": ids, "use_cache": False})
     results = pool.run(shape.ranks, train_on_ranks, family, shape, layout, length)
-    assert sum(result[0] for result in results) / len(results) == pytest.approx(loss, rel=1e-7)
-    largest = max(float(x.abs().max()) for x in gradients.values())
-    tolerance = 1e-6 if family == "minimax" else TOLERANCE  # its buffers of decays are made in float32
-    for name, expected in gradients.items():
-        parts = [result[1].get(name, torch.zeros_like(expected)) for result in results]
-        found = torch.stack(parts).mean(0)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * largest, msg=name)
+    check_trained(results, loss, gradients, tolerance_of(family))
 
 
 def steps_on_ranks(shape: Shape, layout: Layout, steps: int) -> list[float]:
@@ -274,11 +285,6 @@ def test_each_model_on_a_batch_is_prepared_and_plain_tokens_are_no_shards(family
 # --- what is refused ---
 
 
-def packed(mesh: Any) -> None:
-    ids, positions = tokens(12), torch.cat([torch.arange(7), torch.arange(5)])[None]
-    model_of("bamba")(**hf.shard_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, mesh))
-
-
 def striped(mesh: Any) -> None:
     ids = tokens(12)
     model_of("bamba")(**hf.shard_batch({"input_ids": ids, "labels": ids}, mesh, am.Striped()))
@@ -311,7 +317,6 @@ def kept_elsewhere(mesh: Any) -> None:
 
 
 REFUSED: dict[Callable[[Any], None], str] = {
-    packed: "MaskError: attnmesh.hf position_ids: expected one sequence per row, for a model with recurrent layers",
     striped: "LayoutError: attnmesh.hf layout: expected a layout whose shards are runs of tokens",
     cropped: "ShapeError: ShardedCache crop: expected all tokens or none, as recurrent states cannot go back, given 8",
     recovered: "KernelError: ShardedCache.recover: expected a model without recurrent states, given bamba",

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
+from attnmesh.mesh.axes import Axis
+from attnmesh.recurrent.scan import scan
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
 
@@ -131,6 +133,34 @@ def stepped(form: str) -> tuple[float, float]:
 def test_gradients_are_those_of_differences(pool: Pool, form: str) -> None:
     for measured, said in pool.run(3, stepped, form):
         assert measured == pytest.approx(said, rel=1e-6)  # central differences of 1e-5 in float64
+
+
+def dropping(resets: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the state before this rank of eight, and the gradient of its bias.
+
+    The bias of the first rank is NaN, and the gradient of the last one's state.
+    """
+    rank, axis = dist.get_rank(), Axis(8, dist.get_rank(), dist.group.WORLD)
+    linear, bias = (x.detach() for x in element(rank, "matrix", (1, 2, 3, 2)))
+    own = am.AffineMap(linear * (1 - resets[rank]), (bias * math.nan if rank == 0 else bias).requires_grad_())
+    state = scan(own, axis, range(8), whole=False, resets=resets).bias
+    return state.detach(), torch.autograd.grad(state.sum() * (math.nan if rank == 7 else 1), own.bias)[0]
+
+
+@pytest.mark.parametrize("first", range(1, 8))
+def test_nothing_is_computed_from_a_state_that_is_dropped(first: int, pool: Pool) -> None:
+    second = (first + 5) % 8
+    resets = [int(rank in (0, first, second)) for rank in range(8)]
+    elements = [element(rank, "matrix", (1, 2, 3, 2)) for rank in range(8)]
+    zero, states = torch.zeros(1, 2, 3, 2, dtype=torch.float64), []
+    for rank in range(8):
+        state = elements[rank - 1](states[-1]) if rank else zero
+        states.append(elements[rank - 1].bias if rank and resets[rank - 1] else state)
+    grads = torch.autograd.grad(torch.stack(states).sum(), [each.bias for each in elements], materialize_grads=True)
+    for rank, (state, grad) in enumerate(pool.run(8, dropping, resets)):
+        from_first, to_last = 0 < rank <= min(first, second or 8), max(r for r in range(7) if resets[r]) <= rank < 7
+        torch.testing.assert_close(state, states[rank] * (math.nan if from_first else 1), equal_nan=True)
+        torch.testing.assert_close(grad, grads[rank] * (math.nan if to_last else 1), equal_nan=True)
 
 
 def second_order(form: str) -> list[Tensor]:

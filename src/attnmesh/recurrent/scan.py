@@ -93,21 +93,26 @@ def scan_across(
     return scan(AffineMap(linear.to(dtype), bias.to(dtype)), axis, order)
 
 
-def scan(element: AffineMap, axis: Axis, order: Sequence[int], *, whole: bool = True) -> AffineMap:
+def scan(
+    element: AffineMap, axis: Axis, order: Sequence[int], *, whole: bool = True, resets: Sequence[int] = ()
+) -> AffineMap:
     """Return the composition of the maps of the ranks that come before this one in `order`, indices of the axis.
 
-    Without `whole`, only the bias has a gradient: a state that begins as zero needs no more.
+    Without `whole`, only the bias has a gradient: a state that begins as zero needs no more. `resets` has 1 for each
+    rank whose linear part is 0. Nothing is computed from the state before it, which may be infinite or NaN.
     """
     linear, bias = element
     if scalar := linear.ndim == bias.ndim - 2:  # a diagonal of one entry on the flattened state
         linear, bias = linear[..., None], bias.flatten(-2)[..., None, :]
     place = [axis.index, *order]
-    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, place, whole)
+    linear, bias = scan_op(linear.contiguous(), bias.contiguous(), axis.group_name, place, whole, [*resets])
     return AffineMap(linear[..., 0], bias.view(element.bias.shape)) if scalar else AffineMap(linear, bias)
 
 
 @torch.library.custom_op("attnmesh::scan_across", mutates_args=())
-def scan_op(linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool) -> tuple[Tensor, Tensor]:
+def scan_op(
+    linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whole: bool, resets: Sequence[int]
+) -> tuple[Tensor, Tensor]:
     """Run the scan as an operator. `place` is this rank's index and the order of the ranks."""
     index, *order = place
     axis = Axis(len(order), index, group_named(group))
@@ -124,10 +129,14 @@ def scan_op(linear: Tensor, bias: Tensor, group: str, place: Sequence[int], whol
             arrived = finish()
             if peer < own:
                 earlier = AffineMap(*arrived[order[peer]])
-                prefix = earlier if prefix is None else prefix.after(earlier)
-                total = total if last else total.after(earlier)
+                first = own & -step  # of the ranks that `total` is the map of
+                if prefix is None or not any(resets[first:own]):
+                    prefix = earlier if prefix is None else prefix.after(earlier)
+                if not last and not any(resets[first : first + step]):
+                    total = total.after(earlier)
             elif not last:
-                total = AffineMap(*arrived[order[peer]]).after(total)
+                later = AffineMap(*arrived[order[peer]])
+                total = later if any(resets[peer & -step :][:step]) else later.after(total)
         step *= 2
     if prefix is None:
         return _identity(linear, bias.ndim), torch.zeros_like(bias)
@@ -140,7 +149,7 @@ def _(linear: Tensor, bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    linear, _, ctx.group, ctx.place, ctx.whole = inputs
+    linear, _, ctx.group, ctx.place, ctx.whole, ctx.resets = inputs
     ctx.save_for_backward(linear, *output)
     if not ctx.whole:
         ctx.mark_non_differentiable(output[0])
@@ -161,11 +170,11 @@ def _gradients(ctx: Any, dlinear: Tensor | None, dbias: Tensor) -> tuple[Tensor 
     index, *order = ctx.place
     transposed = linear.mT.contiguous() if matrix else linear
     place = [index, *reversed(order)]
-    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False)
+    _, later = scan_op(transposed, torch.cat(dstate, -1), ctx.group, place, False, [*reversed(ctx.resets)])
     whole = torch.cat(state, -1)
     with without_autocast(later):
         dlinear = later @ whole.mT if matrix else (later * whole).sum(-1)
-    return dlinear, later[..., : prefix_bias.shape[-1]], None, None, None
+    return dlinear, later[..., : prefix_bias.shape[-1]], *[None] * 4
 
 
 scan_op.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -2,20 +2,28 @@
 
 A rank holds one part of a contiguous sequence. Of a zigzag sequence it holds two, an early and a late one: the ranks
 hold the early parts in ascending order, and then the late parts in descending order.
+
+Where documents begin inside a part, it is cut into pieces, one of each document. The first piece continues the document
+of the parts before it, and the last one is continued by those after it. No state passes from one piece to the next:
+
+    parts      |  rank 0  |  rank 1  |  rank 2  |
+    documents  |- - - - - - - -|- -|- - - - - - |      rank 1 has three pieces, and hands on the state of the last
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import product
-from typing import NoReturn, TypeVar
+from itertools import accumulate, chain, pairwise, product
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
+from attnmesh.core.mask import FAR, Full, Mask
 from attnmesh.errors import KernelError, LayoutError, ShapeError, require
 from attnmesh.mesh.axes import Axis, Mesh, attention_dims, flat_axis
 from attnmesh.mesh.shapes import AXES
@@ -25,29 +33,40 @@ from attnmesh.recurrent.scan import AffineMap, scan
 from attnmesh.runtime.world import cached_per_world
 
 
+class Parts(NamedTuple):
+    """Parts of a sequence, one per rank, in order, and the documents in this rank's part."""
+
+    axis: Axis
+    """The ranks."""
+    owners: list[int]
+    """The rank of each part, by index of the axis."""
+    lengths: list[int]
+    """Tokens of each part."""
+    pieces: list[int]
+    """Tokens of each document in this rank's part."""
+    before: int = FAR
+    """Tokens of the first of these documents before the part; `FAR` if the sequence is not packed."""
+    resets: Sequence[int] = ()
+    """1 for each part in which a document begins; none if the sequence is not packed."""
+
+
 class Chain:
     """Parts of a sequence, one per rank, in order.
 
     Args:
-        axis: The ranks.
-        owners: The rank of each part, by index of the axis.
-        lengths: Tokens of each part.
+        parts: The parts, and the pieces of this rank's.
         entering: What the first rank keeps from the tokens before the first part, in the order in which the layer asks
             for it; None if there are none.
         kept: Tokens that a convolution leaves beyond those that it reads, for a cache.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        owners: Sequence[int],
-        lengths: Sequence[int],
-        entering: Sequence[Tensor] | None = None,
-        kept: int = 0,
-    ) -> None:
-        self.axis, self.owners, self.lengths, self.kept = axis, list(owners), list(lengths), kept
-        self.place = self.owners.index(axis.index)
+    def __init__(self, parts: Parts, entering: Sequence[Tensor] | None = None, kept: int = 0) -> None:
+        self.axis, self.owners, self.lengths, pieces, self.before, self.resets = parts
+        self.kept = kept
+        self.place = self.owners.index(self.axis.index)
         self.tokens = self.lengths[self.place]
+        self.pieces = pieces if self.tokens else [1]
+        """Tokens of each document among those that the layer computes."""
         self.continues = entering is not None
         self._entering = deque(entering or ())
         self.leaving: list[Tensor] = []
@@ -74,7 +93,7 @@ class Chain:
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return a function of the tokens (batch, channels, tokens) and the `size` tokens before them."""
-        return function(torch.cat([self.halo(x, size, dim=2), x], 2))
+        return _convolve(_after_halo(self.halo(x, size, dim=2), x, self.pieces, self.before), function)
 
     def enter(self, part: AffineMap, convert: Callable[[Tensor], Tensor] = lambda state: state) -> Tensor:
         """Return the state with which this rank's part begins. `part` is the map of the part's tokens.
@@ -82,16 +101,21 @@ class Chain:
         `convert` returns a state of the layer's cache in the form (batch, heads, K, V).
         """
         part = part if self.tokens else _without_tokens(part)
+        if resets := any(self.resets[self.place : self.place + 1]):
+            part = AffineMap(torch.zeros_like(part.linear), part.bias)
         first = self.continues and self.place == 0
         entered = torch.zeros_like(part.bias)
         if first:
             entered = self._entering.popleft()
             entered = convert(entered).to(part.bias.dtype) if self.kept else entered
-        element = AffineMap(part.linear, part(entered)) if first else part
-        state = scan(element, self.axis, self.owners, whole=False).bias + entered
+        element = AffineMap(part.linear, part(entered)) if first and not resets else part
+        state = scan(element, self.axis, self.owners, whole=False, resets=self.resets).bias + entered
         if self._is_last:
-            self.leaving.append(part(state))
-        return state
+            self.leaving.append(part.bias if resets else part(state))
+        if self.before:
+            return state
+        # A document begins with this part. Its state depends on the scan, so that all ranks have the same graph.
+        return state.masked_fill(torch.ones_like(state, dtype=torch.bool), 0)
 
     @property
     def _is_last(self) -> bool:
@@ -103,13 +127,16 @@ class HeadChain:
 
     Args:
         layer: Name of the recurrent layer.
-        parts: Axis, owners and lengths of each chain of the layout, as `parts_of` returns them.
+        parts: The parts of each chain of the layout, as `parts_of` returns them.
+        documents: Tokens of each document of the sequence.
     """
 
-    def __init__(self, layer: str, parts: Sequence[tuple[Axis, list[int], list[int]]]) -> None:
-        self.layer, self.axis = layer, parts[0][0]
-        self.owners = [owner for _, owners, _ in parts for owner in owners]
-        self.lengths = [length for _, _, lengths in parts for length in lengths]
+    def __init__(self, layer: str, parts: Sequence[Parts], documents: Sequence[int]) -> None:
+        self.layer, self.axis, self.documents = layer, parts[0].axis, list(documents)
+        self.owners = [owner for each in parts for owner in each.owners]
+        self.lengths = [length for each in parts for length in each.lengths]
+        self.pieces = [tokens for each in parts for tokens in each.pieces]
+        self._parts = parts
         self._place = self.axis, self.owners, self.lengths
 
     def convolve(self, x: Tensor, size: int, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -118,12 +145,9 @@ class HeadChain:
         Only the last part keeps results beyond its tokens.
         """
         halos = halo_of_parts(x, size, *self._place, dim=2)
-        mine = [tokens for owner, tokens in zip(self.owners, self.lengths, strict=True) if owner == self.axis.index]
-        parts = x.split(mine, 2)
-        before = [halos.narrow(2, part * size, size) for part in range(len(parts))]
-        found = [function(torch.cat(each, 2)) for each in zip(before, parts, strict=True) if each[1].shape[2]]
-        sizes = [tokens for tokens in mine if tokens]
-        return torch.cat([out.narrow(2, 0, n) for out, n in zip(found[:-1], sizes, strict=False)] + found[-1:], 2)
+        parts = zip(halos.split(size, 2), x.split([sum(each.pieces) for each in self._parts], 2), strict=True)
+        pieces = [_after_halo(*x, own.pieces, own.before) for x, own in zip(parts, self._parts, strict=True)]
+        return _convolve([*chain.from_iterable(pieces)], function)
 
     def gather(self, *tensors: Tensor) -> list[Tensor]:
         """Return all tokens of this rank's heads, for each (batch, own tokens, heads, ...): one exchange per dtype."""
@@ -159,6 +183,26 @@ class HeadChain:
         raise KernelError("shard_batch exchange", expected, self.layer, 'pass exchange="scan"')
 
 
+def _after_halo(halo: Tensor, x: Tensor, pieces: Sequence[int], before: int) -> list[Tensor]:
+    """Return the pieces of a part (batch, channels, tokens). Before each is its halo, zeros for other documents."""
+    others, zeros = max(halo.shape[2] - before, 0), torch.zeros_like(halo)
+    first, *later = split(x, pieces, 2)
+    return [pad(halo[..., others:], (others, 0)), first, *(x for piece in later for x in (zeros, piece))]
+
+
+def _convolve(halos_and_pieces: list[Tensor], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function of the pieces, each after its halo. Only the last one keeps results beyond its tokens."""
+    out = function(torch.cat(halos_and_pieces, 2))
+    lengths = [x.shape[2] for x in halos_and_pieces[1:-1]]
+    kept = split(out, [*lengths, out.shape[2] - sum(lengths)], 2)[::2]  # the others read two pieces
+    return kept[0] if len(kept) == 1 else torch.cat(kept, 2)
+
+
+def split(x: Tensor, lengths: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+    """Return `x.split(lengths, dim)`. The gradient of a single length is not copied."""
+    return (x,) if len(lengths) == 1 else x.split(lengths, dim)
+
+
 AnyChain = TypeVar("AnyChain", Chain, HeadChain)
 
 current_chain: ContextVar[Chain | HeadChain] = ContextVar("attnmesh chain of a recurrent layer")
@@ -175,8 +219,30 @@ def running(chain: AnyChain) -> Iterator[AnyChain]:
 
 
 @cached_per_world(64)
-def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
-    """Return the axis, owners and lengths of each chain of a layout, early parts before late ones."""
+def parts_of(layout: Layout, length: int, mesh: DeviceMesh | None, documents: Mask = Full()) -> list[Parts]:
+    """Return the parts of each chain of a layout, early parts before late ones."""
+    found, begin, first_tokens = [], 0, (0, *documents.ends)
+    for axis, owners, lengths in _chains(layout, length, mesh):
+        edges = [*accumulate(lengths, initial=begin)]
+        place = owners.index(axis.index)
+        own = Parts(axis, owners, lengths, pieces_of(documents, *edges[place : place + 2]))
+        if documents.ends:
+            before = edges[place] - max(token for token in first_tokens if token <= edges[place])
+            resets = [any(start <= token < stop for token in first_tokens) for start, stop in pairwise(edges)]
+            own = own._replace(before=before, resets=resets)
+        found.append(own)
+        begin = edges[-1]
+    return found
+
+
+def pieces_of(documents: Mask, start: int, stop: int) -> list[int]:
+    """Return the tokens of each document from one token of a sequence to another."""
+    edges = [start, *(end for end in documents.ends if start < end < stop), stop]
+    return [after - first for first, after in pairwise(edges)]
+
+
+def _chains(layout: Layout, length: int, mesh: DeviceMesh | None) -> list[tuple[Axis, list[int], list[int]]]:
+    """Return the axis, owners and lengths of each chain of a layout."""
     axis, order = _chain_axis(mesh)
     counts = [len(layout.positions(length, axis.size, shard)) for shard in range(axis.size)]
     if isinstance(layout, Contiguous) or axis.size == 1:

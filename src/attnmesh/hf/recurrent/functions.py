@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, isclass, signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -15,7 +15,7 @@ from attnmesh.errors import KernelError
 from attnmesh.hf import upstream
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
-from attnmesh.hf.recurrent.layers import lightning, run_link
+from attnmesh.hf.recurrent.layers import lightning, run_links
 from attnmesh.hf.recurrent.rules import RULES
 from attnmesh.hf.upstream import RecurrentKind
 
@@ -141,9 +141,11 @@ def _rule(name: str, stock: Any) -> Callable[..., Any]:
         chain = current_chain.get()
         if isinstance(chain, HeadChain) and rule.by_heads is not None:
             rule.check_rows(kwargs)
-            out = rule.by_heads(stock, chain, *args, **{**kwargs, rule.returns_state: False})
-            return rule.returned(chain.scatter(out[0] if rule.always_pair else out), None, False)
-        out, leaving = run_link(rule(stock, *args, **kwargs), rule.from_stock)
+            whole = partial(rule.outputs, stock, chain.documents)
+            out = rule.by_heads(whole, chain, *args, **{**kwargs, rule.returns_state: False})
+            return rule.returned(chain.scatter(out), None, False)
+        links = [rule(stock, *own, **named) for own, named in rule.cut(chain.pieces, args, kwargs)]
+        out, leaving = run_links(links, rule.dim, rule.from_stock)
         return rule.returned(out, leaving, bool(kwargs.get(rule.returns_state)))
 
     return run

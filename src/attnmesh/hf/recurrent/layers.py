@@ -1,26 +1,37 @@
 """Recurrent layers of transformers whose recurrence is no function that could be replaced, on shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, pad
 
-from attnmesh.hf.recurrent.chain import current_chain
-from attnmesh.hf.recurrent.rules import Link, lightning_link, rg_lru_link
+from attnmesh.hf.recurrent.chain import current_chain, split
+from attnmesh.hf.recurrent.rules import Link, joined, lightning_link, rg_lru_link
 
 
-def run_link(link: Link, convert: Callable[[Tensor], Tensor] = lambda state: state) -> tuple[Tensor, Tensor]:
-    """Return the outputs of this rank's tokens and the state after them. `convert` is that of `Chain.enter`."""
+def run_links(
+    links: Sequence[Link], dim: int, convert: Callable[[Tensor], Tensor] = lambda state: state
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of this rank's tokens, along `dim`, and the state after them. Each piece has a link.
+
+    `convert` is that of `Chain.enter`.
+    """
+    link = joined(links, dim)
     return link.finish(current_chain.get().enter(link.map, convert))
+
+
+def _in_pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the tokens of each piece of this rank's part."""
+    return zip(*(split(x, current_chain.get().pieces, dim) for x in tensors), strict=True)
 
 
 def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the output and the state of `MiniMaxLightningAttention`."""
     heads = layer.act_fn(layer.qkv_proj(hidden_states)).unflatten(-1, (layer.num_attention_heads, -1)).transpose(1, 2)
     q, k, v = heads.split(layer.head_dim, -1)
-    out, state = run_link(lightning_link(q, k, v, layer.slope_rate))
+    out, state = run_links([lightning_link(q, k, v, layer.slope_rate) for q, k, v in _in_pieces(2, q, k, v)], 2)
     out = layer.norm(out.transpose(1, 2).flatten(2))
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), state
 
@@ -31,7 +42,7 @@ class ShardedRglru:
     def _rnn_scan(self, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, *args: Any, **kwargs: Any) -> Any:
         if current_chain.get(None) is None:
             return super()._rnn_scan(hidden_states, recurrent_gate, reset, *args, **kwargs)  # type: ignore[misc]
-        return run_link(rg_lru_link(hidden_states, recurrent_gate, reset))[0], None
+        return run_links([rg_lru_link(*x) for x in _in_pieces(1, hidden_states, recurrent_gate, reset)], 1)[0], None
 
 
 class ShardedConv1d(nn.Conv1d):

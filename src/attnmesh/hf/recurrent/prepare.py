@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnmesh.core.mask import Full
-from attnmesh.errors import KernelError, MaskError, require
+from attnmesh.errors import KernelError
 from attnmesh.hf.checks import check_same_weights
 from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurrent_layers
-from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, running
+from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
 from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
@@ -56,7 +55,6 @@ class RecurrentLayer:
             shards = self.call.shards  # transformers passes no mask with one token
         if shards is None:
             return stock.forward(layer, *args, **kwargs)
-        _check_shards(shards)
         shards.count_layer(type(layer).__name__, self.layers_of_model, recurrent=True)
         if not shards.cached:
             check_same_weights(layer, shards, next(iter(named.values())).device)
@@ -100,8 +98,8 @@ REFUSED: WeakKeyDictionary[nn.Module, ModelCall] = WeakKeyDictionary()
 def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
     entering, outputs, first = None, [], 0
-    for axis, owners, lengths in parts_of(shards.layout, shards.length, shards.mesh):
-        with running(Chain(axis, owners, lengths, entering)) as chain:
+    for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
+        with running(Chain(parts, entering)) as chain:
             outputs.append(_run_part(run, named, first, chain.tokens))
         first, entering = first + chain.tokens, chain.leaving
     if isinstance(outputs[0], Tensor):
@@ -111,18 +109,19 @@ def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> An
 
 def _train_by_heads(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Its rule runs over the whole sequence for this rank's heads."""
-    with running(HeadChain(type(layer).__name__, parts_of(shards.layout, shards.length, shards.mesh))):
+    parts = parts_of(shards.layout, shards.length, shards.mesh, shards.documents)
+    with running(HeadChain(type(layer).__name__, parts, pieces_of(shards.documents, 0, shards.length))):
         return run(**named)
 
 
 def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
-    ((axis, owners, lengths),) = parts_of(shards.layout, shards.length, shards.mesh)
+    (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
     name = next(name for name in CACHES if name in named)
     states = PrefillStates(named[name], layer)
     mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
     named |= {name: states, "attention_mask": mask}
-    with running(Chain(axis, owners, lengths, states.entering(), kept=1)) as chain:
+    with running(Chain(parts, states.entering(), kept=1)) as chain:
         out = _run_part(run, named, 0, chain.tokens)
     states.store(chain)
     return out
@@ -146,13 +145,6 @@ def _shards_of(value: object) -> Shards | None:
         return None
     shards = getattr(value, "shards", None)
     return shards if isinstance(shards, Shards) else None
-
-
-def _check_shards(shards: Shards) -> None:
-    """Raise unless a state can pass through the whole sequence."""
-    expected, fix = "one sequence per row, for a model with recurrent layers", "leave out position_ids, and pad"
-    fits = shards.documents == Full()
-    require(fits, MaskError, f"{SUBJECT} position_ids", expected, "packed sequences", fix)
 
 
 def prepare_layers(model: nn.Module) -> list[ModelCall]:

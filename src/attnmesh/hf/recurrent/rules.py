@@ -11,7 +11,7 @@ A link uses its layer's stock rule where the rule takes an initial state or is a
 form in float32. All results are differentiable. A shard has at least one token.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 from attnmesh.errors import ArgumentError, MaskError, require
+from attnmesh.hf.recurrent.chain import split
 from attnmesh.hf.recurrent.head_rules import Stock, delta_by_heads, mamba2_by_heads
 from attnmesh.recurrent.scan import AffineMap
 
@@ -82,6 +83,8 @@ class Rule:
     """Return a state of the stock rule as (batch, heads, K, V)."""
     by_heads: Callable[..., Any] | None = None
     """Run the stock rule over all tokens of this rank's heads, see `head_rules`. None if only a scan can run it."""
+    dim: int = 1
+    """Dimension of the tokens, in the outputs and in the arguments per token: those with 3 dimensions or more."""
 
     def __call__(self, stock: Stock, *args: Any, **kwargs: Any) -> Link:
         """Return the link of a shard: `link(stock, *args, **kwargs)`, without the request for a state."""
@@ -91,10 +94,24 @@ class Rule:
         ignored = {self.returns_state, self.initial_state}
         return self.link(stock, *args, **{name: value for name, value in kwargs.items() if name not in ignored})
 
+    def cut(self, lengths: Sequence[int], args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield the positional and the named arguments of each run of tokens."""
+        named = [*enumerate(args), *options.items()]
+        tokens = {name: split(x, lengths, self.dim) for name, x in named if isinstance(x, Tensor) and x.ndim > 2}
+        for part in range(len(lengths)):
+            own = {name: tokens[name][part] if name in tokens else x for name, x in named}
+            yield [own.pop(number) for number in range(len(args))], own
+
+    def outputs(self, stock: Stock, lengths: Sequence[int], *args: Any, **options: Any) -> Tensor:
+        """Return the outputs of the stock rule, which begins anew with each run of tokens."""
+        found = [stock(*own, **named) for own, named in self.cut(lengths, args, options)]
+        return torch.cat([out[0] if self.always_pair else out for out in found], self.dim)
+
     def check_rows(self, options: Mapping[str, Any]) -> None:
         """Raise if the options begin a new sequence inside the tokens."""
         for name in PACKED:
-            subject, given, fix = f"recurrent layer {name}", options.get(name), "pass one sequence per row"
+            subject, given = f"recurrent layer {name}", options.get(name)
+            fix = "leave it out, and pass shard_batch position_ids that restart in each sequence"
             require(given is None, MaskError, subject, "None over a mesh", type(given).__name__, fix)
 
     def returned(self, outputs: Tensor, state: Tensor | None, requested: bool) -> Any:
@@ -102,6 +119,19 @@ class Rule:
         if requested:
             return outputs, None if state is None else self.to_stock(state)
         return (outputs, None) if self.always_pair else outputs
+
+
+def joined(links: Sequence[Link], dim: int) -> Link:
+    """Return the link of several documents, of the links of each. No state passes from one to the next, so A is 0."""
+    first, *later = links
+    if not later:
+        return first
+
+    def finish(entering: Tensor) -> tuple[Tensor, Tensor]:
+        found = [first.finish(entering), *(link.finish(torch.zeros_like(entering)) for link in later)]
+        return torch.cat([outputs for outputs, _ in found], dim), found[-1][1]
+
+    return Link(torch.zeros_like(first.linear), later[-1].bias, finish)
 
 
 def _spans(x: Tensor, tokens: int, rule: str) -> Iterator[slice]:
@@ -293,6 +323,7 @@ RULES: dict[str, Rule] = {
         False,
         lambda state: state.squeeze(-1),
         lambda state: state.unsqueeze(-1),
+        dim=2,
     ),
 }
 """Rules by the name of transformers' function; the same name has the same signature in all models."""
