@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.attention.auto_layout import chosen_layout
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
@@ -61,6 +62,8 @@ def mesh_of(shape: Shape):  # type: ignore[no-untyped-def]
     return named_mesh(shape, AXES)
 
 
+PAIR = Shape(1, 2, 1)
+
 # --- shard and unshard ---
 
 
@@ -76,6 +79,41 @@ def there_and_back(shape: Shape, layout: Layout, length: int) -> bool:
 def test_unshard_is_the_inverse_of_shard(pool: Pool, shape: Shape, layout: Layout) -> None:
     for length in (0, 5, 31):
         assert pool.run(6, there_and_back, shape, layout, length) == [True] * 6
+
+
+def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor]]:
+    """Return whether `shard` and `attention` choose the same, and the gathered output and gradients of q, k and v."""
+    mesh, mask, length = mesh_of(shape), am.Causal() & am.Documents(documents), sum(documents)
+    torch.manual_seed(0)
+    where = {"layout": "auto", "mask": mask}
+    tensors = [am.shard(x, mesh, **where).requires_grad_() for x in torch.randn(4, 1, 2, length, 8)]
+
+    def layer(*qkv: Tensor) -> Tensor:
+        return am.attention(*qkv, mesh=mesh, length=length, key_length=length, **where)
+
+    with pytest.raises(errors.LayoutError, match=r"a layout of documents in a compiled model, .* layout=am.Packed"):
+        torch.compile(layer, backend="aot_eager")(*tensors[:3])
+    out = layer(*tensors[:3])
+    results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
+    chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard)
+    same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
+    return same, [am.unshard(x, mesh, **where) for x in results]
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(2, 1, 1), Shape(1, 2, 2), PAIR])
+def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
+    documents = [200, 300, 20, 31, 150, 90, 61, 7, 1, 44]
+    length = sum(documents)
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, length, 8).double().unbind()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    visible = (am.Causal() & am.Documents(documents)).visible(torch.arange(length), torch.arange(length))
+    out = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=visible)
+    expected = [out, *torch.autograd.grad(out, inputs, dout)]
+    for same, results in pool.run(shape.ranks, attend_packed, shape, documents):
+        assert same
+        for given, exact in zip(results, expected, strict=True):
+            torch.testing.assert_close(given.double(), exact, atol=2e-5, rtol=1e-5)
 
 
 # --- what travels ---
@@ -108,9 +146,6 @@ def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: 
 
 
 # --- agreement ---
-
-
-PAIR = Shape(1, 2, 1)
 
 
 def attend_with(changes: list[dict[str, object]], shape: tuple[int, int, int] = (1, 2, 1)) -> None:
@@ -162,6 +197,8 @@ DISAGREEMENTS = [
         r"if you sharded with am.shard\(..., layout=am.Zigzag\(\)\), am.Contiguous\(\) for consecutive shards\.",
     ),
     ([{}, {"layout": None}], errors.LayoutError, "attention layout: expected the layout of the shards of 2 ranks"),
+    ([{"layout": "best"}, {}], errors.LayoutError, 'attention layout: expected "auto", Contiguous.*given .best.'),
+    ([{"layout": "auto"}, {}], errors.MeshError, r"ranks  layout .*\n    0      auto "),
     ([{"layout": None, "length": 10, "checked": False}] * 2, errors.LayoutError, "of the shards of 2 ranks"),
 ]
 

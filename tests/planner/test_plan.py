@@ -106,6 +106,20 @@ def test_short_documents_in_a_long_sequence(length: int) -> None:
     assert moves.columns.between.total <= 7 * 50
 
 
+@pytest.mark.parametrize("cluster", ["dgx-h100", "local"])
+def test_documents_of_unequal_lengths_are_packed(cluster: str) -> None:
+    documents = [30_000, 9_000, 7_000, *[500] * 70, *[100] * 500]
+    mask = am.Causal() & am.Documents(documents)
+    workload = Workload(32, 8, 128, sum(documents), mask=mask, phase="training")
+    plans = am.plan(workload, am.Cluster.preset(cluster, hosts=2, ranks=8))
+    best, *others = (one for one in plans if one.shape.heads == 1)
+    assert best.layout == am.Packed(documents, best.shape)
+    zigzag = next(one for one in others if one.shape == best.shape and one.layout == am.Zigzag())
+    assert zigzag.seconds > 1.3 * best.seconds
+    counted = traffic(Problem(mask, best.shape, best.layout, best.layout, *[sum(documents)] * 2), best.tile)
+    assert counted.pairs.most < 1.1 * counted.pairs.mean
+
+
 @pytest.mark.parametrize("exchange", ["bulk", "pipelined", "ring"])
 def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None:
     """In float32, where all elements have one width, apart from lse and delta of each row."""

@@ -7,6 +7,7 @@ import torch
 from attnmesh.comm.topology import surroundings
 from attnmesh.core.layout import Layout, Zigzag
 from attnmesh.core.mask import Mask
+from attnmesh.errors import LayoutError
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.planner.candidate import Candidate
@@ -23,7 +24,12 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     """Return the layout given, or for "auto" the one that takes least in training. All ranks of the mesh call it."""
     if not isinstance(layout, str):
         return layout
-    return Zigzag() if len(mask.ends) < 2 or mesh.shape.ranks == 1 else _cheapest(mask, mesh)
+    if len(mask.ends) < 2 or mesh.shape.ranks == 1:
+        return Zigzag()
+    if torch.compiler.is_compiling():
+        expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
+        raise LayoutError("layout", expected, '"auto"', fix)
+    return _cheapest(mask, mesh)
 
 
 @cached_per_world(256)

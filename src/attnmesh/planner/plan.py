@@ -318,7 +318,7 @@ def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
     mask = workload.mask
     uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
     documents = tuple(stop - start for start, stop in pairwise((0, *mask.ends)))
-    packed: list[Layout] = [Packed(documents, shape)] if len(documents) > 1 and workload.recurrent is None else []
+    packed: list[Layout] = [Packed(documents, shape)] if len(documents) > 1 and not workload.recurrent else []
     return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
