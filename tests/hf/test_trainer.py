@@ -35,7 +35,7 @@ from tests.support.trainers import (
 def check(pool: Pool, folder: Path, kind: str, family: str, data: int, shape: Shape, **options: Any) -> None:
     """Assert that a trainer on a mesh is that of one process, which gets the batches of all meshes."""
     tolerance = options.pop("tolerance", 1e-5)
-    alone = {name: x for name, x in options.items() if "fsdp" not in name}
+    alone = {name: x for name, x in options.items() if "fsdp" not in name and name != "where"}
     alone["per_device_train_batch_size"] = 2 * data
     if kind == "Trainer":  # it weighs tokens over all processes; the evaluation of TRL weighs batches
         alone["per_device_eval_batch_size"] = 2 * data
@@ -107,6 +107,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 WIDE = {"dtype": torch.float64, "router_aux_loss_coef": 0.9}
 """Rounding in float32 changes the choice of experts."""
 
+VARIANTS["a layout and a shape for each batch"] = (
+    "SFTTrainer",
+    {"packing": True, "where": {"layout": "auto", "shape": "auto"}},
+)
 VARIANTS["fsdp"] = "Trainer", FSDP
 VARIANTS["fsdp recipe"] = "Trainer", {**FSDP, **RECIPE, "tolerance": 2e-2, "data": 2}
 VARIANTS["routers"] = "Trainer", {"family": "gpt-oss", "changes": {**WIDE, "output_router_logits": True}}
@@ -307,4 +311,8 @@ def test_only_trainers_are_put_on_a_mesh() -> None:
     for kind in (torch.nn.Linear, hf.on_mesh(Trainer, None), "Trainer"):
         with pytest.raises(errors.ArgumentError, match="on_mesh trainer_class: expected a "):
             hf.on_mesh(kind, None)  # type: ignore[arg-type]
+    with pytest.raises(errors.ArgumentError, match='on_mesh shape: expected None or "auto", given .1x2x2.'):
+        hf.on_mesh(Trainer, None, shape="1x2x2")
+    with pytest.raises(errors.LayoutError, match='on_mesh layout: expected "auto", Contiguous'):
+        hf.on_mesh(Trainer, None, "best")
     assert "create_accelerator_and_postprocess" in vars(Trainer)  # its own attributes are as they were

@@ -281,5 +281,7 @@ def on_rank(kind: str, family: str, data: int, shape: Shape | None, folder: str,
     with launched(), fsdp_on_cpus() if options.get("fsdp") else nullcontext():
         if shape is None:
             return train(kind, trainer_class(kind), family, STOCK[family], folder, dict(options))
-        mesh = mesh_of(data, shape)
-        return train(kind, hf.on_mesh(trainer_class(kind), mesh), family, "attnmesh", folder, dict(options))
+        options = dict(options)
+        where = options.pop("where", {})
+        mesh = init_device_mesh("cpu", (shape.ranks,), mesh_dim_names=("cp",)) if where else mesh_of(data, shape)
+        return train(kind, hf.on_mesh(trainer_class(kind), mesh, **where), family, "attnmesh", folder, options)

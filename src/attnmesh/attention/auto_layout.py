@@ -1,6 +1,7 @@
 """The choice behind `layout="auto"`. It depends on the mask and the mesh alone, and is equal on all ranks."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,8 @@ from attnmesh.planner.plan import layouts_for
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.world import cached_per_world
 
-KEY_HEADS, GROUP, WIDTH = 8, 4, 128
-"""Heads of the model for which layouts are priced: key heads, query heads of each, and columns."""
+HEADS = (32, 8, 128)
+"""Query heads, key heads and columns of the model for which layouts are priced where it is not known."""
 
 
 def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
@@ -35,13 +36,29 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
 @cached_per_world(256)
 def _cheapest(mask: Mask, mesh: Mesh) -> Layout:
     """Return the layout with which the planner predicts the shortest training step, for a mask with documents."""
+    return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
+
+
+class Price(NamedTuple):
+    """Predicted seconds of attention, forward and backward, and the layout that takes them."""
+
+    seconds: float
+    layout: Layout
+
+
+@cached_per_world(1024)
+def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tuple[int, int, int]) -> Price:
+    """Return the price of a layout on a mesh, or for "auto" that of the best. Ranks call it together the first time."""
     cluster, tile = surroundings(mesh, torch.device(mesh.kind))
-    kv_heads, dtype = math.lcm(KEY_HEADS, mesh.shape.heads), torch.bfloat16 if mesh.kind == "cuda" else torch.float32
-    workload = Workload(GROUP * kv_heads, kv_heads, WIDTH, mask.ends[-1], dtype=dtype, mask=mask, phase="training")
+    q_heads, kv_heads, width = heads
+    kv_heads = math.lcm(kv_heads, mesh.shape.heads)
+    q_heads, dtype = math.lcm(q_heads, kv_heads), torch.bfloat16 if mesh.kind == "cuda" else torch.float32
+    workload = Workload(q_heads, kv_heads, width, length, dtype=dtype, mask=mask, phase="training")
 
     def seconds(layout: Layout) -> float:
         candidates = (Candidate(mesh.shape, tile, layout, name) for name in EXCHANGES)
         return min(cost(candidate, workload, cluster).seconds for candidate in candidates)
 
     with torch.device("cpu"), torch.inference_mode(False):
-        return min(layouts_for(workload, mesh.shape), key=seconds)
+        layouts = layouts_for(workload, mesh.shape) if isinstance(layout, str) else [layout]
+        return min((Price(seconds(one), one) for one in layouts), key=lambda price: price.seconds)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,8 +67,21 @@ def shard_batch(
     >>> part["shift_labels"].tolist(), float(part["num_items_in_batch"])
     ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    batch, positions, documents = _agree_on_batch(batch, mesh, layout, exchange, more)
-    layout = chosen_layout(layout, Causal() & documents, Mesh.of(mesh))
+    agreed = agree_on_batch(batch, mesh, layout, exchange, more)
+    return shard_agreed(agreed, mesh, chosen_layout(layout, Causal() & agreed.documents, Mesh.of(mesh)), exchange)
+
+
+class AgreedBatch(NamedTuple):
+    """A valid batch, the same on all ranks: its entries, the position of each token, and its documents."""
+
+    entries: dict[str, Any]
+    positions: Tensor
+    documents: Mask
+
+
+def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, exchange: str) -> dict[str, Any]:
+    """Return this rank's share of a batch."""
+    batch, positions, documents = agreed
     ids, labels = batch["input_ids"], _shift_labels(batch)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
@@ -87,13 +100,13 @@ def shard_batch(
     } | ({} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, shards))
 
 
-def _agree_on_batch(
+def agree_on_batch(
     batch: Mapping[str, Any], mesh: DeviceMesh | None, layout: Layout | str, exchange: str, more: Mapping[str, Any]
-) -> tuple[dict[str, Any], Tensor, Mask]:
-    """Return the batch with all entries, its positions and its documents, if all ranks pass the same valid batch."""
+) -> AgreedBatch:
+    """Return the batch if all ranks pass the same valid one."""
     place = Mesh.of(mesh)
 
-    def check() -> tuple[dict[str, Any], Tensor, Mask]:
+    def check() -> AgreedBatch:
         check_layout("shard_batch layout", layout, auto=True)
         known, expected = isinstance(exchange, str) and exchange in EXCHANGES, f"one of {', '.join(EXCHANGES)}"
         require(known, ArgumentError, "shard_batch exchange", expected, short(exchange), 'pass exchange="scan"')
@@ -104,11 +117,11 @@ def _agree_on_batch(
         _check_shards(whole["input_ids"].shape[1], place.shape.ranks, layout)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
-        return whole, positions, documents
+        return AgreedBatch(whole, positions, documents)
 
-    def describe(checked: tuple[dict[str, Any], Tensor, Mask]) -> str:
-        tensors = {name: x for name, x in checked[0].items() if isinstance(x, Tensor)}
-        others = {name: x for name, x in checked[0].items() if name not in tensors}
+    def describe(checked: AgreedBatch) -> str:
+        tensors = {name: x for name, x in checked.entries.items() if isinstance(x, Tensor)}
+        others = {name: x for name, x in checked.entries.items() if name not in tensors}
         return describe_call(
             "shard_batch", **{"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
         )

@@ -16,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.layout import Contiguous, Layout
+from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, require, short
-from attnmesh.hf.models import check_implementation, unwrap
+from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
-from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, shard_batch
+from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, agree_on_batch, shard_agreed
+from attnmesh.hf.training.mesh_shapes import MeshShapes
 
 BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, "num_items_in_batch")
 """Arguments that `shard_batch` takes."""
@@ -35,8 +36,11 @@ class ShardedCalls:
     The gradients of a call are those of `shard_batch`: their mean over the ranks is the gradient on one device.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan") -> None:
+    def __init__(
+        self, mesh: DeviceMesh | None, layout: Layout | str, exchange: str = "scan", shape: str | None = None
+    ) -> None:
         self.mesh, self.layout, self.exchange = mesh, layout, exchange
+        self.shapes = MeshShapes(mesh, shape)
         self.is_active = False
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
@@ -58,6 +62,7 @@ class ShardedCalls:
         """Install hooks on a model and on the model inside its wrappers. The outermost that is called shards."""
         inner = unwrap(model)
         check_implementation("on_mesh", inner.config)
+        self.shapes.set_up(inner.config)
         devices = {*(getattr(inner, "hf_device_map", None) or {}).values()}
         given, fix = f"a device_map of {len(devices)} devices", "load it without device_map"
         require(len(devices) < 2, KernelError, "on_mesh", "a model on one device per rank", given, fix)
@@ -92,7 +97,12 @@ class ShardedCalls:
         for name, value in named.items():
             expected, fix = "text alone", "leave it out, or shard it yourself and call the model with shard_batch"
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
-        part = shard_batch(batch, self.mesh, self.layout, exchange=self.exchange)
+        layout = self.layout
+        if isinstance(layout, str) and is_recurrent(unwrap(module).config):
+            layout = Zigzag()  # a state passes through runs of tokens
+        agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
+        mesh, layout = self.shapes.choose(agreed, layout)
+        part = shard_agreed(agreed, mesh, layout, self.exchange)
         self.shards, self.outermost = part["input_ids"].shards, module
         mask = batch.get("attention_mask")
         self.whole_mask = torch.ones_like(batch["input_ids"]) if mask is None else mask

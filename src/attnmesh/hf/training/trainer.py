@@ -13,13 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.errors import ArgumentError, KernelError, require
 from attnmesh.hf.training.accelerator import as_one_process, check_parallelism
+from attnmesh.hf.training.mesh_shapes import check_shape
 from attnmesh.hf.training.sharded_calls import ShardedCalls
 from attnmesh.hf.upstream import check_trainer
 from attnmesh.mesh.axes import Mesh
 
 
 def on_mesh(
-    trainer_class: type, mesh: DeviceMesh | None, layout: Layout | str = Zigzag(), *, exchange: str = "scan"
+    trainer_class: type,
+    mesh: DeviceMesh | None,
+    layout: Layout | str = Zigzag(),
+    *,
+    exchange: str = "scan",
+    shape: str | None = None,
 ) -> type:
     """Return a subclass of a `transformers.Trainer` that trains and evaluates on a mesh, as it does on one device.
 
@@ -31,6 +37,8 @@ def on_mesh(
         mesh: The mesh of this rank.
         layout: The tokens that each rank gets. "auto" chooses for the documents of each batch.
         exchange: What ranks exchange in recurrent layers, as in `shard_batch`.
+        shape: None for the mesh as it is. "auto": its ranks form meshes of several shapes, and each batch takes the
+            shape that the planner prices lowest for its documents. The mesh then has one axis.
 
     Returns:
         The subclass, which takes the same arguments. Its model needs `attn_implementation="attnmesh"`.
@@ -52,10 +60,11 @@ def on_mesh(
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
+    check_shape(shape, mesh)
     Mesh.of(mesh)
 
     def calls(self: Any) -> ShardedCalls:
-        return ShardedCalls(mesh, layout, exchange)
+        return ShardedCalls(mesh, layout, exchange, shape)
 
     text = f"`{trainer_class.__name__}` whose batches are computed on a mesh of ranks."
     return type(
