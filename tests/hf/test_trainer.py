@@ -311,7 +311,7 @@ def test_only_trainers_are_put_on_a_mesh() -> None:
     for kind in (torch.nn.Linear, hf.on_mesh(Trainer, None), "Trainer"):
         with pytest.raises(errors.ArgumentError, match="on_mesh trainer_class: expected a "):
             hf.on_mesh(kind, None)  # type: ignore[arg-type]
-    with pytest.raises(errors.ArgumentError, match='on_mesh shape: expected None or "auto", given .1x2x2.'):
+    with pytest.raises(errors.ArgumentError, match=r"on_mesh shape: expected None or .auto., given .1x2x2."):
         hf.on_mesh(Trainer, None, shape="1x2x2")
     with pytest.raises(errors.LayoutError, match='on_mesh layout: expected "auto", Contiguous'):
         hf.on_mesh(Trainer, None, "best")
