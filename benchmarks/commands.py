@@ -118,6 +118,42 @@ def bench_prefill(
     return [pairs("this machine", machine()), *by_case(tables.prefill_table, run.tables["rows"]), *memories]
 
 
+PACKED_EXPLAINED = """\
+Documents are drawn by the shares of lengths in each file. "Busiest of mean" are query-key pairs of the busiest rank,
+over the mean, the worst of all batches. "Tokens received" are those of q, out, k and v that the busiest rank receives,
+over all tokens, the mean of the batches. "Beside least" is the largest ratio to the least of any layout listed whose
+busiest rank has under 1.1 of the mean. Times are those of the slowest rank, forward and backward, 8 heads of 64, float32;
+contenders take turns. "Beside auto" is over the fastest of ours with layout="auto"."""
+
+
+@bench_command(app, "packed", "Layouts of packed documents, counted and timed.", PACKED_EXPLAINED)
+def bench_packed(
+    run: Bench,
+    lengths: Annotated[
+        list[Path] | None, typer.Option(help="Files of shares of documents by length; three corpora by default.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of each corpus and mesh that are counted.")] = 4,
+    timed: Annotated[bool, typer.Option(help="Also time a batch of each on ranks.")] = True,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start on this machine, of one thread each.")] = 8,
+    hosts: HostsOption = None,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of a rank in timed batches.")] = 512,
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is timed.")] = 5,
+) -> list[Table]:
+    """Layouts of packed batches: balance, traffic, and times beside each other (minutes)."""
+    from benchmarks import packed as packed_bench
+
+    files = packed_bench.corpora(lengths)
+    run.step("counting layouts on meshes of 8, 16 and 64 ranks")
+    packed_bench.counts(files, batches, run.table("counts"))
+    tables_ = by_case(tables.counts_table, run.tables["counts"])
+    if timed:
+        world = world_of(ranks, hosts)
+        run.step(f"timing layouts on {world}{' ranks' * (hosts is None)}")
+        packed_bench.rows(packed_bench.Request(files, tokens, rounds), world, run.table("rows"))
+        tables_ += by_case(tables.packed_table, run.tables["rows"])
+    return [pairs("this machine", machine()), *tables_]
+
+
 DECODE_EXPLAINED = """\
 Times are medians with quartiles of calls in a row, in milliseconds on rank 0; contenders take turns. The limit of a
 step is the local attention, timed on all ranks at once, and as many bare exchanges of the same bytes as the tree has.

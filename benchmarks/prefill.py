@@ -199,7 +199,7 @@ def _contest(case: Case, selection: Selection) -> list[Row]:
             calls[name] = peer.call
             done[name] = Row(case.name, name, note=wrong_gradients(peer, case, whole))
     timings = race(
-        {name: _between_barriers(call) for name, call in calls.items()},
+        {name: between_barriers(call) for name, call in calls.items()},
         torch.device("cpu"),
         seconds=0,
         rounds=selection.rounds,
@@ -214,7 +214,7 @@ def _timed(row: Row, timing: Timing | None, ring: float) -> Row:
     return replace(row, timing=timing, beside_ring=round(ring / timing.median, 3))
 
 
-def _between_barriers(call: Callable[[], Any]) -> Callable[[], None]:
+def between_barriers(call: Callable[[], Any]) -> Callable[[], None]:
     """Return the call between two barriers, which lasts as long as its slowest rank."""
 
     def run() -> None:

@@ -11,7 +11,7 @@ from attnmesh.cli.output import titled
 from benchmarks.timing import Comparison
 
 if TYPE_CHECKING:
-    from benchmarks import calls, decode, diffusion, kernel, latent, model, plan, prefill, recurrent
+    from benchmarks import calls, decode, diffusion, kernel, latent, model, packed, plan, prefill, recurrent
 
 
 def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
@@ -145,4 +145,24 @@ def diffusion_table(case: str, rows: "list[diffusion.Row]") -> Table:
         error = "" if row.error is None else f"{row.error:.0e}"
         times = "" if row.timing is None else row.timing.in_two_lines
         table.add_row(row.contender, row.note or times, *figures, error)
+    return table
+
+
+def counts_table(case: str, rows: "list[packed.Count]") -> Table:
+    """Return the balance and the tokens received of layouts on batches of one corpus."""
+    columns = ("busiest\nof mean", "tokens\nreceived", "beside\nleast", "made in\nms")
+    table = titled(f"packed batches of {case}, {rows[0].tokens:,} tokens a rank", "mesh", "layout", figures=columns)
+    for row in rows:
+        made = ("" if x is None else f"{x}" for x in (row.beside_least, row.made_ms))
+        table.add_row(row.shape, row.layout, f"{row.imbalance:.2f}", f"{row.received:.2f}", *made)
+    return table
+
+
+def packed_table(case: str, rows: "list[packed.Row]") -> Table:
+    """Return the times of layouts on one packed batch."""
+    table = titled(f"a packed batch of {case}, forward + backward", "layout, shape", figures=("ms", "beside\nauto"))
+    for row in rows:
+        beside = "" if row.beside_auto is None else f"{row.beside_auto:.2f}"
+        name = row.contender if row.note is None else f"{row.contender}: {row.note}"
+        table.add_row(name, "" if row.timing is None else row.timing.in_two_lines, beside)
     return table

@@ -114,7 +114,7 @@ def _scaled(flow: Flow, scale: float) -> Flow:
 
 @lru_cache(maxsize=4096)
 def _count_exchanges(problem: Problem, tile: Shape) -> PlannedTraffic:
-    rows, columns, ring, pairs = _count_tokens(problem)
+    rows, columns, ring, pairs = count_tokens(problem)
     _, across, down = tile
     size = problem.shape.queries
     source = torch.arange(size)
@@ -185,7 +185,7 @@ def downscaled(problem: Problem) -> tuple[Problem, float]:
 
 
 @lru_cache(maxsize=512)
-def _count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def count_tokens(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return counts of queries (row, from, to), keys (column, from, to), ring keys (column, source, step), and pairs.
 
     Pairs are counted by (row, source, column). A query sees one run of positions. So a row of the mesh sees a union

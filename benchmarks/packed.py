@@ -1,0 +1,206 @@
+"""`python -m benchmarks packed`: layouts of packed batches, counted from the schedule and timed on ranks.
+
+Batches are drawn from the lengths of documents in training corpora. A layout is counted by the pairs of its busiest
+rank, over the mean, and by the tokens of q, out, k and v that its busiest rank receives, over all tokens.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import attnmesh as am
+from attnmesh.cli.launch import Send
+from attnmesh.core.layout import Layout
+from attnmesh.core.mask import Mask
+from attnmesh.core.packing import pack
+from attnmesh.errors import ArgumentError, require
+from attnmesh.mesh.schedule import Problem
+from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.traffic import count_tokens, divisors
+from benchmarks.netns import Hosts, World, run_on, send_rows
+from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
+from benchmarks.prefill import Contender, attention_call, between_barriers
+from benchmarks.timing import Timing, race
+
+LENGTHS = Path(__file__).parent / "document_lengths"
+
+TOKENS = 8192
+"""Tokens of a rank for which documents are drawn. Timed batches are shorter, with all lengths divided alike."""
+
+SHAPES = (
+    Shape(1, 8, 1),
+    Shape(1, 1, 8),
+    Shape(1, 2, 4),
+    Shape(1, 16, 1),
+    Shape(1, 4, 4),
+    Shape(1, 64, 1),
+    Shape(1, 8, 8),
+)
+"""Meshes on which layouts are counted."""
+
+HEADS = 8, 8
+
+
+@dataclass(frozen=True)
+class Count:
+    """A layout on batches of one corpus and mesh: the worst imbalance, and the mean of the tokens received."""
+
+    case: str
+    shape: str
+    layout: str
+    imbalance: float
+    received: float
+    beside_least: float | None
+    """Largest ratio of the tokens received over the least of any layout with an imbalance under 1.1."""
+    made_ms: float | None
+    tokens: int = TOKENS
+
+
+@dataclass(frozen=True)
+class Row:
+    """A contender on one batch; `note` is why it does not run."""
+
+    case: str
+    contender: str
+    timing: Timing | None = None
+    beside_auto: float | None = None
+    """Its time over that of our automatic layout."""
+    note: str | None = None
+
+
+class Request(NamedTuple):
+    """Files of lengths, tokens of a rank that are timed, rounds, and the hosts, if any."""
+
+    files: tuple[Path, ...]
+    tokens: int
+    rounds: int
+    hosts: Hosts | None = None
+
+
+def corpora(files: Sequence[Path] | None) -> tuple[Path, ...]:
+    """Return the files given, or those of this folder."""
+    found = tuple(files or sorted(LENGTHS.glob("*.json")))
+    for file in found:
+        require(file.is_file(), ArgumentError, "--lengths", "a file of shares by length", str(file), "correct its path")
+    return found
+
+
+def draw(file: Path, total: int, random: Random) -> list[int]:
+    """Return lengths of documents that fill a batch."""
+    shares = json.loads(file.read_text())
+    bins = [tuple(int(float(edge)) for edge in key.strip("[)").split(",")) for key in shares]
+    documents: list[int] = []
+    left = total
+    while left:
+        start, stop = random.choices(bins, weights=[*shares.values()])[0]
+        documents.append(min(left, random.randrange(max(1, start), max(stop, start + 1, 2))))
+        left -= documents[-1]
+    return documents
+
+
+def counts(files: Sequence[Path], batches: int, add: Send) -> None:
+    """Count the layouts on each mesh, on some batches of each corpus."""
+    for file in files:
+        for shape in SHAPES:
+            random = Random(shape.ranks)
+            drawn = [draw(file, TOKENS * shape.ranks, random) for _ in range(batches)]
+            for row in _counts(file.stem, shape, drawn):
+                add(row)
+
+
+def _counts(case: str, shape: Shape, batches: Sequence[list[int]]) -> Iterator[Count]:
+    found: dict[str, list[tuple[float, float]]] = {}
+    seconds = []
+    for documents in batches:
+        pack.cache_clear()
+        start = time.perf_counter()
+        am.Packed(tuple(documents), shape).positions(sum(documents), shape.ranks, 0)
+        seconds.append(time.perf_counter() - start)
+        mask = am.Causal() & am.Documents(documents)
+        layouts: dict[str, Layout] = {
+            "Packed": am.Packed(tuple(documents), shape),
+            "Zigzag": am.Zigzag(),
+            "Contiguous": am.Contiguous(),
+            "Striped": am.Striped(),
+            "Striped(64)": am.Striped(64),
+        }
+        for name, layout in layouts.items():
+            found.setdefault(name, []).append(count(mask, layout, shape))
+    for name, results in found.items():
+        imbalances, received = zip(*results, strict=True)
+        beside, made = None, None
+        if name == "Packed":
+            least = [min(x[1] for x in of_batch if x[0] < 1.1) for of_batch in zip(*found.values(), strict=True)]
+            beside = round(max(own / best for own, best in zip(received, least, strict=True)), 2)
+            made = round(1e3 * sorted(seconds)[len(seconds) // 2], 1)
+        title = "x".join(map(str, shape))
+        yield Count(case, title, name, round(max(imbalances), 3), round(sum(received) / len(received), 3), beside, made)
+
+
+def count(mask: Mask, layout: Layout, shape: Shape) -> tuple[float, float]:
+    """Return the pairs of the busiest rank over the mean, and the tokens that the busiest receives over all tokens."""
+    length = mask.ends[-1]
+    queries, keys, _, by_source = count_tokens(Problem(mask, shape, layout, layout, length, length))
+    pairs = by_source.sum(1)
+    queries, keys = (tokens * (1 - torch.eye(tokens.shape[-1])) for tokens in (queries, keys))  # from others
+    received = queries.sum(1) + queries.sum(2) + 2 * keys.sum(1).T  # q, out, and both of k and v, by (row, column)
+    return float(pairs.max() / pairs.mean()), float(received.max() / length / shape.heads)
+
+
+def rows(request: Request, world: World, add: Send) -> None:
+    """Time the contenders on a batch of each corpus."""
+    request = request._replace(hosts=None if isinstance(world, int) else world)
+    run_on(world, send_rows, _contests, request, on_message=add)
+
+
+def _contests(request: Request) -> Iterator[Row]:
+    for file in request.files:
+        yield from _contest(file, request)
+
+
+def _contest(file: Path, request: Request) -> list[Row]:
+    ranks = dist.get_world_size()
+    whole = draw(file, TOKENS * ranks, Random(ranks))
+    edges = [round(end * request.tokens / TOKENS) for end in accumulate(whole, initial=0)]
+    documents = [stop - start for start, stop in pairwise(edges) if stop > start]
+    mask, length = am.Causal() & am.Documents(documents), edges[-1]
+    case = Case(file.stem, mask, am.Contiguous(), HEADS, length)
+    tensors, calls, done = inputs(case), {}, {}
+    for name, shape, layout, exchange in contenders(ranks, documents):
+        one = Contender(shape, Shape(*(1 if request.hosts else n for n in shape)), exchange)
+        own = Case(file.stem, mask, layout, HEADS, length)
+        calls[name], done[name] = attention_call(own, tensors, one), Row(file.stem, name)
+    for name, make in PEERS.items():
+        peer = make(case, tensors)
+        done[name] = Row(file.stem, name, note=peer if isinstance(peer, str) else wrong_gradients(peer, case, tensors))
+        if not isinstance(peer, str):
+            calls[name] = peer.call
+    timings = race({name: between_barriers(call) for name, call in calls.items()}, torch.device("cpu"), seconds=0,
+                   rounds=request.rounds)  # fmt: skip
+    best = min(timing.median for name, timing in timings.items() if name.startswith("auto"))
+    return [
+        Row(row.case, name, timings[name], round(timings[name].median / best, 2), row.note) if name in timings else row
+        for name, row in done.items()
+    ]
+
+
+def contenders(ranks: int, documents: Sequence[int]) -> Iterator[tuple[str, Shape, Layout, str]]:
+    """Yield the name, shape, layout and exchange of each contender."""
+    columns = max(n for n in divisors(ranks) if n * n <= ranks)
+    heads = max(n for n in divisors(ranks) if HEADS[1] % n == 0)
+    line, grid, by_heads = Shape(1, ranks, 1), Shape(1, ranks // columns, columns), Shape(heads, ranks // heads, 1)
+    names = {line: "KV gather", grid: "2D", by_heads: "Ulysses" if heads == ranks else "USP"}
+    for shape, name in names.items():
+        title, exchange = f"{name} {'x'.join(map(str, shape))}", "bulk" if shape == line else "pipelined"
+        yield f"auto, {title}", shape, am.Packed(tuple(documents), shape), exchange
+        yield f"zigzag, {title}", shape, am.Zigzag(), exchange
+        yield f"striped, {title}", shape, am.Striped(), exchange
+    yield f"zigzag, ring {'x'.join(map(str, line))}", line, am.Zigzag(), "ring"
