@@ -122,7 +122,7 @@ PACKED_EXPLAINED = """\
 Documents are drawn by the shares of lengths in each file. "Busiest of mean" are query-key pairs of the busiest rank,
 over the mean, the worst of all batches. "Tokens received" are those of q, out, k and v that the busiest rank receives,
 over all tokens, the mean of the batches. "Beside least" is the largest ratio to the least of any layout listed whose
-busiest rank has under 1.1 of the mean. Times are those of the slowest rank, forward and backward, 8 heads of 64, float32;
+busiest rank has under 1.1 of the mean. Times are those of the slowest rank, forward and backward, 8 heads of 64;
 contenders take turns. "Beside auto" is over the fastest of ours with layout="auto"."""
 
 
