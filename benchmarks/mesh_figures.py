@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Contiguous, Layout, Striped, Zigzag, check_layout
-from attnmesh.core.mask import Causal, Mask, Window, check_mask
+from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag, check_layout
+from attnmesh.core.mask import Causal, Documents, Mask, Window, check_mask
 from attnmesh.errors import LayoutError, MeshError, check_count
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import Problem, schedule
@@ -115,7 +115,9 @@ def _panel(axes: "Axes", problem: Problem) -> None:
 
 def _write(axes: "Axes", problem: Problem, owners: Tensor) -> None:
     """Add the title, the balance of work, and the labels of the axes."""
-    axes.set_title(repr(problem.layout), loc="left", pad=24, fontsize=12, fontweight="bold", color=INK)
+    layout = problem.layout
+    title = f"Packed({len(layout.documents)} documents)" if isinstance(layout, Packed) else repr(layout)
+    axes.set_title(title, loc="left", pad=24, fontsize=12, fontweight="bold", color=INK)
     balance = _balance(owners, problem.shape)
     axes.annotate(balance, (0, 1), (0, 9), "axes fraction", "offset points", fontsize=9, color=FAINT)
     tokens = range(0, problem.length, max(1, problem.length // 4))
@@ -218,7 +220,10 @@ def draw_tree(hosts: Sequence[Sequence[int]]) -> "Figure":
 
 def draw_pages() -> None:
     """Draw the figures that README and the pages of docs/ show."""
+    documents = (23, 9, 4, 3, 3, 2, 2, 2)
+    packed, mesh = Packed(documents, Shape(1, 2, 2)), Shape(1, 2, 2)
     figures = {
+        "packed": draw_mesh(Causal() & Documents(documents), mesh, [Zigzag(), packed], 48),
         "causal-2x2": draw_mesh(Causal(), Shape(1, 2, 2), [Zigzag(), Striped()], 48),
         "layouts": draw_mesh(Causal(), Shape(1, 2, 2), [Contiguous(), Zigzag(), Striped()], 32),
         "window": draw_mesh(Window(9), Shape(1, 4, 1), [Contiguous(), Zigzag()], 48),

@@ -23,7 +23,11 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from attnmesh.core.layout import Layout
 from attnmesh.errors import MaskError, check_count
+
+RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+"""Characters of ranks in a drawing. They begin anew after the last."""
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
@@ -146,15 +150,30 @@ class Mask:
             fix = "let Documents(lengths) cover every token, padding as a document of its own"
             raise MaskError(subject, f"documents that add up to {length} tokens", f"{self.ends[-1]} tokens", fix)
 
-    def draw(self, length: int) -> list[str]:
+    def draw(self, length: int, layout: Layout | None = None, shape: tuple[int, int, int] | None = None) -> list[str]:
         """Return the mask over `length` tokens as text, one line per query.
+
+        With a layout and the shape of a mesh, which `Packed` knows, a pair is drawn as the rank that computes it: 0 to
+        9, then letters. Ranks along heads compute the same pairs.
 
         >>> import attnmesh as am
         >>> am.Causal().draw(3)
         ['# . .', '# # .', '# # #']
+        >>> (am.Causal() & am.Documents((4, 1, 1))).draw(6, am.Packed((4, 1, 1), am.Shape(1, 1, 2)))
+        ['0 . . . . .', '0 1 . . . .', '0 1 1 . . .', '0 1 1 0 . .', '. . . . 0 .', '. . . . . 1']
         """
         positions = torch.arange(_count("draw", length))
-        return [" ".join(".#"[seen] for seen in row) for row in self.visible(positions, positions).tolist()]
+        visible = self.visible(positions, positions)
+        if layout is None:
+            return [" ".join(".#"[seen] for seen in row) for row in visible.tolist()]
+        sizes: tuple[int, int, int] = shape or getattr(layout, "shape", (1, 1, 1))
+        heads, rows, columns = sizes
+        cells = torch.empty(length, dtype=torch.long)
+        for shard in range(heads * rows * columns):
+            cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
+        ranks = cells[:, None] // columns * columns + cells % columns
+        drawn = (ranks % len(RANKS) + 1) * visible
+        return [" ".join(f".{RANKS}"[rank] for rank in row) for row in drawn.tolist()]
 
     def __and__(self, other: "Mask") -> "Mask":
         """Return the intersection of two masks."""
