@@ -166,8 +166,7 @@ class Mask:
         visible = self.visible(positions, positions)
         if layout is None:
             return [" ".join(".#"[seen] for seen in row) for row in visible.tolist()]
-        sizes: tuple[int, int, int] = shape or getattr(layout, "shape", (1, 1, 1))
-        heads, rows, columns = sizes
+        heads, rows, columns = getattr(layout, "shape", (1, 1, 1)) if shape is None else shape
         cells = torch.empty(length, dtype=torch.long)
         for shard in range(heads * rows * columns):
             cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
