@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import operator, ulysses
+from attnmesh.attention import operator
 from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
@@ -26,6 +26,9 @@ class Context:
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *_: Tensor) -> None:
+        """Do nothing."""
+
+    def set_materialize_grads(self, _: bool) -> None:
         """Do nothing."""
 
 

@@ -1,4 +1,4 @@
-"""Run a schedule, forward and backward: gather queries and keys, attend, return results to their owners.
+"""Run a schedule, forward and backward: swap tokens for heads, gather queries and keys, attend, and all the way back.
 
 One loop serves every exchange. Keys that arrive at once are one step, and keys that travel round a ring are several.
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
@@ -6,22 +6,23 @@ Heads travel all together or in groups. The next exchange is always under way wh
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from attnmesh.attention.heads import Pair, empty_tokens, heads_of, to_heads, to_tokens, within_share
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.driver import Counts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.plans import empty_length_major
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import Schedule, Step
+from attnmesh.mesh.schedule import HeadGroup, Schedule, Step
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
 
@@ -35,7 +36,7 @@ class Task:
 
     mesh: Mesh
     schedule: Schedule
-    head_groups: int
+    groups: Sequence[HeadGroup]
     kernel: Kernel
     logits: Logits
     counts: Sequence[Counts]  # of the keys of each step
@@ -48,36 +49,45 @@ class Task:
             return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
         return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
 
+    def mine(self, tensors: Tensors, group: HeadGroup) -> Tensors:
+        """Return a group's heads of q, k and v that have all heads of this rank, as views."""
+        (q,), kv = heads_of(tensors[:1], tensors[1:], within_share(group, self.groups[0], self.mesh.heads))
+        return q, *kv
+
 
 @dataclass(frozen=True)
 class Arrivals:
     """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
 
-    heads: slice  # key heads; the query heads that share them travel with them
+    group: HeadGroup
     queries: Callable[[], Tensors]
     kv_by_step: Iterator[Tensors]
 
 
-def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
-    """Return the partial of this rank's queries over the keys of all ranks, in float32 or wider.
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, held: Tensors = ()) -> Partial:
+    """Return the partial of this rank's queries over the keys of all ranks, and over sinks.
 
-    `kv` are this rank's keys and values, or its latents.
+    `kv` are this rank's keys and values, or its latents. What it gets of q, k and v for its heads is put into `held`.
     """
-    step = task.schedule.query_step
-    if task.head_groups == 1 and not (step.send or step.receive) and len(step.keep) == q.shape[2]:  # no query travels
-        (arrivals,) = _arrivals((q,), kv, task)
-        return _attend_heads(arrivals, task)
+    schedule, axis = task.schedule, task.mesh.heads
+
+    def swap_in(group: HeadGroup) -> Callable[[], Pair]:
+        return to_heads((q,), kv, group, schedule, axis, task.mine(held, group) if held else ())
+
+    if len(task.groups) == axis.size == 1 and schedule.queries_stay:
+        (arrivals,) = _arrivals(swap_in, task)
+        return with_sinks(_attend_heads(arrivals, task), sinks)
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
-    total = identity(q, value_dim, sum_dtype(q.dtype))
-    returns = PendingReturns(_merge_in)
-    for arrivals in _arrivals((q,), kv, task):
-        mine = tuple(x[:, _query_heads(arrivals.heads, q, kv[0])] for x in total)
-        returns.add(_attend_heads(arrivals, task), step, task.mesh.row, mine)
+    lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    total = Partial(empty_length_major(q, value_dim), lse)
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        returns.add(_give_back(_attend_heads(arrivals, task), arrivals.group, sinks, total, task))
     returns.finish()
     return total
 
 
-def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
+def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
@@ -91,20 +101,51 @@ def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
     return total
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v, in float32 or wider."""
+def _give_back(partial: Partial, group: HeadGroup, sinks: Tensor | None, total: Partial, task: Task) -> Iterator[None]:
+    """Return partials of the row's queries to the owners of these, and heads to the owners of their tokens."""
+    schedule, heads = task.schedule, group[task.mesh.heads.index].queries
+    if not schedule.queries_stay:
+        chunk = partial.out.new_empty((*partial.out.shape[:2], sum(map(len, schedule.query_shares)), 0))
+        merged = identity(chunk, partial.out.shape[3], partial.out.dtype)
+        coming = return_to_owners(partial, schedule.query_step, task.mesh.row)
+        partial = merged
+        if task.mesh.row.size > 1:
+            yield
+        _merge_in(coming(), merged)
+    out, lse = with_sinks(partial, None if sinks is None else sinks[heads])
+    made = out.to(total.out.dtype), lse
+    del partial, out, lse
+    yield from to_tokens((made, ()), (total, ()), group, schedule, task.mesh.heads)
+
+
+def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `held` has its heads of them, of all tokens of its chunk."""
+    (q, k, v), schedule, axis = held, task.schedule, task.mesh.heads
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
-    returns = PendingReturns(_add_in)
-    for arrivals in _arrivals((q, saved.dout, saved.lse, delta), (k, v), task):
-        mine = own.q[:, _query_heads(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
-        dq = _backward_heads(arrivals, task, returns, mine[1:])
-        returns.add((dq,), task.schedule.query_step, task.mesh.row, mine[:1])
+    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
+    total = Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in (k, v)))
+
+    def swap_in(group: HeadGroup) -> Callable[[], Pair]:
+        finish = to_heads((saved.dout, saved.lse, delta), (), group, schedule, axis)
+
+        def finished() -> Pair:
+            mine = task.mine(held, group)
+            return (mine[0], *finish()[0]), mine[1:]
+
+        return finished
+
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        mine = task.mine(held, arrivals.group)
+        own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in mine))
+        dq = _backward_heads(arrivals, task, returns, own[1:])
+        returns.add(_give_gradients_back(dq, own, total, arrivals.group, task))
+        del dq, own
     returns.finish()
-    return own
+    return total
 
 
-def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
+def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
     """Return the row's dq from the column's keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
@@ -126,54 +167,80 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(made, step, task.mesh.column, mine)
+        returns.add(_give_key_gradients_back(made, step, task.mesh.column, mine))
         coming = None if onward is None else gather(made, onward, task.mesh.column)
         del made
     assert dq is not None  # every schedule has a step
     return dq
 
 
+def _give_key_gradients_back(made: Tensors, step: Step, axis: Axis, own: Tensors) -> Iterator[None]:
+    coming = return_to_owners(made, step, axis)
+    del made
+    yield
+    _add_in(coming(), own)
+
+
+def _give_gradients_back(dq: Tensor, own: Gradients, total: Gradients, group: HeadGroup, task: Task) -> Iterator[None]:
+    """Return dq to the owners of the row's queries, and the gradients of a group of heads to those of their tokens."""
+    coming = return_to_owners((dq,), task.schedule.query_step, task.mesh.row)
+    del dq
+    if task.mesh.row.size > 1:
+        yield
+    _add_in(coming(), own[:1])
+    del coming
+    made = own.q.to(total.q.dtype), own.k.to(total.k.dtype), own.v.to(total.v.dtype)
+    del own
+    yield from to_tokens((made[:1], made[1:]), (total[:1], total[1:]), group, task.schedule, task.mesh.heads)
+
+
 class PendingReturns:
-    """Results that return to their owners: at most one exchange is under way while the next results are computed."""
+    """Results on their way to their owners: each goes on by one exchange when further results set out."""
 
-    def __init__(self, put: Callable[[Returned, Tensors], None]) -> None:
-        self.put = put
-        self.under_way: tuple[Callable[[], Returned], Tensors] | None = None
+    def __init__(self) -> None:
+        self.under_way: list[Iterator[None]] = []
 
-    def add(self, made: Tensors, step: Step, axis: Axis, mine: Tensors) -> None:
-        """Begin to return results. Results for this rank's tokens are put into `mine` when they arrive."""
-        self.finish()
-        self.under_way = return_to_owners(made, step, axis), mine
+    def add(self, *more: Iterator[None]) -> None:
+        """Finish the exchanges under way, and begin the next ones, those of `more` last."""
+        self.under_way = [each for each in (*self.under_way, *more) if next(each, True) is None]
 
     def finish(self) -> None:
-        """Wait for the exchange under way."""
-        if self.under_way is not None:
-            coming, mine = self.under_way
-            self.put(coming(), mine)
-            self.under_way = None
+        """Wait until all results are with their owners."""
+        while self.under_way:
+            self.add()
 
 
-def _arrivals(queries: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
-    """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
+def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Pair]], task: Task) -> Iterator[Arrivals]:
+    """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
-    def begin(heads: slice) -> Arrivals:
-        some_queries, some_kv = queries, kv
-        if heads.stop - heads.start < kv[0].shape[1]:
-            q_heads = _query_heads(heads, queries[0], kv[0])
-            some_queries, some_kv = tuple(x[:, q_heads] for x in queries), tuple(x[:, heads] for x in kv)
-        coming = gather(some_queries, task.schedule.query_step, task.mesh.row)
-        return Arrivals(heads, coming, _kv_by_step(some_kv, task))
+    A group is swapped in while one before it is gathered, and the one before that is attended.
+    """
+    row, column, swaps = task.mesh.row, task.mesh.column, task.mesh.heads.size > 1
+    gathers = row.size * column.size > 1
 
-    if task.head_groups == 1:
-        yield begin(slice(0, kv[0].shape[1]))
-        return
-    edges = [group * kv[0].shape[1] // task.head_groups for group in range(task.head_groups + 1)]
-    groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
-    under_way = begin(groups[0])
-    for following in groups[1:]:
-        arrived, under_way = under_way, begin(following)
-        yield arrived
-    yield under_way
+    def bring(group: HeadGroup) -> Iterator[Arrivals | None]:
+        swapped = swap_in(group)
+        if swaps:
+            yield None
+        queries, kv = swapped()
+        del swapped
+        coming = gather(queries, task.schedule.query_step, row)
+        kv_by_step = _kv_by_step(kv, task)
+        del queries, kv
+        if gathers:
+            yield None
+        yield Arrivals(group, coming, kv_by_step)
+
+    under_way: list[Iterator[Arrivals | None]] = []
+    for group in (*task.groups, *[None] * (swaps + gathers)):
+        if group is not None:
+            under_way.append(bring(group))
+        *_, arrived = [
+            next(each) for each in reversed(under_way)
+        ]  # the newest first: it begins before others are awaited
+        if arrived is not None:
+            del under_way[0]
+            yield arrived
 
 
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
@@ -211,12 +278,6 @@ def _add_in(parts: Returned, totals: Tensors) -> None:
 def _add(sums: Tensors, more: Tensors) -> None:
     for some, other in zip(sums, more, strict=True):
         some.add_(other)
-
-
-def _query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share some key heads."""
-    group = q.shape[1] // k.shape[1]
-    return slice(heads.start * group, heads.stop * group)
 
 
 def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:

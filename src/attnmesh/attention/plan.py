@@ -13,7 +13,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
+from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads, schedule
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.kinds import Kinds
@@ -21,6 +21,21 @@ from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
 """Columns of a latent that are projected, and those of a value."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call's tensors, all but tokens, of which a rank may have none."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+    @staticmethod
+    def of(q_heads: int, q: Tensor, k: Tensor, v: Tensor) -> "Sizes":
+        """Return the sizes for so many query heads of all ranks. The tensors may have those of one rank."""
+        return Sizes(q.shape[0], q_heads, q_heads * k.shape[1] // q.shape[1], q.shape[3], v.shape[3])
 
 
 class Plan(NamedTuple):
@@ -43,25 +58,29 @@ class Plan(NamedTuple):
         """Return the plan that `pack` wrote."""
         return decode_cached(_unpack, names, numbers)
 
-    def task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
-        """Return this rank's part for tensors of these shapes, after the heads axis."""
-        kind = self, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+    def task(self, sizes: Sizes, like: Tensor, latent: Widths | None = None) -> Task:
+        """Return this rank's part for tensors of these sizes, with the dtype and device of another."""
+        kind = self, sizes, like.dtype, like.device, latent
         if (task := _tasks().find(kind)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(kind, self._task(q, k, v, latent))
+                task = _tasks().keep(kind, self._task(sizes, like, latent))
         return task
 
-    def _task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+    def _task(self, sizes: Sizes, like: Tensor, latent: Widths | None) -> Task:
         mesh, problem = self.mesh, self.problem
-        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+        batch, q_heads, kv_heads, head_dim, value_dim = sizes
         if self.exchange == "auto":
-            exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
+            exchange = _fastest_exchange(mesh, like.device, like.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-        head_groups = 1 if latent else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+        number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
+        queries, keys = steps.chunk
+        shapes = (q_heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim)
+        q, k, v = (like.new_empty(1).expand(batch, *shape) for shape in shapes)
         kernel = choose(self.kernel, q, k, v, self.logits.capped)
-        return Task(mesh, steps, head_groups, kernel, self.logits, [None] * len(steps.key_steps))
+        return Task(mesh, steps, groups, kernel, self.logits, [None] * len(steps.key_steps))
 
 
 @cached_per_world(1024)
@@ -82,19 +101,19 @@ def _fastest_exchange(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
-    sizes: tuple[int, ...],
+    sizes: Sizes,
     problem: Problem,
     latent: Widths | None,
 ) -> Exchange:
     """Return the planner's pick. It depends on values that are equal on all ranks."""
-    if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
+    if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
     batch, q_heads, kv_heads, head_dim, value_dim = sizes
     cross = problem.key_length != problem.length  # priced as if every query saw every key
     workload = Workload(
-        problem.shape.heads * q_heads,
-        problem.shape.heads * kv_heads,
+        q_heads,
+        kv_heads,
         head_dim,
         max(problem.length, problem.key_length),
         value_dim=value_dim,
