@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.attention.heads import Pair, empty_tokens, heads_of, to_heads, to_tokens, within_share
+from attnmesh.attention.heads import empty_tokens, some_heads, to_heads, to_tokens
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
@@ -22,7 +22,7 @@ from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.kernels.plans import empty_length_major
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import HeadGroup, Schedule, Step
+from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
 
@@ -49,10 +49,11 @@ class Task:
             return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
         return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
 
-    def mine(self, tensors: Tensors, group: HeadGroup) -> Tensors:
-        """Return a group's heads of q, k and v that have all heads of this rank, as views."""
-        (q,), kv = heads_of(tensors[:1], tensors[1:], within_share(group, self.groups[0], self.mesh.heads))
-        return q, *kv
+    def held(self, tensors: Tensors, group: HeadGroup) -> Tensors:
+        """Return a group's heads of q, k and v, which have this rank's heads of all groups, as views."""
+        first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
+        within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
+        return some_heads(tensors, 1, Heads(*within))
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,15 @@ class Arrivals:
 
 
 def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, held: Tensors = ()) -> Partial:
-    """Return the partial of this rank's queries over the keys of all ranks, and over sinks.
+    """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents. What it gets of q, k and v for its heads is put into `held`.
+    `kv` are this rank's keys and values, or its latents. If `held` is given, q, k and v of this rank's heads are put
+    into it, for the backward pass.
     """
-    schedule, axis = task.schedule, task.mesh.heads
 
-    def swap_in(group: HeadGroup) -> Callable[[], Pair]:
-        return to_heads((q,), kv, group, schedule, axis, task.mine(held, group) if held else ())
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        return to_heads((q, *kv), 1, group, task.schedule, task.mesh.heads, task.held(held, group) if held else ())
 
-    if len(task.groups) == axis.size == 1 and schedule.queries_stay:
-        (arrivals,) = _arrivals(swap_in, task)
-        return with_sinks(_attend_heads(arrivals, task), sinks)
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     total = Partial(empty_length_major(q, value_dim), lse)
@@ -103,41 +101,36 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
 
 def _give_back(partial: Partial, group: HeadGroup, sinks: Tensor | None, total: Partial, task: Task) -> Iterator[None]:
     """Return partials of the row's queries to the owners of these, and heads to the owners of their tokens."""
-    schedule, heads = task.schedule, group[task.mesh.heads.index].queries
-    if not schedule.queries_stay:
-        chunk = partial.out.new_empty((*partial.out.shape[:2], sum(map(len, schedule.query_shares)), 0))
-        merged = identity(chunk, partial.out.shape[3], partial.out.dtype)
-        coming = return_to_owners(partial, schedule.query_step, task.mesh.row)
-        partial = merged
-        if task.mesh.row.size > 1:
+    schedule, row, axis = task.schedule, task.mesh.row, task.mesh.heads
+    if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
+        coming = return_to_owners(partial, schedule.query_step, row)
+        (batch, heads, _, width), dtype = partial.out.shape, partial.out.dtype
+        partial = identity(partial.lse.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
+        if row.size > 1:
             yield
-        _merge_in(coming(), merged)
-    out, lse = with_sinks(partial, None if sinks is None else sinks[heads])
+        _merge_in(coming(), partial)
+        del coming
+    out, lse = with_sinks(partial, None if sinks is None else sinks[group[axis.index].queries])
     made = out.to(total.out.dtype), lse
     del partial, out, lse
-    yield from to_tokens((made, ()), (total, ()), group, schedule, task.mesh.heads)
+    yield from to_tokens(made, total, 2, group, schedule, axis)
 
 
 def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     """Return the gradients of this rank's q, k and v. `held` has its heads of them, of all tokens of its chunk."""
-    (q, k, v), schedule, axis = held, task.schedule, task.mesh.heads
+    (q, *kv), schedule, axis = held, task.schedule, task.mesh.heads
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
-    total = Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in (k, v)))
+    total = Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
-    def swap_in(group: HeadGroup) -> Callable[[], Pair]:
-        finish = to_heads((saved.dout, saved.lse, delta), (), group, schedule, axis)
-
-        def finished() -> Pair:
-            mine = task.mine(held, group)
-            return (mine[0], *finish()[0]), mine[1:]
-
-        return finished
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis)
+        some_q, *some_kv = task.held(held, group)
+        return lambda: (some_q, *finish(), *some_kv)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        mine = task.mine(held, arrivals.group)
-        own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in mine))
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.held(held, arrivals.group)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
         returns.add(_give_gradients_back(dq, own, total, arrivals.group, task))
         del dq, own
@@ -191,7 +184,7 @@ def _give_gradients_back(dq: Tensor, own: Gradients, total: Gradients, group: He
     del coming
     made = own.q.to(total.q.dtype), own.k.to(total.k.dtype), own.v.to(total.v.dtype)
     del own
-    yield from to_tokens((made[:1], made[1:]), (total[:1], total[1:]), group, task.schedule, task.mesh.heads)
+    yield from to_tokens(made, total, 1, group, task.schedule, task.mesh.heads)
 
 
 class PendingReturns:
@@ -210,7 +203,7 @@ class PendingReturns:
             self.add()
 
 
-def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Pair]], task: Task) -> Iterator[Arrivals]:
+def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task) -> Iterator[Arrivals]:
     """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
     A group is swapped in while one before it is gathered, and the one before that is attended.
@@ -222,11 +215,11 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Pair]], task: Task) ->
         swapped = swap_in(group)
         if swaps:
             yield None
-        queries, kv = swapped()
-        del swapped
-        coming = gather(queries, task.schedule.query_step, row)
-        kv_by_step = _kv_by_step(kv, task)
-        del queries, kv
+        tensors = swapped()
+        queries = len(tensors) - (2 if task.projection is None else 1)
+        coming = gather(tensors[:queries], task.schedule.query_step, row)
+        kv_by_step = _kv_by_step(tensors[queries:], task)
+        del swapped, tensors
         if gathers:
             yield None
         yield Arrivals(group, coming, kv_by_step)
@@ -235,9 +228,8 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Pair]], task: Task) ->
     for group in (*task.groups, *[None] * (swaps + gathers)):
         if group is not None:
             under_way.append(bring(group))
-        *_, arrived = [
-            next(each) for each in reversed(under_way)
-        ]  # the newest first: it begins before others are awaited
+        for each in reversed(under_way):  # the newest begins before others are awaited
+            arrived = next(each)
         if arrived is not None:
             del under_way[0]
             yield arrived

@@ -1,7 +1,8 @@
 """The heads axis: ranks swap tokens for heads before attention, and back after it, one group of heads at a time.
 
 Before it a rank holds all heads of its own tokens. After it a rank holds its heads of the whole chunk, the tokens of
-all ranks along the axis in order of position.
+all ranks along the axis in order of position. Of the tensors that travel together the first are of queries, the others
+of keys.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,62 +16,55 @@ from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
 
-Pair = tuple[Tensors, Tensors]
-"""Some tensors of queries, and some of keys."""
 
-
-def heads_of(queries: Tensors, keys: Tensors, heads: Heads) -> Pair:
+def some_heads(tensors: Tensors, queries: int, heads: Heads) -> Tensors:
     """Return some of the heads, as views."""
-    return tuple(x[:, heads.queries] for x in queries), tuple(x[:, heads.keys] for x in keys)
-
-
-def within_share(group: HeadGroup, first: HeadGroup, axis: Axis) -> Heads:
-    """Return where this rank's heads of a group stand among all its heads, which begin with the first group."""
-    mine, (queries, keys) = group[axis.index], first[axis.index]
-    places = zip(mine, (queries.start, keys.start), strict=True)
-    return Heads(*(slice(heads.start - start, heads.stop - start) for heads, start in places))
+    found = []
+    for index, x in enumerate(tensors):
+        found.append(x[:, heads.queries if index < queries else heads.keys])
+    return tuple(found)
 
 
 def to_heads(
-    queries: Tensors, keys: Tensors, group: HeadGroup, schedule: Schedule, axis: Axis, into: Tensors = ()
-) -> Callable[[], Pair]:
+    tensors: Tensors, queries: int, group: HeadGroup, schedule: Schedule, axis: Axis, into: Tensors = ()
+) -> Callable[[], Tensors]:
     """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
-    parts = [heads_of(queries, keys, heads) for heads in group]
-    mine = parts[axis.index]
+    mine = some_heads(tensors, queries, group[axis.index])
     if axis.size == 1:
         return lambda: mine
-    shares = [schedule.query_shares] * len(queries) + [schedule.key_shares] * len(keys)
-    shapes = *mine[0], *mine[1]
-    wanted = [tuple(map(meta_like, shapes, map(len, places))) for places in zip(*shares, strict=True)]  # by rank
-    finish = begin_swap([(*q, *k) for q, k in parts], wanted, axis)
+    shares = [schedule.query_shares] * queries + [schedule.key_shares] * (len(tensors) - queries)
+    wanted = [tuple(map(meta_like, mine, map(len, places))) for places in zip(*shares, strict=True)]  # by rank
+    finish = begin_swap([some_heads(tensors, queries, heads) for heads in group], wanted, axis)
 
-    def finished() -> Pair:
-        pieces = list(zip(*finish(), strict=True))
-        whole = []
-        for index, (x, places) in enumerate(zip(shapes, shares, strict=True)):
-            result = into[index] if into else empty_tokens(x, x.shape[1], sum(map(len, places)))
-            for tokens, piece in zip(places, pieces[index], strict=True):
-                result.index_copy_(2, on_device(tokens, x.device), piece)
-            whole.append(result)
-        return tuple(whole[: len(queries)]), tuple(whole[len(queries) :])
+    def finished() -> Tensors:
+        whole = into or tuple(
+            empty_tokens(x, x.shape[1], sum(map(len, places))) for x, places in zip(mine, shares, strict=True)
+        )
+        for rank, pieces in enumerate(finish()):
+            for x, places, piece in zip(whole, shares, pieces, strict=True):
+                x.index_copy_(2, on_device(places[rank], x.device), piece)
+        return whole
 
     return finished
 
 
-def to_tokens(made: Pair, results: Pair, group: HeadGroup, schedule: Schedule, axis: Axis) -> Iterator[None]:
+def to_tokens(
+    made: Tensors, results: Tensors, queries: int, group: HeadGroup, schedule: Schedule, axis: Axis
+) -> Iterator[None]:
     """Swap heads for tokens: put results for this rank's tokens in place. It yields while the exchange is under way."""
-    places = [heads_of(*results, heads) for heads in group]  # by rank
-    arrived = [(*made[0], *made[1])]
+    places = [some_heads(results, queries, heads) for heads in group]  # by rank
+    arrived = [made]
     if axis.size > 1:
-        shares = zip(schedule.query_shares, schedule.key_shares, strict=True)
-        parts = [(*taken(made[0], q), *taken(made[1], k)) for q, k in shares]
-        finish = begin_swap(parts, [(*q, *k) for q, k in places], axis)
-        del made, parts, arrived
+        parts = []
+        for q_tokens, k_tokens in zip(schedule.query_shares, schedule.key_shares, strict=True):
+            parts.append(taken(made[:queries], q_tokens) + taken(made[queries:], k_tokens))
+        finish = begin_swap(parts, places, axis)
+        del made, arrived, parts
         yield
         arrived = finish()
-    for (q, k), piece in zip(places, arrived, strict=True):
-        for place, x in zip((*q, *k), piece, strict=True):
-            place.copy_(x)
+    for mine, pieces in zip(places, arrived, strict=True):
+        for x, piece in zip(mine, pieces, strict=True):
+            x.copy_(piece)
 
 
 def empty_tokens(x: Tensor, heads: int, tokens: int) -> Tensor:

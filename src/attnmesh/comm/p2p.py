@@ -1,7 +1,7 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap heads, merge along a tree.
 
 `gather`, `return_to_owners`, `begin_swap` and `exchange_messages` begin at once and return a function that finishes
-them, so that a kernel can run in between. The other exchanges block. Messages hold only the tokens that the schedule names.
+them, so that a kernel can run in between. The other exchanges block. Messages hold only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -125,9 +125,8 @@ def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors
         for x in tensors:
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
     else:
-        index = on_device(tokens, tensors[0].device)
         for x in tensors:
-            parts.append(x.index_select(2, index))
+            parts.append(x.index_select(2, on_device(tokens, x.device)))
     return tuple(parts)
 
 

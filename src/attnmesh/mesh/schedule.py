@@ -109,12 +109,6 @@ class Schedule:
         return sum(map(len, self.query_shares)), sum(map(len, self.key_shares))
 
     @property
-    def queries_stay(self) -> bool:
-        """True if the row's queries are this rank's chunk, all of it."""
-        step = self.query_step
-        return not (step.send or step.receive) and len(step.keep) == self.chunk[0]
-
-    @property
     def gradient_steps(self) -> tuple[Step | None, ...]:
         """For each step of the keys, the step with which its dk and dv are sent on.
 
