@@ -6,6 +6,7 @@ Heads travel all together or in groups. The next exchange is always under way wh
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -76,13 +77,17 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, hel
         return to_heads((q, *kv), 1, group, task.schedule, task.mesh.heads, task.held(held, group) if held else ())
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
-    lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-    total = Partial(empty_length_major(q, value_dim), lse)
+
+    @cache
+    def total() -> Partial:
+        lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+        return Partial(empty_length_major(q, value_dim), lse)
+
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         returns.add(_give_back(_attend_heads(arrivals, task), arrivals.group, sinks, total, task))
     returns.finish()
-    return total
+    return total()
 
 
 def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
@@ -99,8 +104,13 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _give_back(partial: Partial, group: HeadGroup, sinks: Tensor | None, total: Partial, task: Task) -> Iterator[None]:
-    """Return partials of the row's queries to the owners of these, and heads to the owners of their tokens."""
+def _give_back(
+    partial: Partial, group: HeadGroup, sinks: Tensor | None, total: Callable[[], Partial], task: Task
+) -> Iterator[None]:
+    """Return partials of the row's queries to the owners of these, and heads to the owners of their tokens.
+
+    Memory for all results, `total`, is taken when the first are complete.
+    """
     schedule, row, axis = task.schedule, task.mesh.row, task.mesh.heads
     if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
         coming = return_to_owners(partial, schedule.query_step, row)
@@ -111,9 +121,9 @@ def _give_back(partial: Partial, group: HeadGroup, sinks: Tensor | None, total: 
         _merge_in(coming(), partial)
         del coming
     out, lse = with_sinks(partial, None if sinks is None else sinks[group[axis.index].queries])
-    made = out.to(total.out.dtype), lse
+    made = out.to(total().out.dtype), lse
     del partial, out, lse
-    yield from to_tokens(made, total, 2, group, schedule, axis)
+    yield from to_tokens(made, total(), 2, group, schedule, axis)
 
 
 def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
@@ -121,7 +131,10 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
     (q, *kv), schedule, axis = held, task.schedule, task.mesh.heads
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
-    total = Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
+
+    @cache
+    def total() -> Gradients:
+        return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
         finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis)
@@ -135,7 +148,7 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
         returns.add(_give_gradients_back(dq, own, total, arrivals.group, task))
         del dq, own
     returns.finish()
-    return total
+    return total()
 
 
 def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
@@ -174,7 +187,9 @@ def _give_key_gradients_back(made: Tensors, step: Step, axis: Axis, own: Tensors
     _add_in(coming(), own)
 
 
-def _give_gradients_back(dq: Tensor, own: Gradients, total: Gradients, group: HeadGroup, task: Task) -> Iterator[None]:
+def _give_gradients_back(
+    dq: Tensor, own: Gradients, total: Callable[[], Gradients], group: HeadGroup, task: Task
+) -> Iterator[None]:
     """Return dq to the owners of the row's queries, and the gradients of a group of heads to those of their tokens."""
     coming = return_to_owners((dq,), task.schedule.query_step, task.mesh.row)
     del dq
@@ -182,9 +197,9 @@ def _give_gradients_back(dq: Tensor, own: Gradients, total: Gradients, group: He
         yield
     _add_in(coming(), own[:1])
     del coming
-    made = own.q.to(total.q.dtype), own.k.to(total.k.dtype), own.v.to(total.v.dtype)
+    made = tuple(x.to(total().q.dtype) for x in own)
     del own
-    yield from to_tokens(made, total, 1, group, task.schedule, task.mesh.heads)
+    yield from to_tokens(made, total(), 1, group, task.schedule, task.mesh.heads)
 
 
 class PendingReturns:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnmesh.attention.executor import Task, backward, forward
 from attnmesh.attention.heads import empty_tokens
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.plan import Plan, Sizes
+from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
 from attnmesh.core.partial import sum_dtype
 from attnmesh.kernels.attend import sink_gradient
@@ -64,9 +64,9 @@ def _backward(plan: Plan, key_lengths: Tensor | None, *tensors: Tensor) -> tuple
     return backward((q, k, v), BackwardInputs(out, lse, dout), task)
 
 
-def _task(plan: Plan, key_lengths: Tensor | None, q_heads: int, *qkv: Tensor) -> Task:
+def _task(plan: Plan, key_lengths: Tensor | None, q_heads: int, q: Tensor, k: Tensor, v: Tensor) -> Task:
     """Return this rank's task for so many query heads of all ranks, with the keys of each step that sequences see."""
-    task = plan.task(Sizes.of(q_heads, *qkv), qkv[0])
+    task = plan.task(q_heads, q, k, v)
     if key_lengths is None:
         return task
     return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
@@ -87,7 +87,7 @@ def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Ten
 
     `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
     """
-    task = replace(plan.task(Sizes.of(q.shape[1], q, k, v), q, latents.widths), projection=latents.projection)
+    task = replace(plan.task(q.shape[1], q, k, v, latents.widths), projection=latents.projection)
     return length_major(forward(q, (latents.tokens,), task, sinks).out, q.dtype)
 
 

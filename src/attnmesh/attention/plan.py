@@ -23,21 +23,6 @@ Widths = tuple[int, int]
 """Columns of a latent that are projected, and those of a value."""
 
 
-class Sizes(NamedTuple):
-    """Sizes of a call's tensors, all but tokens, of which a rank may have none."""
-
-    batch: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-
-    @staticmethod
-    def of(q_heads: int, q: Tensor, k: Tensor, v: Tensor) -> "Sizes":
-        """Return the sizes for so many query heads of all ranks. The tensors may have those of one rank."""
-        return Sizes(q.shape[0], q_heads, q_heads * k.shape[1] // q.shape[1], q.shape[3], v.shape[3])
-
-
 class Plan(NamedTuple):
     """A problem on a mesh and how it is solved, the same on all ranks, with this rank's place."""
 
@@ -58,27 +43,27 @@ class Plan(NamedTuple):
         """Return the plan that `pack` wrote."""
         return decode_cached(_unpack, names, numbers)
 
-    def task(self, sizes: Sizes, like: Tensor, latent: Widths | None = None) -> Task:
-        """Return this rank's part for tensors of these sizes, with the dtype and device of another."""
-        kind = self, sizes, like.dtype, like.device, latent
+    def task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
+        """Return this rank's part for so many query heads, of which the tensors may have this rank's share alone."""
+        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
         if (task := _tasks().find(kind)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(kind, self._task(sizes, like, latent))
+                task = _tasks().keep(kind, self._task(q_heads, q, k, v, latent))
         return task
 
-    def _task(self, sizes: Sizes, like: Tensor, latent: Widths | None) -> Task:
+    def _task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
         mesh, problem = self.mesh, self.problem
-        batch, q_heads, kv_heads, head_dim, value_dim = sizes
+        kv_heads = q_heads * k.shape[1] // q.shape[1]
+        sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
-            exchange = _fastest_exchange(mesh, like.device, like.dtype, sizes, problem, latent)
+            exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
         number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
-        queries, keys = steps.chunk
-        shapes = (q_heads, queries, head_dim), (kv_heads, keys, head_dim), (kv_heads, keys, value_dim)
-        q, k, v = (like.new_empty(1).expand(batch, *shape) for shape in shapes)
+        tokens = zip((q, k, v), (steps.chunk[0], *steps.chunk[1:] * 2), strict=True)  # those of the whole chunk
+        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in tokens)
         kernel = choose(self.kernel, q, k, v, self.logits.capped)
         return Task(mesh, steps, groups, kernel, self.logits, [None] * len(steps.key_steps))
 
@@ -101,7 +86,7 @@ def _fastest_exchange(
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
-    sizes: Sizes,
+    sizes: tuple[int, ...],
     problem: Problem,
     latent: Widths | None,
 ) -> Exchange:

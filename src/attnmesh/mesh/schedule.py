@@ -36,8 +36,9 @@ class Exchange(NamedTuple):
     def head_groups(self, shape: Shape, kv_heads: int) -> int:
         """Return the number of head groups. One group's gathered keys take about the memory of a ring's transfers."""
         by_groups = self.by_heads or (self.ring and shape.heads > 1)
-        wanted = max(4, shape.queries // 2, shape.keys // 2) if by_groups else 1
-        return min(wanted, kv_heads // shape.heads)
+        least = 6 if shape.heads > 1 else 4  # the swaps of the first group and of the last are not overlapped
+        wanted = max(least, shape.queries // 2, shape.keys // 2) if by_groups else 1
+        return min(wanted, -(-kv_heads // shape.heads))
 
 
 EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
@@ -60,17 +61,17 @@ HeadGroup = tuple[Heads, ...]
 
 
 def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
-    """Return so many groups of heads. Each rank along the heads axis has at least as many key heads.
+    """Return so many groups of heads. A rank along the heads axis has none in some groups if it has fewer key heads.
 
-    >>> [[heads.keys for heads in group] for group in groups_of_heads(10, 5, 2, 2)]
-    [[slice(0, 2, None), slice(3, 4, None)], [slice(2, 3, None), slice(4, 5, None)]]
+    >>> [[heads.keys for heads in group] for group in groups_of_heads(6, 3, 2, 2)]
+    [[slice(0, 1, None), slice(2, 2, None)], [slice(1, 2, None), slice(2, 3, None)]]
     """
     shared = q_heads // kv_heads
 
     def heads(rank: int, group: int) -> Heads:
         mine = share(kv_heads, ranks, rank)
-        part = share(mine.stop - mine.start, groups, group)
-        start, stop = mine.start + part.start, mine.start + part.stop
+        count = mine.stop - mine.start
+        start, stop = (mine.start + edge * count // groups for edge in (group, group + 1))
         return Heads(slice(start * shared, stop * shared), slice(start, stop))
 
     return tuple(tuple(heads(rank, group) for rank in range(ranks)) for group in range(groups))
@@ -142,21 +143,14 @@ class Problem:
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
-        return torch.cat(self.query_shards(r, c)).sort().values
+        return torch.cat(self.shards(self.layout, self.length, r, c)).sort().values
 
     def keys(self, r: int, c: int) -> Tensor:
         """Return the positions of the key chunk at (r, c), ascending."""
-        return torch.cat(self.key_shards(r, c)).sort().values
+        return torch.cat(self.shards(self.key_layout, self.key_length, r, c)).sort().values
 
-    def query_shards(self, r: int, c: int) -> list[Tensor]:
-        """Return the positions of the queries of each rank of a chunk, along the heads axis."""
-        return self._shards(self.layout, self.length, r, c)
-
-    def key_shards(self, r: int, c: int) -> list[Tensor]:
-        """Return the positions of the keys of each rank of a chunk, along the heads axis."""
-        return self._shards(self.key_layout, self.key_length, r, c)
-
-    def _shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
+    def shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
+        """Return the positions that each rank along the heads axis has of the chunk at (r, c), in a layout."""
         shards = (self.shape.shard(h, r, c) for h in range(self.shape.heads))
         return [layout.positions(length, self.shape.ranks, shard) for shard in shards]
 
@@ -175,15 +169,15 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     query_step = _query_step(problem, r, c)
     key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
     bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
-    return Schedule(
-        _shares(problem.query_shards(r, c)), _shares(problem.key_shards(r, c)), query_step, key_steps, bands
-    )
+    layouts = (problem.layout, problem.length), (problem.key_layout, problem.key_length)
+    query_shares, key_shares = (_shares(problem.shards(*layout, r, c)) for layout in layouts)
+    return Schedule(query_shares, key_shares, query_step, key_steps, bands)
 
 
 def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
     """Return where the positions of each shard stand among those of all, in order."""
-    places: Sequence[Tensor] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
-    return tuple(places)
+    places: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
+    return places
 
 
 def _query_step(problem: Problem, r: int, c: int) -> Step:

@@ -92,7 +92,7 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
         the next group's gathers              f (2C q + 2R k)
 
     Not counted: buffers of the heads axis, and copies that put gathered tokens in order.
-    In a ring, R is 1 for the tensors that a kernel reads and writes. A ring also holds one chunk being sent, one being
+    In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
     received, and the same of their gradients, while dq is summed over the steps.
     """
     _, rows, columns = shape
@@ -107,7 +107,7 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
     in_flight = 0.0
     if exchange.ring and rows > 1:
-        in_flight = row + (8 * k if rows > 2 else 2 * k)
+        in_flight = row + share * (8 * k if rows > 2 else 2 * k)
     moments = (
         standing + row + made + gathered + in_flight + coming + (back if groups > 1 else 0),
         standing + made + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),

@@ -300,12 +300,14 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
-    world = cluster.world
-    for heads in divisors(gcd(world, workload.travelling[0])):
+    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly."""
+    world, kv_heads, decodes = cluster.world, workload.travelling[0], workload.phase == "decode"
+    for heads in divisors(gcd(world, kv_heads) if decodes else world):
+        if heads > kv_heads:
+            break
         for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
-            if workload.phase == "decode" and queries > 1:
+            if decodes and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             choices = product(tiles(shape, cluster.ranks), _layouts(workload), _exchanges(workload, shape))
             yield from (Candidate(shape, *choice) for choice in choices)
@@ -325,7 +327,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
     found = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.queries * shape.keys > 1:
+    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.ranks > 1:
         found.append("pipelined")
     return found + ["ring"] * (shape.queries > 1)
 
