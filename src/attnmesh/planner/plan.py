@@ -60,9 +60,9 @@ class Plan:
     >>> import attnmesh as am
     >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
     >>> best.shape, best.name, best.known_as
-    (Shape(heads=4, queries=1, keys=1), '4x1x1 bulk', 'Ulysses')
+    (Shape(heads=4, queries=1, keys=1), '4x1x1 pipelined', 'Ulysses')
     >>> print(best)  # doctest: +ELLIPSIS
-    Plan(4x1x1 bulk; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
+    Plan(4x1x1 pipelined; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
     """
 
     shape: Shape
@@ -144,8 +144,8 @@ class Plan:
         >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
         >>> print(best.explain())  # doctest: +ELLIPSIS
         On a100x4, 1 host of 4 ranks:
-        4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
-        4x1x1 bulk is ... times as fast as 2x...
+        4x1x1 pipelined (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
+        4x1x1 pipelined is ... times as fast as 2x...
         """
         lines = [f"On {self.cluster.title}:", self._summary()]
         if self.workload.recurrent:
