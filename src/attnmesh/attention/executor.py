@@ -4,9 +4,10 @@ One loop serves every exchange. Keys that arrive at once are one step, and keys 
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from attnmesh.runtime.kept import on_device
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
+
+Put = Callable[[Returned, Tensors], None]
+"""Puts results for this rank's tokens into tensors of its chunk."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,26 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, hel
         return to_heads((q, *kv), 1, group, task.schedule, task.mesh.heads, task.held(held, group) if held else ())
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
+    schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
+    # Memory for results is taken when the first are complete.
+    total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
 
-    @cache
-    def total() -> Partial:
-        lse = q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
-        return Partial(empty_length_major(q, value_dim), lse)
+    def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
+        out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
+        made = out.to(q.dtype), lse
+        del partial, out, lse
+        yield from to_tokens(made, total(), 2, group, schedule, task.mesh.heads)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        returns.add(_give_back(_attend_heads(arrivals, task), arrivals.group, sinks, total, task))
+        mine = partial = _attend_heads(arrivals, task)
+        returning: Iterable[None] = ()
+        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
+            (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
+            mine = identity(q.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
+            returning = _return(partial, schedule.query_step, row, _merge_in, mine)
+        returns.add(chain(returning, swap_back(mine, arrivals.group)))
+        del mine, partial, returning
     returns.finish()
     return total()
 
@@ -104,26 +119,13 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     return total
 
 
-def _give_back(
-    partial: Partial, group: HeadGroup, sinks: Tensor | None, total: Callable[[], Partial], task: Task
-) -> Iterator[None]:
-    """Return partials of the row's queries to the owners of these, and heads to the owners of their tokens.
-
-    Memory for all results, `total`, is taken when the first are complete.
-    """
-    schedule, row, axis = task.schedule, task.mesh.row, task.mesh.heads
-    if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
-        coming = return_to_owners(partial, schedule.query_step, row)
-        (batch, heads, _, width), dtype = partial.out.shape, partial.out.dtype
-        partial = identity(partial.lse.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
-        if row.size > 1:
-            yield
-        _merge_in(coming(), partial)
-        del coming
-    out, lse = with_sinks(partial, None if sinks is None else sinks[group[axis.index].queries])
-    made = out.to(total().out.dtype), lse
-    del partial, out, lse
-    yield from to_tokens(made, total(), 2, group, schedule, axis)
+def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors) -> Iterator[None]:
+    """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
+    coming = return_to_owners(made, step, axis)
+    del made
+    if axis.size > 1:
+        yield
+    put(coming(), own)
 
 
 def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
@@ -141,12 +143,18 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
         some_q, *some_kv = task.held(held, group)
         return lambda: (some_q, *finish(), *some_kv)
 
+    def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
+        made = tuple(x.to(q.dtype) for x in own)
+        del own
+        yield from to_tokens(made, total(), 1, group, schedule, axis)
+
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.held(held, arrivals.group)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
-        returns.add(_give_gradients_back(dq, own, total, arrivals.group, task))
-        del dq, own
+        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1])
+        returns.add(chain(returning, swap_back(own, arrivals.group)))
+        del dq, own, returning
     returns.finish()
     return total()
 
@@ -173,33 +181,11 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(_give_key_gradients_back(made, step, task.mesh.column, mine))
+        returns.add(_return(made, step, task.mesh.column, _add_in, mine))
         coming = None if onward is None else gather(made, onward, task.mesh.column)
         del made
     assert dq is not None  # every schedule has a step
     return dq
-
-
-def _give_key_gradients_back(made: Tensors, step: Step, axis: Axis, own: Tensors) -> Iterator[None]:
-    coming = return_to_owners(made, step, axis)
-    del made
-    yield
-    _add_in(coming(), own)
-
-
-def _give_gradients_back(
-    dq: Tensor, own: Gradients, total: Callable[[], Gradients], group: HeadGroup, task: Task
-) -> Iterator[None]:
-    """Return dq to the owners of the row's queries, and the gradients of a group of heads to those of their tokens."""
-    coming = return_to_owners((dq,), task.schedule.query_step, task.mesh.row)
-    del dq
-    if task.mesh.row.size > 1:
-        yield
-    _add_in(coming(), own[:1])
-    del coming
-    made = tuple(x.to(total().q.dtype) for x in own)
-    del own
-    yield from to_tokens(made, total(), 1, group, task.schedule, task.mesh.heads)
 
 
 class PendingReturns:
@@ -251,7 +237,10 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
 
 
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
-    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
+    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives.
+
+    A ring's first step is this rank's own keys, so its first exchange is that of the second step.
+    """
     steps, axis = task.schedule.key_steps, task.mesh.column
     first = gather(kv, steps[0], axis)
 
@@ -264,7 +253,8 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
             del held
         yield finish()
 
-    return arrivals()
+    found = arrivals()
+    return found if len(steps) == 1 else chain([next(found)], found)
 
 
 def _merge_in(parts: Returned, total: Tensors) -> None:

@@ -91,7 +91,8 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
         sent, received and kept of dq         f (2C - 1) q    after that, while the next group's kernel runs
         the next group's gathers              f (2C q + 2R k)
 
-    Of 2 groups the one has no return beside it, and the other no gathers. Not counted: buffers of the heads axis, and copies that put gathered tokens in order.
+    Of 2 groups the one has no return beside it, and the other no gathers. Not counted: buffers of the heads axis, and
+    copies that put gathered tokens in order.
     In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
     received, and the same of their gradients, while dq is summed over the steps.
     """
