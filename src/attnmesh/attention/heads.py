@@ -18,10 +18,11 @@ from attnmesh.runtime.kept import on_device
 
 
 def some_heads(tensors: Tensors, queries: int, heads: Heads) -> Tensors:
-    """Return some of the heads, as views."""
+    """Return some of the heads, as views where these are not all."""
     found = []
     for index, x in enumerate(tensors):
-        found.append(x[:, heads.queries if index < queries else heads.keys])
+        some = heads.queries if index < queries else heads.keys
+        found.append(x if some.stop - some.start >= x.shape[1] else x[:, some])
     return tuple(found)
 
 
@@ -38,7 +39,7 @@ def to_heads(
 
     def finished() -> Tensors:
         whole = into or tuple(
-            empty_tokens(x, x.shape[1], sum(map(len, places))) for x, places in zip(mine, shares, strict=True)
+            empty_tokens(x, x.shape[1], schedule.chunk[index >= queries]) for index, x in enumerate(mine)
         )
         for rank, pieces in enumerate(finish()):
             for x, places, piece in zip(whole, shares, pieces, strict=True):
@@ -57,7 +58,8 @@ def to_tokens(
     if axis.size > 1:
         parts = []
         for q_tokens, k_tokens in zip(schedule.query_shares, schedule.key_shares, strict=True):
-            parts.append(taken(made[:queries], q_tokens) + taken(made[queries:], k_tokens))
+            keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
+            parts.append(taken(made[:queries], q_tokens) + keys)
         finish = begin_swap(parts, places, axis)
         del made, arrived, parts
         yield

@@ -12,7 +12,7 @@ Their gradients travel with them, and return to the owner from the last rank.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -104,7 +104,7 @@ class Schedule:
     key_steps: tuple[Step, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
 
-    @property
+    @cached_property
     def chunk(self) -> tuple[int, int]:
         """Queries and keys of this rank's chunk."""
         return sum(map(len, self.query_shares)), sum(map(len, self.key_shares))
