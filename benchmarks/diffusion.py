@@ -86,12 +86,12 @@ def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Con
     """Return the known schemes, and the fastest plan if it is none of them, by name."""
     a_host = ranks if hosts is None else hosts.ranks
     per_host = max(n for n in range(1, a_host + 1) if ranks % n == 0)
-    heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and work.kv_heads % n == 0)
+    heads = max(n for n in range(1, ranks + 1) if ranks % n == 0 and work.kv_heads >= n)
     part = heads if heads < ranks else max(n for n in range(1, ranks) if ranks % n == 0)
     columns = max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
     shapes = {
         RING: (Shape(1, ranks, 1), "ring"),
-        "Ulysses": (Shape(ranks, 1, 1), "bulk"),
+        "Ulysses": (Shape(ranks, 1, 1), "pipelined"),
         "USP": (Shape(part, ranks // part, 1), "ring"),
         "2D": (Shape(1, ranks // columns, columns), "pipelined"),
     }
@@ -101,7 +101,8 @@ def contenders(work: Workload, ranks: int, hosts: Hosts | None) -> dict[str, Con
     if hosts is None:  # the planner has no link to price
         return found
     best = plan(work, links_alone(hosts))[0]
-    planned = Contender(best.shape, best.tile, best.exchange)
+    exchange = "ring" if best.exchange == "ring" else "pipelined"  # all at once is as fast, but for kernels
+    planned = Contender(best.shape, best.tile, exchange)
     return found if planned in found.values() else {**found, "planned": planned}
 
 

@@ -141,7 +141,8 @@ def test_counted_elements_equal_the_formula(pool: Pool, shape: Shape, exchange: 
     backward = n * (3 * rows * dq + 4 * columns * dk) + swapped
     for there, back in pool.run(shape.ranks, traffic_of, shape, exchange, n, (hq, hk)):
         assert (there.vectors, back.vectors) == (forward, backward)
-        assert (there.scalars, back.scalars) == (n * rows * hq, 2 * n * rows * hq)  # lse; lse and delta
+        scalars = n * rows * hq + (shape.heads - 1) * n * hq // shape.heads
+        assert (there.scalars, back.scalars) == (scalars, 2 * scalars)  # lse; lse and delta
     assert forward + backward == n * d * sum(elements(shape, hq, hk))
 
 
@@ -213,10 +214,13 @@ def test_all_ranks_raise_alike_and_go_on(pool: Pool, changes: list, kind: type[E
     assert pool.run(2, fine) == [True] * 2
 
 
-def test_heads_that_the_axis_does_not_divide_are_refused(pool: Pool) -> None:
+def test_fewer_key_heads_than_ranks_of_the_heads_axis_are_refused(pool: Pool) -> None:
     answers = pool.ask(3, attend_with, [], (3, 1, 1))
     assert len({str(answer) for answer in answers}) == 1
-    with pytest.raises(errors.ShapeError, match="divides, given 2 key heads and a heads axis of 3"):
+    expected = (
+        "one key head a rank of the heads axis, given 2 key heads and a heads axis of 3. Fix: shorten it to at most"
+    )
+    with pytest.raises(errors.ShapeError, match=expected):
         raise answers[0]
 
 
@@ -274,7 +278,7 @@ def test_in_a_bigger_mesh(pool: Pool) -> None:
 
 def compiled_layer(shape: Shape, exchange: str) -> bool:
     mesh = mesh_of(shape)
-    tensors = [torch.randn(1, h, 10, 8, requires_grad=True) for h in (4, 4, 4)]
+    tensors = [torch.randn(1, h, 10, 8, requires_grad=True) for h in (10, 5, 5)]
 
     def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return am.attention(q * 2, k, v, mesh=mesh, layout=am.Zigzag(), exchange=exchange).sin()
@@ -285,7 +289,7 @@ def compiled_layer(shape: Shape, exchange: str) -> bool:
     return torch.equal(*outs) and all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "bulk"), (Shape(1, 1, 2), "pipelined")]
+PAIRS = [(PAIR, "ring"), (Shape(2, 1, 1), "pipelined"), (Shape(1, 1, 2), "pipelined")]
 
 
 @pytest.mark.parametrize(("shape", "exchange"), PAIRS)

@@ -19,7 +19,7 @@ def test_the_bench_measures_and_is_shown(length: int, runs: bool) -> None:
     assert code == 0
     rows = json.loads(text)["rows"]
     names = [row["contender"].split(",")[0] for row in rows]
-    assert names == ["ring", *["Ulysses"] * runs, "USP", "2D", diffusion.PEER]
+    assert names == ["ring", "Ulysses", "USP", "2D", diffusion.PEER]
     for row in rows:
         assert row["note"] is None
         assert row["timing"]["median"] > 0
@@ -33,6 +33,7 @@ def test_known_schemes_and_the_plan_are_measured() -> None:
     found = diffusion.contenders(work, 16, request.hosts)
     assert {name: (one.shape, one.tile) for name, one in found.items() if name != "planned"} == {
         "ring": (Shape(1, 16, 1), Shape(1, 2, 1)),
+        "Ulysses": (Shape(16, 1, 1), Shape(2, 1, 1)),
         "USP": (Shape(8, 2, 1), Shape(2, 1, 1)),
         "2D": (Shape(1, 4, 4), Shape(1, 2, 1)),
     }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.attention import operator, ulysses
+from attnmesh.attention import operator
 from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
@@ -28,39 +28,13 @@ class Context:
     def mark_non_differentiable(self, *_: Tensor) -> None:
         """Do nothing."""
 
-
-class Tape:
-    """The calls of the operators of attention on a mesh, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Context]] = []
-
-    def recorded(self, name: str, call: Any, save: Any) -> Any:
-        """Return an operator that records its calls."""
-
-        def run(*arguments: Any) -> Any:
-            out, context = call(*arguments), Context()
-            save(context, arguments, out)
-            self.calls.append((name, context))
-            return out
-
-        return run
-
-    def gradients(self, dout: Tensor) -> list[Tensor | None]:
-        """Return the gradients of q, k and v, and of this rank's sinks."""
-        gradients: list[Any] = [dout]
-        dsinks = None
-        for name, context in reversed(self.calls):
-            if name == "swap":
-                gradients = list(ulysses._gradient(context, gradients)[0] or ())
-            else:
-                *gradients, dsinks = operator._gradients(context, gradients[0], gradients[0])[:4]
-        return [*gradients, dsinks]
+    def set_materialize_grads(self, _: bool) -> None:
+        """Do nothing."""
 
 
 def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | None) -> list[Tensor]:
     """Return this rank's out and gradients, as `mesh_problems.run` does; out alone if latents travel."""
-    mesh, tape = named_mesh(problem.shape, problem.axes), Tape()
+    mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = problem.whole()
     queries, keys = shard_positions(problem, mesh)
     shards = [x[:, :, places].cuda() for x, places in ((q, queries), (k, keys), (v, keys))]
@@ -68,10 +42,15 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
     if problem.latent:
         return [_attend_latents(problem, mesh, shards, sink, keys, checked)]
     said = dict(zip(("length", "key_length"), problem.lengths, strict=True)) if problem.say_length else {}
-    mesh_op = tape.recorded("mesh", operator.mesh_op, operator._save_for_backward)
-    swap_op = tape.recorded("swap", ulysses.swap_op, ulysses._save_for_backward)
-    recording = patch.object(operator, "mesh_op", mesh_op), patch.object(ulysses, "swap_op", swap_op)
-    with torch.no_grad(), recording[0], recording[1]:
+    context = Context()
+
+    def recorded(*arguments: Any) -> Any:
+        found = mesh_op(*arguments)
+        operator._save_for_backward(context, arguments, found)
+        return found
+
+    mesh_op = operator.mesh_op
+    with torch.no_grad(), patch.object(operator, "mesh_op", recorded):
         out = am.attention(
             *shards,
             mesh=mesh,
@@ -88,14 +67,8 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
             **said,
         )
     with torch.no_grad():
-        *gradients, dsinks = tape.gradients(dout[:, :, queries].cuda())
-    found = [x.cpu() for x in (out, *gradients) if x is not None]
-    if dsinks is not None:  # those of this rank's heads
-        whole = torch.zeros(problem.heads[0], dtype=dsinks.dtype)
-        heads = Mesh.of(mesh).heads
-        whole.chunk(heads.size)[heads.index].copy_(dsinks.cpu())
-        found.append(whole)
-    return found
+        gradients = operator._gradients(context, [dout[:, :, queries].cuda()])[:4]
+    return [x.cpu() for x in (out, *gradients) if x is not None]
 
 
 def _attend_latents(

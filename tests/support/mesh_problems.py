@@ -77,7 +77,8 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     shape = random.choice(
         [s for h in range(1, 9) for r in range(1, 9) for c in range(1, 9) if (s := Shape(h, r, c)).ranks == ranks]
     )
-    kv_heads = shape.heads * random.choice((1, 1, 2, 3))
+    h = shape.heads
+    kv_heads = random.choice((h, h + h // 2, 2 * h, 3 * h - h // 2))  # of which ranks may have more than others
     length = random.choice(LENGTHS)
     cross = random.random() < 0.2
     width = random.choice((1, 4, 8, 16))

@@ -8,7 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend, attend_latents
-from attnmesh.attention.ulysses import heads_to_tokens, tokens_to_heads
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FULL, Mask
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped
@@ -117,7 +116,7 @@ def attention(
 
 
 def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None) -> Tensor:
-    """Return attention of one rank's shards: swap tokens for heads, attend on queries x keys, swap back.
+    """Return attention of one rank's shards.
 
     With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
     """
@@ -132,7 +131,4 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
             return run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths))[0]
         if latents is not None:
             return attend_latents(q, k, v, latents, sinks, plan)
-        q, k, v = tokens_to_heads(q, k, v, plan)
-        if sinks is not None:
-            sinks = sinks.chunk(mesh.heads.size)[mesh.heads.index]
-        return heads_to_tokens(attend(q, k, v, sinks, key_lengths, plan), plan)
+        return attend(q, k, v, sinks, key_lengths, plan)

@@ -172,10 +172,10 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
-        if k.shape[1] % mesh.shape.heads:
+        if k.shape[1] < mesh.shape.heads:
             given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
-            fix = "give those ranks to the queries or the keys axis"
-            raise ShapeError("attention", "key heads that the heads axis divides", given, fix)
+            fix = f"shorten it to at most {k.shape[1]} ranks, and give the others to the queries or the keys axis"
+            raise ShapeError("attention", "at least one key head a rank of the heads axis", given, fix)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 

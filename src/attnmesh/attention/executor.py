@@ -1,32 +1,38 @@
-"""Run a schedule, forward and backward: gather queries and keys, attend, return results to their owners.
+"""Run a schedule, forward and backward: swap tokens for heads, gather queries and keys, attend, and all the way back.
 
 One loop serves every exchange. Keys that arrive at once are one step, and keys that travel round a ring are several.
 Heads travel all together or in groups. The next exchange is always under way while a kernel runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from attnmesh.attention.heads import empty_tokens, some_heads, to_heads, to_tokens
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.driver import Counts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
+from attnmesh.kernels.plans import empty_length_major
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import Schedule, Step
+from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
+
+Put = Callable[[Returned, Tensors], None]
+"""Puts results for this rank's tokens into tensors of its chunk."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Task:
 
     mesh: Mesh
     schedule: Schedule
-    head_groups: int
+    groups: Sequence[HeadGroup]
     kernel: Kernel
     logits: Logits
     counts: Sequence[Counts]  # of the keys of each step
@@ -48,36 +54,58 @@ class Task:
             return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
         return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
 
+    def held(self, tensors: Tensors, group: HeadGroup) -> Tensors:
+        """Return a group's heads of q, k and v, which have this rank's heads of all groups, as views."""
+        first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
+        within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
+        return some_heads(tensors, 1, Heads(*within))
+
 
 @dataclass(frozen=True)
 class Arrivals:
     """One group of heads under way: tensors of the row's queries, and the column's keys and values by step."""
 
-    heads: slice  # key heads; the query heads that share them travel with them
+    group: HeadGroup
     queries: Callable[[], Tensors]
     kv_by_step: Iterator[Tensors]
 
 
-def forward(q: Tensor, kv: Tensors, task: Task) -> Partial:
-    """Return the partial of this rank's queries over the keys of all ranks, in float32 or wider.
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, held: Tensors = ()) -> Partial:
+    """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents.
+    `kv` are this rank's keys and values, or its latents. If `held` is given, q, k and v of this rank's heads are put
+    into it, for the backward pass.
     """
-    step = task.schedule.query_step
-    if task.head_groups == 1 and not (step.send or step.receive) and len(step.keep) == q.shape[2]:  # no query travels
-        (arrivals,) = _arrivals((q,), kv, task)
-        return _attend_heads(arrivals, task)
+
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        return to_heads((q, *kv), 1, group, task.schedule, task.mesh.heads, task.held(held, group) if held else ())
+
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
-    total = identity(q, value_dim, sum_dtype(q.dtype))
-    returns = PendingReturns(_merge_in)
-    for arrivals in _arrivals((q,), kv, task):
-        mine = tuple(x[:, _query_heads(arrivals.heads, q, kv[0])] for x in total)
-        returns.add(_attend_heads(arrivals, task), step, task.mesh.row, mine)
+    schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
+    # Memory for results is taken when the first are complete.
+    total = cache(lambda: Partial(empty_length_major(q, value_dim), q.new_empty(q.shape[:-1], dtype=dtype)))
+
+    def swap_back(partial: Partial, group: HeadGroup) -> Iterator[None]:
+        out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
+        made = out.to(q.dtype), lse
+        del partial, out, lse
+        yield from to_tokens(made, total(), 2, group, schedule, task.mesh.heads)
+
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        mine = partial = _attend_heads(arrivals, task)
+        returning: Iterable[None] = ()
+        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
+            (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
+            mine = identity(q.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
+            returning = _return(partial, schedule.query_step, row, _merge_in, mine)
+        returns.add(chain(returning, swap_back(mine, arrivals.group)))
+        del mine, partial, returning
     returns.finish()
-    return total
+    return total()
 
 
-def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
+def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
@@ -91,20 +119,47 @@ def _attend_heads(arrivals: "Arrivals", task: Task) -> Partial:
     return total
 
 
-def backward(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v, in float32 or wider."""
+def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors) -> Iterator[None]:
+    """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
+    coming = return_to_owners(made, step, axis)
+    del made
+    if axis.size > 1:
+        yield
+    put(coming(), own)
+
+
+def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `held` has its heads of them, of all tokens of its chunk."""
+    (q, *kv), schedule, axis = held, task.schedule, task.mesh.heads
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
-    own = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
-    returns = PendingReturns(_add_in)
-    for arrivals in _arrivals((q, saved.dout, saved.lse, delta), (k, v), task):
-        mine = own.q[:, _query_heads(arrivals.heads, q, k)], own.k[:, arrivals.heads], own.v[:, arrivals.heads]
-        dq = _backward_heads(arrivals, task, returns, mine[1:])
-        returns.add((dq,), task.schedule.query_step, task.mesh.row, mine[:1])
+    key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
+
+    @cache
+    def total() -> Gradients:
+        return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
+
+    def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
+        finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis)
+        some_q, *some_kv = task.held(held, group)
+        return lambda: (some_q, *finish(), *some_kv)
+
+    def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
+        made = tuple(x.to(q.dtype) for x in own)
+        del own
+        yield from to_tokens(made, total(), 1, group, schedule, axis)
+
+    returns = PendingReturns()
+    for arrivals in _arrivals(swap_in, task):
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.held(held, arrivals.group)))
+        dq = _backward_heads(arrivals, task, returns, own[1:])
+        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1])
+        returns.add(chain(returning, swap_back(own, arrivals.group)))
+        del dq, own, returning
     returns.finish()
-    return own
+    return total()
 
 
-def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
+def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", mine: Tensors) -> Tensor:
     """Return the row's dq from the column's keys, for one group of heads.
 
     dk and dv return to the owners of their keys, where they are added to `mine`. Gradients of keys that travel on
@@ -126,7 +181,7 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(made, step, task.mesh.column, mine)
+        returns.add(_return(made, step, task.mesh.column, _add_in, mine))
         coming = None if onward is None else gather(made, onward, task.mesh.column)
         del made
     assert dq is not None  # every schedule has a step
@@ -134,50 +189,58 @@ def _backward_heads(arrivals: "Arrivals", task: Task, returns: "PendingReturns",
 
 
 class PendingReturns:
-    """Results that return to their owners: at most one exchange is under way while the next results are computed."""
+    """Results on their way to their owners: each goes on by one exchange when further results set out."""
 
-    def __init__(self, put: Callable[[Returned, Tensors], None]) -> None:
-        self.put = put
-        self.under_way: tuple[Callable[[], Returned], Tensors] | None = None
+    def __init__(self) -> None:
+        self.under_way: list[Iterator[None]] = []
 
-    def add(self, made: Tensors, step: Step, axis: Axis, mine: Tensors) -> None:
-        """Begin to return results. Results for this rank's tokens are put into `mine` when they arrive."""
-        self.finish()
-        self.under_way = return_to_owners(made, step, axis), mine
+    def add(self, *more: Iterator[None]) -> None:
+        """Finish the exchanges under way, and begin the next ones, those of `more` last."""
+        self.under_way = [each for each in (*self.under_way, *more) if next(each, True) is None]
 
     def finish(self) -> None:
-        """Wait for the exchange under way."""
-        if self.under_way is not None:
-            coming, mine = self.under_way
-            self.put(coming(), mine)
-            self.under_way = None
+        """Wait until all results are with their owners."""
+        while self.under_way:
+            self.add()
 
 
-def _arrivals(queries: Tensors, kv: Tensors, task: Task) -> Iterator[Arrivals]:
-    """Yield one group of heads after the other. The exchanges of the next group begin before a group is attended."""
+def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task) -> Iterator[Arrivals]:
+    """Yield one group of heads after the other. Exchanges of the next groups begin before a group is attended.
 
-    def begin(heads: slice) -> Arrivals:
-        some_queries, some_kv = queries, kv
-        if heads.stop - heads.start < kv[0].shape[1]:
-            q_heads = _query_heads(heads, queries[0], kv[0])
-            some_queries, some_kv = tuple(x[:, q_heads] for x in queries), tuple(x[:, heads] for x in kv)
-        coming = gather(some_queries, task.schedule.query_step, task.mesh.row)
-        return Arrivals(heads, coming, _kv_by_step(some_kv, task))
+    A group is swapped in while one before it is gathered, and the one before that is attended.
+    """
+    row, column, swaps = task.mesh.row, task.mesh.column, task.mesh.heads.size > 1
+    gathers = row.size * column.size > 1
 
-    if task.head_groups == 1:
-        yield begin(slice(0, kv[0].shape[1]))
-        return
-    edges = [group * kv[0].shape[1] // task.head_groups for group in range(task.head_groups + 1)]
-    groups = [slice(start, stop) for start, stop in pairwise(edges) if start < stop]
-    under_way = begin(groups[0])
-    for following in groups[1:]:
-        arrived, under_way = under_way, begin(following)
-        yield arrived
-    yield under_way
+    def bring(group: HeadGroup) -> Iterator[Arrivals | None]:
+        swapped = swap_in(group)
+        if swaps:
+            yield None
+        tensors = swapped()
+        queries = len(tensors) - (2 if task.projection is None else 1)
+        coming = gather(tensors[:queries], task.schedule.query_step, row)
+        kv_by_step = _kv_by_step(tensors[queries:], task)
+        del swapped, tensors
+        if gathers:
+            yield None
+        yield Arrivals(group, coming, kv_by_step)
+
+    under_way: list[Iterator[Arrivals | None]] = []
+    for group in (*task.groups, *[None] * (swaps + gathers)):
+        if group is not None:
+            under_way.append(bring(group))
+        for each in reversed(under_way):  # the newest begins before others are awaited
+            arrived = next(each)
+        if arrived is not None:
+            del under_way[0]
+            yield arrived
 
 
 def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
-    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives."""
+    """Return the keys and values by step. The first exchange begins at once, and each next one when a step arrives.
+
+    A ring's first step is this rank's own keys, so its first exchange is that of the second step.
+    """
     steps, axis = task.schedule.key_steps, task.mesh.column
     first = gather(kv, steps[0], axis)
 
@@ -190,7 +253,8 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
             del held
         yield finish()
 
-    return arrivals()
+    found = arrivals()
+    return found if len(steps) == 1 else chain([next(found)], found)
 
 
 def _merge_in(parts: Returned, total: Tensors) -> None:
@@ -211,12 +275,6 @@ def _add_in(parts: Returned, totals: Tensors) -> None:
 def _add(sums: Tensors, more: Tensors) -> None:
     for some, other in zip(sums, more, strict=True):
         some.add_(other)
-
-
-def _query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share some key heads."""
-    group = q.shape[1] // k.shape[1]
-    return slice(heads.start * group, heads.stop * group)
 
 
 def _equivalent_out(dout: Tensor, delta: Tensor) -> Tensor:

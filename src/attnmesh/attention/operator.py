@@ -1,4 +1,4 @@
-"""Attention on the queries x keys mesh, with gradients: a function of autograd, and an operator in a traced graph.
+"""Attention on a mesh, with gradients: a function of autograd, and an operator in a traced graph.
 
 Between forward and backward only tensors of a shard's size are kept.
 """
@@ -12,45 +12,61 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attnmesh.attention.executor import Task, backward, forward
+from attnmesh.attention.heads import empty_tokens
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
-from attnmesh.core.partial import sum_dtype, with_sinks
+from attnmesh.core.partial import sum_dtype
 from attnmesh.kernels.attend import sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.plans import empty_length_major, length_major
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.runtime.counters import Tensors
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan) -> Tensor:
     """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls."""
     if needs_operator(q, k, v, sinks):
-        out, _ = mesh_op(q, k, v, sinks, key_lengths, *plan.pack())
-        return out  # type: ignore[no-any-return]
-    run = _attend_learned if is_learned(q, k, v, sinks) else _attend
-    return run(q, k, v, sinks, key_lengths, plan)[0]
+        out: Tensor = mesh_op(q, k, v, sinks, key_lengths, *plan.pack())[0]
+        return out
+    if is_learned(q, k, v, sinks):
+        return _attend_learned(q, k, v, sinks, key_lengths, plan)[0]
+    task = _task(plan, key_lengths, q.shape[1], q, k, v)
+    return length_major(forward(q, (k, v), task, sinks).out, q.dtype)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries."""
-    out, lse = with_sinks(forward(q, (k, v), _task(q, k, v, key_lengths, plan)), sinks)
-    return length_major(out, q.dtype), lse
+) -> tuple[Tensor, ...]:
+    """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
+    task = _task(plan, key_lengths, q.shape[1], q, k, v)
+    held = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, held)
+    return length_major(out, q.dtype), lse, *held
+
+
+def _blank_share(qkv: Tensors, chunk: tuple[int, int], axis: Axis) -> Tensors:
+    """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
+    if axis.size == 1:
+        return ()
+    (q, *kv), key_heads = qkv, axis.share_of(qkv[1].shape[1])
+    heads = key_heads.stop - key_heads.start
+    shared = q.shape[1] // qkv[1].shape[1]
+    return empty_tokens(q, heads * shared, chunk[0]), *(empty_tokens(x, heads, chunk[1]) for x in kv)
 
 
 def _backward(plan: Plan, key_lengths: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
-    q, k, v, *saved = tensors
-    dq, dk, dv = backward(q, k, v, BackwardInputs(*saved), _task(q, k, v, key_lengths, plan))
-    return length_major(dq, q.dtype), length_major(dk, q.dtype), length_major(dv, q.dtype)
+    q, k, v, out, lse, dout = tensors
+    task = _task(plan, key_lengths, dout.shape[1], q, k, v)
+    return backward((q, k, v), BackwardInputs(out, lse, dout), task)
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, key_lengths: Tensor | None, plan: Plan) -> Task:
-    """Return this rank's task, with the keys of each step that each sequence sees."""
-    task = plan.task(q, k, v)
+def _task(plan: Plan, key_lengths: Tensor | None, q_heads: int, q: Tensor, k: Tensor, v: Tensor) -> Task:
+    """Return this rank's task for so many query heads of all ranks, with the keys of each step that sequences see."""
+    task = plan.task(q_heads, q, k, v)
     if key_lengths is None:
         return task
     return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
@@ -71,24 +87,26 @@ def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Ten
 
     `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
     """
-    task = replace(plan.task(q, k, v, latents.widths), projection=latents.projection)
-    partial = with_sinks(forward(q, (latents.tokens,), task), sinks)
-    return length_major(partial.out, q.dtype)
+    task = replace(plan.task(q.shape[1], q, k, v, latents.widths), projection=latents.projection)
+    return length_major(forward(q, (latents.tokens,), task, sinks).out, q.dtype)
 
 
 # --- gradients ---
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, key_lengths, *ctx.plan = inputs
-    ctx.save_for_backward(q, k, v, sinks, key_lengths, *output)
-    ctx.mark_non_differentiable(output[1])
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    *qkv, sinks, key_lengths = inputs[:5]
+    ctx.plan, (out, lse, *held) = inputs[5:], output
+    ctx.save_for_backward(*(held or qkv), sinks, key_lengths, out, lse)
+    ctx.mark_non_differentiable(lse, *held)
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
     q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
     dsinks = None
     if len(ctx.plan) > 1:
+        dout = dout[0]
         dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.plan)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
@@ -122,18 +140,22 @@ def mesh_op(
     key_lengths: Tensor | None,
     names: str,
     numbers: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries; NaN if the ranks' `key_lengths` differ, which no graph compares."""
+) -> list[Tensor]:
+    """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
     plan = Plan.unpack(names, numbers)
-    out, lse = _attend(q, k, v, sinks, key_lengths, plan)
+    out, *others = _attend(q, k, v, sinks, key_lengths, plan)
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
-    return out, lse
+    return [out, *others]
 
 
 @mesh_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
+    mesh, problem, *_ = Plan.unpack(*plan[2:])
+    place = mesh.queries.index, mesh.keys.index
+    chunk = problem.queries(*place).shape[0], problem.keys(*place).shape[0]
+    out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
+    return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
 
 
 @torch.library.custom_op("attnmesh::mesh_attention_backward", mutates_args=())
@@ -150,9 +172,13 @@ def mesh_backward_op(
 
 
 @mesh_backward_op.register_fake
-def _(inputs: Sequence[Tensor], *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (empty_length_major(x, x.shape[-1]) for x in inputs)
-    return dq, dk, dv
+def _(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, _: Any, *plan: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    (q, k, v), (mesh, problem, *_) = inputs, Plan.unpack(*plan)
+    heads = dout.shape[1] * k.shape[1] // q.shape[1]
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, mesh.shard).shape[0]
+    return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 
 mesh_op.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -13,7 +13,7 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, schedule
+from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads, schedule
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.kinds import Kinds
@@ -43,25 +43,29 @@ class Plan(NamedTuple):
         """Return the plan that `pack` wrote."""
         return decode_cached(_unpack, names, numbers)
 
-    def task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
-        """Return this rank's part for tensors of these shapes, after the heads axis."""
-        kind = self, q.shape, k.shape, v.shape, q.dtype, q.device, latent
+    def task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
+        """Return this rank's part for so many query heads, of which the tensors may have this rank's share alone."""
+        kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
         if (task := _tasks().find(kind)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
-                task = _tasks().keep(kind, self._task(q, k, v, latent))
+                task = _tasks().keep(kind, self._task(q_heads, q, k, v, latent))
         return task
 
-    def _task(self, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
+    def _task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None) -> Task:
         mesh, problem = self.mesh, self.problem
-        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
+        kv_heads = q_heads * k.shape[1] // q.shape[1]
+        sizes = q.shape[0], q_heads, kv_heads, q.shape[3], v.shape[3]  # all but tokens, of which a rank may have 0
         if self.exchange == "auto":
             exchange = _fastest_exchange(mesh, q.device, q.dtype, sizes, problem, latent)
         else:
             exchange = EXCHANGES[self.exchange]
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
-        head_groups = 1 if latent else exchange.head_groups(mesh.shape, k.shape[1] * mesh.shape.heads)
+        number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
+        groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
+        tokens = zip((q, k, v), (steps.chunk[0], *steps.chunk[1:] * 2), strict=True)  # those of the whole chunk
+        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in tokens)
         kernel = choose(self.kernel, q, k, v, self.logits.capped)
-        return Task(mesh, steps, head_groups, kernel, self.logits, [None] * len(steps.key_steps))
+        return Task(mesh, steps, groups, kernel, self.logits, [None] * len(steps.key_steps))
 
 
 @cached_per_world(1024)
@@ -87,14 +91,14 @@ def _fastest_exchange(
     latent: Widths | None,
 ) -> Exchange:
     """Return the planner's pick. It depends on values that are equal on all ranks."""
-    if problem.shape.queries * problem.shape.keys == 1 or 0 in (problem.length, problem.key_length, *sizes):
+    if 0 in (problem.length, problem.key_length, *sizes):
         return EXCHANGES["bulk"]
     cluster, tile = surroundings(mesh, device)
     batch, q_heads, kv_heads, head_dim, value_dim = sizes
     cross = problem.key_length != problem.length  # priced as if every query saw every key
     workload = Workload(
-        problem.shape.heads * q_heads,
-        problem.shape.heads * kv_heads,
+        q_heads,
+        kv_heads,
         head_dim,
         max(problem.length, problem.key_length),
         value_dim=value_dim,

@@ -1,7 +1,7 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap heads, merge along a tree.
 
-`gather`, `return_to_owners` and `exchange_messages` begin at once and return a function that finishes them, so that a
-kernel can run in between. The other exchanges block. Messages hold only the tokens that the schedule names.
+`gather`, `return_to_owners`, `begin_swap` and `exchange_messages` begin at once and return a function that finishes
+them, so that a kernel can run in between. The other exchanges block. Messages hold only tokens that the schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,11 +88,21 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
 
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
+    return begin_swap(parts, wanted, axis)()
+
+
+def begin_swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> Callable[[], list[Tensors]]:
+    """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `wanted[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(wanted))
     mine, _ = sends.pop(axis.index), receives.pop(axis.index)
-    arrived = exchange_messages(sends, receives, axis, mine[0].device, "swapping")()
-    arrived[axis.index] = mine
-    return list(map(arrived.__getitem__, range(axis.size)))
+    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping")
+
+    def finished() -> list[Tensors]:
+        arrived = finish()
+        arrived[axis.index] = mine
+        return list(map(arrived.__getitem__, range(axis.size)))
+
+    return finished
 
 
 @cached_per_world()
@@ -115,9 +125,8 @@ def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors
         for x in tensors:
             parts.append(x if x.shape[2] == count else x.narrow(2, first, count))
     else:
-        index = on_device(tokens, tensors[0].device)
         for x in tensors:
-            parts.append(x.index_select(2, index))
+            parts.append(x.index_select(2, on_device(tokens, x.device)))
     return tuple(parts)
 
 

@@ -162,7 +162,7 @@ def _empty_rows(block: Block, device: torch.device) -> Tensor:
 
 def _cut(kernel: Kernel, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
     """Return the blocks of a band, cut once as long as it lives. So a GPU gets their bounds once."""
-    if not q.shape[0]:
+    if 0 in q.shape[:2]:
         return []
     kinds = kernel.name, q.shape, k.shape, v.shape, q.dtype, q.device
     return _kept(band, kinds, lambda: kernel.cut(band, q, k, v), _bytes)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, distributed_c10d, get_backend_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.errors import MeshError, warn_once
-from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.mesh.shapes import AXES, Shape, share
 from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
 
@@ -81,9 +81,7 @@ class Axis:
 
     def share_of(self, count: int) -> slice:
         """Return this rank's share of so many heads. Shares differ by one at most, the larger ones first."""
-        size, more = divmod(count, self.size)
-        start = self.index * size + min(self.index, more)
-        return slice(start, start + size + (self.index < more))
+        return share(count, self.size, self.index)
 
 
 def overlap(one: slice, other: slice) -> tuple[slice, slice]:

@@ -4,14 +4,15 @@ The pair of a query chunk at (r1, c1) and a key chunk at (r2, c2) is computed at
 any mesh. Rank (r, c) receives from its row the queries that see a key of its column. It receives from its column the
 keys that a query of its row sees. Under a full mask these are all queries and keys; under a window, few neighbours'.
 
-A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. Keys arrive in `key_steps`:
+A chunk is the tokens of all ranks at one (r, c), along the heads axis, sorted by position. These ranks swap tokens for
+heads: each gets its heads of the whole chunk. Keys arrive in `key_steps`:
 all at once, or one step after another around a ring. In a ring each rank forwards the keys that later ranks need.
 Their gradients travel with them, and return to the owner from the last rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -20,19 +21,24 @@ from torch import Tensor
 from attnmesh.core.layout import Layout, decode_layout, encode_layout
 from attnmesh.core.mask import Band, Mask
 from attnmesh.errors import check_choice
-from attnmesh.mesh.shapes import Shape
+from attnmesh.mesh.shapes import Shape, share
 
 
 class Exchange(NamedTuple):
-    """Exchange of keys: in a ring or at once; all heads together, or by groups, overlapped with computation."""
+    """Exchange of keys: in a ring or at once; all heads together, or by groups, overlapped with computation.
+
+    Rings overlap by themselves, but not the swap of tokens for heads. So with a heads axis they run by groups.
+    """
 
     ring: bool = False
     by_heads: bool = False
 
     def head_groups(self, shape: Shape, kv_heads: int) -> int:
         """Return the number of head groups. One group's gathered keys take about the memory of a ring's transfers."""
-        wanted = max(4, shape.queries // 2, shape.keys // 2) if self.by_heads else 1
-        return min(wanted, kv_heads // shape.heads)
+        by_groups = self.by_heads or (self.ring and shape.heads > 1)
+        least = 6 if shape.heads > 1 else 4  # the swaps of the first group and of the last are not overlapped
+        wanted = max(least, shape.queries // 2, shape.keys // 2) if by_groups else 1
+        return min(wanted, -(-kv_heads // shape.heads))
 
 
 EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": Exchange(ring=True)}
@@ -41,6 +47,34 @@ EXCHANGES = {"bulk": Exchange(), "pipelined": Exchange(by_heads=True), "ring": E
 def check_exchange(subject: str, exchange: str) -> None:
     """Raise unless exchange is "auto" or a key of `EXCHANGES`."""
     check_choice(subject, exchange, ("auto", *EXCHANGES))
+
+
+class Heads(NamedTuple):
+    """Some key heads, and the query heads that share them."""
+
+    queries: slice
+    keys: slice
+
+
+HeadGroup = tuple[Heads, ...]
+"""Heads that are attended together: those of each rank along the heads axis."""
+
+
+def groups_of_heads(q_heads: int, kv_heads: int, ranks: int, groups: int) -> tuple[HeadGroup, ...]:
+    """Return so many groups of heads. A rank along the heads axis has none in some groups if it has fewer key heads.
+
+    >>> [[heads.keys for heads in group] for group in groups_of_heads(6, 3, 2, 2)]
+    [[slice(0, 1, None), slice(2, 2, None)], [slice(1, 2, None), slice(2, 3, None)]]
+    """
+    shared = q_heads // kv_heads
+
+    def heads(rank: int, group: int) -> Heads:
+        mine = share(kv_heads, ranks, rank)
+        count = mine.stop - mine.start
+        start, stop = (mine.start + edge * count // groups for edge in (group, group + 1))
+        return Heads(slice(start * shared, stop * shared), slice(start, stop))
+
+    return tuple(tuple(heads(rank, group) for rank in range(ranks)) for group in range(groups))
 
 
 Selections = tuple[tuple[int, Tensor], ...]
@@ -64,9 +98,16 @@ class Step:
 class Schedule:
     """The schedule of one rank: gather the queries of its row, then receive the keys of its column in steps."""
 
+    query_shares: tuple[Tensor, ...]  # indices into the chunk of queries, per rank along the heads axis that holds them
+    key_shares: tuple[Tensor, ...]
     query_step: Step
     key_steps: tuple[Step, ...]
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
+
+    @cached_property
+    def chunk(self) -> tuple[int, int]:
+        """Queries and keys of this rank's chunk."""
+        return sum(map(len, self.query_shares)), sum(map(len, self.key_shares))
 
     @property
     def gradient_steps(self) -> tuple[Step | None, ...]:
@@ -102,15 +143,16 @@ class Problem:
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
-        return self._chunk(self.layout, self.length, r, c)
+        return torch.cat(self.shards(self.layout, self.length, r, c)).sort().values
 
     def keys(self, r: int, c: int) -> Tensor:
         """Return the positions of the key chunk at (r, c), ascending."""
-        return self._chunk(self.key_layout, self.key_length, r, c)
+        return torch.cat(self.shards(self.key_layout, self.key_length, r, c)).sort().values
 
-    def _chunk(self, layout: Layout, length: int, r: int, c: int) -> Tensor:
+    def shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
+        """Return the positions that each rank along the heads axis has of the chunk at (r, c), in a layout."""
         shards = (self.shape.shard(h, r, c) for h in range(self.shape.heads))
-        return torch.cat([layout.positions(length, self.shape.ranks, shard) for shard in shards]).sort().values
+        return [layout.positions(length, self.shape.ranks, shard) for shard in shards]
 
     def row_queries(self, r: int) -> Tensor:
         """Return the positions of all queries of a row, ascending."""
@@ -127,7 +169,15 @@ def schedule(problem: Problem, r: int, c: int, ring: bool) -> Schedule:
     query_step = _query_step(problem, r, c)
     key_steps = tuple(_ring_steps(problem, r, c) if ring else [_key_step(problem, r, c)])
     bands = tuple(Band.of(problem.mask, query_step.positions, step.positions) for step in key_steps)
-    return Schedule(query_step, key_steps, bands)
+    layouts = (problem.layout, problem.length), (problem.key_layout, problem.key_length)
+    query_shares, key_shares = (_shares(problem.shards(*layout, r, c)) for layout in layouts)
+    return Schedule(query_shares, key_shares, query_step, key_steps, bands)
+
+
+def _shares(shards: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return where the positions of each shard stand among those of all, in order."""
+    places: tuple[Tensor, ...] = torch.cat(shards).argsort().argsort().split([len(shard) for shard in shards])
+    return places
 
 
 def _query_step(problem: Problem, r: int, c: int) -> Step:

@@ -72,6 +72,17 @@ def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
 
 
+def share(count: int, parts: int, index: int) -> slice:
+    """Return a part of so many heads. Parts differ by one at most, the larger ones first.
+
+    >>> [share(5, 3, index) for index in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    size, more = divmod(count, parts)
+    start = index * size + min(index, more)
+    return slice(start, start + size + (index < more))
+
+
 def share_evenly(parts: int, ranks: int) -> bool:
     """Return True if ranks hold whole parts, as heads: equally many each, or each part on equally many ranks.
 

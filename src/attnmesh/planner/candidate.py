@@ -83,7 +83,7 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     that are exchanged at once, q and k the head counts, C the ranks along keys and R the ranks along queries.
     Each term is counted where its axis is longer than 1:
 
-        gradients of the shard                q + 2k
+        gradients of the shard                q + 2k, and f as many of the group, of 3 groups or more
         rows: q, dout, out                    f 3C q      out alone without a keys axis
         made by a kernel: dq, dk, dv          f (C q + 2R k)
         gathered keys and values              f 2R k      while the kernel runs, and C q of dout masked
@@ -91,8 +91,9 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
         sent, received and kept of dq         f (2C - 1) q    after that, while the next group's kernel runs
         the next group's gathers              f (2C q + 2R k)
 
-    Not counted: buffers of the heads axis, and copies that put gathered tokens in order.
-    In a ring, R is 1 for the tensors that a kernel reads and writes. A ring also holds one chunk being sent, one being
+    Of 2 groups the one has no return beside it, and the other no gathers. Not counted: buffers of the heads axis, and
+    copies that put gathered tokens in order.
+    In a ring, R is 1 for the tensors that a kernel reads and writes. It also holds one chunk being sent, one being
     received, and the same of their gradients, while dq is summed over the steps.
     """
     _, rows, columns = shape
@@ -101,15 +102,16 @@ def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchan
     share = 1 / groups
     at_once = 1 if exchange.ring else rows
     row = share * columns * q
-    standing = q + 2 * k + row * (3 if columns > 1 else 1)
+    standing = (q + 2 * k) * (1 + share * (groups > 2)) + row * (3 if columns > 1 else 1)
     made, gathered = row + share * 2 * at_once * k, share * 2 * at_once * k if rows > 1 else 0
     back = share * (2 * columns - 1) * q if columns > 1 else 0
     coming = share * (2 * columns * q * (columns > 1) + 2 * rows * k * (rows > 1)) if groups > 1 else 0
     in_flight = 0.0
     if exchange.ring and rows > 1:
-        in_flight = row + (8 * k if rows > 2 else 2 * k)
+        in_flight = row + share * (8 * k if rows > 2 else 2 * k)
+    both = {1: 0, 2: max(coming, back)}.get(groups, coming + back)
     moments = (
-        standing + row + made + gathered + in_flight + coming + (back if groups > 1 else 0),
+        standing + row + made + gathered + in_flight + both,
         standing + made + coming + (share * (4 * rows - 2) * k if rows > 1 and not exchange.ring else 0),
         standing + row + coming + back,
     )

@@ -68,7 +68,7 @@ class Transfer(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Elements per token that the heads axis swaps, bytes per token of each exchange, and multiply-adds per pair."""
+    """Bytes per token of each exchange, of the swaps before and after attention first, and multiply-adds per pair."""
 
     swaps: tuple[float, float]
     rows: float
@@ -110,11 +110,30 @@ class _Job:
         """Bytes/s that copies read and write."""
         return self.cluster.device.copy_rate or self.cluster.device.memory_rate
 
+    def share(self, ranks: int = 1) -> float:
+        """Return the most heads that so many ranks along the heads axis have, of all. Shares may differ by one head."""
+        heads = self.workload.travelling[0]
+        size, more = divmod(heads, self.candidate.shape.heads)
+        return (ranks * size + min(ranks, more)) / heads
+
+    @property
+    def swap(self) -> Flow:
+        """All-to-all of the heads axis: every other rank receives its heads of a rank's tokens."""
+        shape, tile = self.candidate.shape, self.candidate.tile
+        tokens = self.workload.length / shape.ranks
+        lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
+        inside, between = (
+            Load(peers * tokens * lines, peers * tokens, peers * tokens * host_lines, peers * lines)
+            for peers in (tile.heads - 1, shape.heads - tile.heads)
+        )
+        return Flow(inside, between, shape.heads - 1)
+
     def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
         """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels."""
-        heads = self.workload.batch * self.workload.q_heads / self.candidate.shape.heads
+        heads = self.workload.batch * self.workload.q_heads
         blocks = 2 if isinstance(self.candidate.layout, Zigzag) else 1
-        most, mean = (2 * one.products * number * heads / one.rate for number in pairs)
+        shares = self.share(), 1 / self.candidate.shape.heads
+        most, mean = (2 * one.products * n * heads * share / one.rate for n, share in zip(pairs, shares, strict=True))
         launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self.sum(one.columns)
         return max(mean - head_start, most / self.cluster.device.alone) + launches
 
@@ -125,8 +144,8 @@ class _Job:
     def sum(self, columns: int) -> float:
         """Return the seconds of adding results of `columns` columns to a running sum."""
         shape, work = self.candidate.shape, self.workload
-        tokens = work.batch * work.length / shape.queries / shape.heads
-        return SUM_COPIES * tokens * work.q_heads * columns * work.wide / self.copy_rate
+        tokens = work.batch * work.length / shape.queries
+        return SUM_COPIES * tokens * work.q_heads * self.share() * columns * work.wide / self.copy_rate
 
     def exchanged(self, transfers: Iterable[Transfer], total: Cost) -> ExchangeTime:
         """Return the time of transfers that run together, and add their traffic to `total`."""
@@ -146,7 +165,7 @@ class _Job:
             )
             if busiest[-1]:
                 latency = max(latency, link.latency + (peers - 1) * link.message)
-                moved += sum([load.rank * size for load, _, size in loads]) / self.candidate.shape.heads
+                moved += sum([load.rank * size for load, _, size in loads]) * self.share()
         if moved:
             latency += self.cluster.device.call  # packing and unpacking
         core_work = latency + COPIES * moved / self.copy_rate
@@ -161,12 +180,11 @@ class _Job:
 
     def _transfer_time(self, link: Link, loads: Iterable[tuple[Load, int, float]]) -> float:
         """Return the seconds of the busiest rank, the busiest host or the busiest pair of ranks: the longest."""
-        shape, tile = self.candidate.shape, self.candidate.tile
         rank = host = pair = 0.0
         for load, peers, size in loads:
-            rank += load.rank * size / shape.heads
-            host += load.host * size / shape.heads * tile.heads
-            pair += load.rank * size / shape.heads / max(1, peers)
+            rank += load.rank * size * self.share()
+            host += load.host * size * self.share(self.candidate.tile.heads)
+            pair += load.rank * size * self.share() / max(1, peers)
         return max(rank / link.rate, host / link.host_rate, pair / (link.peer_rate or link.rate))
 
 
@@ -174,9 +192,9 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
     """Yield the forward pass, and the backward pass in training. Partials and gradients are wide."""
     q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
     width = work.head_dim + work.values
-    keys = k * work.item
+    keys, values = k * work.item, q * work.values * work.item
     yield Pass(
-        swaps=(q * work.head_dim + k, q * work.values),
+        swaps=(q * work.head_dim * work.item + keys, values + q * work.wide),
         rows=q * work.head_dim * work.item,
         keys=keys,
         keys_back=0,
@@ -187,7 +205,7 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
     )
     if work.phase == "training":
         yield Pass(
-            swaps=(q * work.values, q * work.head_dim + k),
+            swaps=(values + 2 * q * work.wide, q * work.head_dim * work.item + keys),
             rows=q * (width * work.item + 2 * work.wide),
             keys=keys,
             keys_back=k * work.wide,
@@ -206,21 +224,24 @@ def _expansion(candidate: Candidate, work: Workload, device: Device) -> float:
 
 
 def _add_pass(job: _Job, one: Pass, total: Cost) -> None:
-    """Add a pass: queries along rows, keys along columns, the kernel, gradients of keys back, results back."""
+    """Add a pass: swap tokens for heads, queries along rows, keys along columns, the kernel, and all the way back.
+
+    Beside each group's kernel run the exchanges of other groups, of which each is counted once elsewhere.
+    """
     moves, groups = job.traffic, job.groups
     rows, back = Transfer(moves.rows, one.rows), Transfer(moves.rows, one.back)
     keys, keys_back = Transfer(moves.columns, one.keys), Transfer(moves.columns, one.keys_back)
-    _add_head_swaps(job, one.swaps, total)
-    if job.exchange.ring:
+    swaps = [Transfer(job.swap, size) for size in one.swaps]
+    total.add_stage("heads", sum(job.exchanged([each], total).of_group(groups).seconds for each in swaps))
+    if job.exchange.ring and job.candidate.shape.queries > 1:
         _add_ring(job, one, rows, total)
     else:
         gather = job.exchanged([rows, keys], total).of_group(groups)
         total.add_stage("gather", gather.seconds)
         kernel = job.kernel(moves.pairs, one, gather.head_start)
         total.add_stage("kernel", kernel)
-        # Beside each group's kernel run the next group's gather and the last group's return, counted elsewhere.
         both_ways = Transfer(moves.both_ways, (one.rows + one.back) / 2)
-        overlapped = job.exchanged([both_ways, keys], Cost()).of_group(groups)
+        overlapped = job.exchanged([both_ways, keys, *swaps], Cost()).of_group(groups)
         total.add_stage("waiting", (groups - 1) * job.waiting(overlapped, kernel / groups))
         if one.keys_back:
             total.add_stage("give back", job.exchanged([keys_back], total).seconds)
@@ -228,32 +249,30 @@ def _add_pass(job: _Job, one: Pass, total: Cost) -> None:
 
 
 def _add_ring(job: _Job, one: Pass, rows: Transfer, total: Cost) -> None:
-    """Add a gather of queries and the steps of a ring, with one exchange beside each step."""
+    """Add a gather of queries and the steps of a ring, with one exchange beside each step.
+
+    The heads axis swaps other groups beside all steps of a group.
+    """
     steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
     steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
-    further = len(steps) - 1
-    hops = Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)
-    keys_hop = job.exchanged(hops[:1], total)
+    further, groups = len(steps) - 1, job.groups
+    hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]
+    hops = hops if one.keys_back else hops[:1]
+    swapped = Transfer(job.swap, sum(one.swaps) * (1 - 1 / groups) / further)
+
+    def beside(transfers: list[Transfer]) -> ExchangeTime:
+        return job.exchanged([*transfers, swapped], Cost()).of_group(groups)
+
+    job.exchanged(hops, total)
+    keys_hop = beside(hops[:1])
     overlapped, last = [keys_hop] * further, 0.0
-    if one.keys_back and further:
+    if one.keys_back:
         # Keys travel during each step but the last. The gradients of step 2 travel during step 3, and so on.
-        gradients_hop = job.exchanged(hops[1:], total)
-        overlapped = [keys_hop, keys_hop, *[job.exchanged(hops, Cost())] * (further - 2), gradients_hop]
+        gradients_hop = beside(hops[1:])
+        overlapped = [keys_hop, keys_hop, *[beside(hops)] * (further - 2), gradients_hop]
         overlapped, last = overlapped[: further + (further > 1)], gradients_hop.seconds
-    total.add_stage("gather", job.exchanged([rows], total).seconds)
+    waits = (job.waiting(hop, step / groups) for hop, step in zip(overlapped, steps, strict=False))
+    total.add_stage("gather", job.exchanged([rows], total).of_group(groups).seconds)
     total.add_stage("kernel", sum(steps))
-    total.add_stage("waiting", sum(job.waiting(hop, step) for hop, step in zip(overlapped, steps, strict=False)))
-    total.add_stage("give back", last)
-
-
-def _add_head_swaps(job: _Job, widths: tuple[float, float], total: Cost) -> None:
-    """Add the all-to-alls of the heads axis that swap tokens for heads: elements per token, before and after."""
-    shape, tile, workload = job.candidate.shape, job.candidate.tile, job.workload
-    tokens = workload.length / shape.ranks  # every other rank of the heads axis receives its heads of these
-    lines, host_lines = shape.ranks / shape.heads, tile.ranks / tile.heads
-    inside, between = (
-        Load(peers * tokens * lines, peers * tokens, peers * tokens * host_lines, peers * lines)
-        for peers in (tile.heads - 1, shape.heads - tile.heads)
-    )
-    flow = Flow(inside, between, shape.heads - 1)
-    total.add_stage("heads", sum(job.exchanged([Transfer(flow, x * workload.item)], total).seconds for x in widths))
+    total.add_stage("waiting", groups * sum(waits))
+    total.add_stage("give back", groups * last)

@@ -60,9 +60,9 @@ class Plan:
     >>> import attnmesh as am
     >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
     >>> best.shape, best.name, best.known_as
-    (Shape(heads=4, queries=1, keys=1), '4x1x1 bulk', 'Ulysses')
+    (Shape(heads=4, queries=1, keys=1), '4x1x1 pipelined', 'Ulysses')
     >>> print(best)  # doctest: +ELLIPSIS
-    Plan(4x1x1 bulk; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
+    Plan(4x1x1 pipelined; Contiguous(); ... ms; 0 bytes between hosts and ...; ... per rank; a100x4, 1 host of 4 ranks)
     """
 
     shape: Shape
@@ -144,8 +144,8 @@ class Plan:
         >>> best = am.plan(am.Workload(8, 8, 128, 65536), am.Cluster.preset("a100x4", hosts=1))[0]
         >>> print(best.explain())  # doctest: +ELLIPSIS
         On a100x4, 1 host of 4 ranks:
-        4x1x1 bulk (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
-        4x1x1 bulk is ... times as fast as 2x...
+        4x1x1 pipelined (Ulysses): ... ms, of which ...% computing attention. All ranks together send ...
+        4x1x1 pipelined is ... times as fast as 2x...
         """
         lines = [f"On {self.cluster.title}:", self._summary()]
         if self.workload.recurrent:
@@ -300,12 +300,14 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yield every candidate once: mesh shapes whose heads divide, their tiles, layouts and exchanges."""
-    world = cluster.world
-    for heads in divisors(gcd(world, workload.travelling[0])):
+    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly."""
+    world, kv_heads, decodes = cluster.world, workload.travelling[0], workload.phase == "decode"
+    for heads in divisors(gcd(world, kv_heads) if decodes else world):
+        if heads > kv_heads:
+            break
         for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
-            if workload.phase == "decode" and queries > 1:
+            if decodes and queries > 1:
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             choices = product(tiles(shape, cluster.ranks), layouts_for(workload, shape), _exchanges(workload, shape))
             yield from (Candidate(shape, *choice) for choice in choices)
@@ -327,7 +329,7 @@ def _exchanges(workload: Workload, shape: Shape) -> list[str]:
     if workload.phase == "decode":
         return ["tree"] if shape.queries * shape.keys == 1 else list(MERGES)
     found = ["bulk"]
-    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.queries * shape.keys > 1:
+    if EXCHANGES["pipelined"].head_groups(shape, workload.travelling[0]) > 1 and shape.ranks > 1:
         found.append("pipelined")
     return found + ["ring"] * (shape.queries > 1)
 
