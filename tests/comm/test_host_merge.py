@@ -46,6 +46,8 @@ def _merge(how: str, shapes: list[tuple[int, ...]]) -> list[am.Partial]:
         own, other = (partials(dist.get_world_size(), shape, number)[dist.get_rank()] for number in (seed, seed + 100))
         first, _, again = (am.merge_across(x, dist.group.WORLD, how=how) for x in (own, other, own))
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+        # What PyTorch computes from it can have other bits for another alignment, so other bits than on other ranks.
+        assert {x.out.data_ptr() % 64 for x in (first, again)} == {0}
         found.append(again)
     return found
 

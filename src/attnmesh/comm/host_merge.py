@@ -24,6 +24,9 @@ from attnmesh.runtime.world import WORLD, cached_per_world
 
 CHECKSUM = struct.Struct("2f")
 
+ALIGNMENT = 16
+"""Numbers in 64 bytes, at multiples of which PyTorch's allocator begins a tensor."""
+
 
 class HostMerge:
     """The merge of partials of one shape in float32, along an axis whose ranks share a host and the native library."""
@@ -34,8 +37,14 @@ class HostMerge:
         self.rounds = rounds(axis, False)[axis.index] if how == "tree" else None
 
     def blank(self) -> Tensor:
-        """Return memory for a message: the checksum, the lse of each row, and the rows of out."""
-        return torch.empty(2 + self.rows * (1 + self.width), dtype=torch.float32, device="cpu")
+        """Return memory for a message: the checksum, the lse of each row, and the rows of out.
+
+        Rows of out begin at a multiple of 64 bytes, as in a tensor of their own. Products of matrices may round
+        otherwise elsewhere, and ranks would go on with other bits.
+        """
+        head = 2 + self.rows
+        before = -head % ALIGNMENT
+        return torch.empty(before + head + self.rows * self.width, dtype=torch.float32, device="cpu")[before:]
 
     def places(self, message: Tensor) -> Partial:
         """Return views of the partial in a message."""
