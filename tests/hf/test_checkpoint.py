@@ -2,13 +2,14 @@
 
 import copy
 import json
+import multiprocessing as mp
 import os
 import signal
-import subprocess
 import sys
-import time
 import warnings
+from dataclasses import replace
 from errno import ENOSPC
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import run as torchrun
 from transformers import MaxLengthCriteria
 
 from attnmesh import hf
+from attnmesh.__main__ import main
 from attnmesh.errors import InputError, MeshError, StoreError
-from attnmesh.hf.load import PACKAGED
 from attnmesh.hf.options import Settings
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.store import checkpoint_writer
@@ -29,6 +31,7 @@ from tests.cli.test_generate import run
 from tests.support import families
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.trainers import tokenizer
 
 NEW = 22
 
@@ -177,49 +180,46 @@ def test_ranks_agree_on_every(pool: Pool, tmp_path: Path) -> None:
     assert "expected the same call on every rank, given:\n    ranks  checkpoint\n" in one
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-COMMAND = [
-    "generate",
-    "--model",
-    PACKAGED,
-    "--prompt",
-    "Tell me a story about a whale.",
-    "--json",
-    "--max-new-tokens",
-    "32",
-]
+def run_agent(*words: str) -> None:
+    """Run torchrun's agent for two ranks, which it forks: it has imported what they need."""
+    options = ["--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "-m"]
+    config, _, _ = torchrun.config_from_args(torchrun.get_args_parser().parse_args([*options, "attnmesh"]))
+    torchrun.elastic_launch(replace(config, start_method="fork"), run_rank)(*words)
 
 
-def workers(parent: int) -> list[int]:
-    """Return the ids of a process's children."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with pytest.MonkeyPatch.context(), open(stat) as file:
-            if int(file.read().rsplit(")", 1)[1].split()[1]) == parent:
-                found.append(int(stat.parent.name))
-    return found
+def run_rank(folder: str, *words: str) -> None:
+    """Run the command on a rank of torchrun. The second rank is killed at its fourth save."""
+    for number, name in ((1, "out"), (2, "error")):
+        os.dup2(os.open(Path(folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("1", "0"):
+        saves, save = count(1), hf.Checkpoint.save
+        hf.Checkpoint.save = lambda *given: save(*given) if next(saves) < 4 else os.kill(os.getpid(), signal.SIGKILL)
+    sys.argv = ["attnmesh", *words]
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert not left.value.code
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_torchrun_goes_on_after_a_rank_is_killed(again: bool, tmp_path: Path) -> None:
     """The tokens are those of an uninterrupted run; also when it is run again, on fewer ranks."""
-    whole = json.loads(run(*COMMAND).stdout)
+    model = tmp_path / "model"
+    families.model("llama", "sdpa").save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    text = " ".join(f"w{3 + number % 7}" for number in range(45))
+    command = ["generate", "--model", str(model), "--prompt", text, "--json", "--max-new-tokens", "32"]
     kept = ["--checkpoint", str(tmp_path / "kept"), "--every", "6"]
-    start = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", "-m", "attnmesh", *COMMAND, *kept]
-    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        manifest = tmp_path / "kept" / MANIFEST
-        while not (manifest.exists() and json.loads(manifest.read_text())["saving"] >= 2):
-            assert running.poll() is None
-            time.sleep(0.05)
-        os.kill(max(workers(running.pid)), signal.SIGKILL)
-        out, error = running.communicate(timeout=300)
-    assert running.returncode == 0, error
+    agent = mp.get_context("forkserver").Process(target=run_agent, args=(str(tmp_path), *command, *kept))
+    agent.start()
+    agent.join()
+    error = (tmp_path / "error").read_text()
+    assert agent.exitcode == 0, error
     assert "going on from" in error
-    assert json.loads(out)["tokens"] == whole["tokens"]
+    whole = json.loads(run(*command).stdout)["tokens"]
+    assert json.loads((tmp_path / "out").read_text())["tokens"] == whole
     if again:
-        done = run(*COMMAND, *kept)
-        assert json.loads(done.stdout)["tokens"] == whole["tokens"]
+        done = run(*command, *kept)
+        assert json.loads(done.stdout)["tokens"] == whole
         assert "going on from" in done.stderr
 
 

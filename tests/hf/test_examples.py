@@ -1,6 +1,7 @@
-"""The examples of training print the same loss on one rank and on several."""
+"""The examples print the same loss, or text, on one rank and on several."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,15 +30,19 @@ def test_plain_pytorch_does_not_depend_on_the_mesh(data: int) -> None:
     assert loss("plain", *mesh, ranks=4 * data) == pytest.approx(loss("plain"), abs=2e-4)
 
 
-@pytest.mark.parametrize("mesh", [("--tp", "2"), ("--shared",)])
-def test_tensor_parallelism_generates_the_text_of_one_process(mesh: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "new", "more"),
+    [("tensor_parallel", 9, ("--new", 9, "--tp", 2)), ("tensor_parallel", 9, ("--new", 9, "--shared"))]
+    + [("generate", 30, ())],
+)
+def test_examples_generate_the_text_of_one_process(name: str, new: int, more: tuple[Any, ...], tmp_path: Path) -> None:
     model, words = families.model("llama", "sdpa", num_attention_heads=8, hidden_size=64), tokenizer()
     model.save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + number % 7}" for number in range(60)))
     ids = words(text.read_text(), return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=9, do_sample=False)
-    run = run_script(EXAMPLES / "tensor_parallel.py", str(tmp_path), str(text), "--new", "9", *mesh, ranks=4)
+    expected = model.generate(ids, max_new_tokens=new, do_sample=False)
+    run = run_script(EXAMPLES / f"{name}.py", tmp_path, text, *more, ranks=4 if name == "tensor_parallel" else 2)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == words.decode(expected[0, ids.shape[1] :]).strip()

@@ -18,7 +18,8 @@ from tests.support.trainers import FSDP, collate, examples, fsdp_on_cpus, launch
 
 PAIR = Shape(1, 1, 2)
 
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "max_steps": 3}
+"""A step after the save has its loss by the weights and its weights by the optimizer's state."""
 
 
 def saves_of(kind: str) -> dict[str, Any]:
@@ -84,7 +85,7 @@ def test_checkpoints_pass_between_meshes_and_stock_transformers(kind: str, pool:
 @pytest.mark.long
 def test_the_best_model_is_loaded_at_the_end_and_saved_whole(pool: Pool, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
-    best |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3}
+    best |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 0.3, "max_steps": 5}
     for kind in ("FULL", "SHARDED"):
         options = {**saves_of(kind), **best, "final": str(tmp_path / kind / "final")}
         answers = pool.run(4, on_rank, "Trainer", "llama", 2, PAIR, str(tmp_path / kind), options)

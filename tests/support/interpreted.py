@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from inspect import getmembers
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +24,14 @@ def _patch_once_a_launch() -> None:
         """Return which modules of the language a function uses."""
         return frozenset(id(x) for x in function.__globals__.values() if any(x is each for each in modules))
 
+    core = interpreter.tl.core
+    members = cache(lambda place: [name for name, x in getmembers(place) if core.is_builtin(x)])
+
+    def patch_builtins(place: Any, builder: Any, scope: Any) -> None:
+        for name in members(place):
+            if core.is_builtin(member := getattr(place, name)):
+                interpreter._patch_attr(place, name, member, builder, scope)
+
     def patched(function: Any) -> Any:
         is_inner = bool(scopes and scopes[0]._changes)  # a launch that has ended has taken its changes back
         if is_inner and languages(function) <= done:
@@ -33,7 +43,41 @@ def _patch_once_a_launch() -> None:
         done.update(languages(function))
         return scope
 
-    interpreter._patch_lang = patched
+    for place in (*modules, interpreter.tl.math, core.tensor, core.tensor_descriptor_base):
+        members(place)  # while none is patched
+    interpreter._patch_lang, interpreter._patch_builtin = patched, patch_builtins
+
+
+def _describe_types_once() -> None:
+    """Let tensors of a shape and a dtype share their description, which the interpreter makes anew for each value."""
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    core, numpy_dtype_of = interpreter.tl.core, interpreter._get_np_dtype
+    make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
+    blocks, tensors, dtypes = (dict[Any, Any]() for _ in range(3))
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(x.value if isinstance(x, core.constexpr) else x for x in shape)
+        key = element_ty.name, getattr(element_ty, "const", None), getattr(element_ty, "address_space", None), sizes
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+        self.__dict__.update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            tensors[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = tensors[key]
+
+    def numpy_dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = numpy_dtype_of(type)
+        return dtypes[name]
+
+    core.block_type.__init__, core.tensor.__init__, interpreter._get_np_dtype = block, tensor, numpy_dtype
 
 
 if find_spec("triton") and not torch.cuda.is_available():
@@ -42,16 +86,18 @@ if find_spec("triton") and not torch.cuda.is_available():
         importlib.import_module(f"attnmesh.kernels.programs.{name}")
     del os.environ["TRITON_INTERPRET"]
     _patch_once_a_launch()
+    _describe_types_once()
 
 
 @contextmanager
 def interpreting(kernel: str) -> Iterator[None]:
-    """Triton's kernel runs on the CPU while the block does."""
+    """Triton's kernel runs on the CPU while the block does, and merges are timed once, on short messages."""
     if kernel != "triton" or torch.cuda.is_available():
         yield
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        yield
+        with patch.multiple("attnmesh.comm.merge_messages", TRIAL_BATCHES=(1,), TRIALS=2, TRIAL_CALLS=1):
+            yield
     finally:
         del os.environ["TRITON_INTERPRET"]
