@@ -123,7 +123,7 @@ BAD = [
         errors.KernelError,
         r"attention exchange: expected one of auto, bulk, .*, given 'tree'",
     ),
-    (attention(layout=am.Zigzag), errors.LayoutError, r"attention layout: expected Contiguous\(\), .* Fix: make one"),
+    (attention(layout=am.Zigzag), errors.LayoutError, r"layout: expected .auto., Contiguous\(\), .* Fix: make one"),
     (attention(key_layout="zigzag"), errors.LayoutError, r"attention key_layout: expected .*, given 'zigzag'"),
     (
         attention(length=7),
