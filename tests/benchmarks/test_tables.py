@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import decode, diffusion, latent, model, plan, prefill, recurrent, tables
+from benchmarks import decode, diffusion, latent, model, packed, plan, prefill, recurrent, tables
 from benchmarks.timing import Comparison, Timing
 from rich.console import Console
 from rich.table import Table
@@ -43,6 +43,7 @@ TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
     "latent": (latent.Row, lambda rows: [tables.latent_table(latent.Request(32768, "float32", 7), rows)]),
     "model": (model.Row, lambda rows: [tables.model_table(rows, 4093)]),
     "recurrent": (recurrent.Row, lambda rows: tables.by_case(partial(tables.recurrent_table, REQUEST), rows)),
+    "packed": (packed.Row, lambda rows: tables.by_case(tables.packed_table, rows)),
     "diffusion": (diffusion.Row, lambda rows: tables.by_case(tables.diffusion_table, rows)),
 }
 
