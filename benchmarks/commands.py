@@ -123,7 +123,7 @@ Documents are drawn by the shares of lengths in each file. "Busiest of mean" are
 over the mean, the worst of all batches. "Tokens received" are those of q, out, k and v that the busiest rank receives,
 over all tokens, the mean of the batches. "Beside least" is the largest ratio to the least of any layout listed whose
 busiest rank has under 1.1 of the mean. Times are those of the slowest rank, forward and backward, 8 heads of 64;
-contenders take turns. "Beside auto" is over the fastest of ours with layout="auto"."""
+contenders take turns. "Beside packed 2D" is its time over that of Packed on the 2D mesh."""
 
 
 @bench_command(app, "packed", "Layouts of packed documents, counted and timed.", PACKED_EXPLAINED)

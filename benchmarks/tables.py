@@ -160,9 +160,11 @@ def counts_table(case: str, rows: "list[packed.Count]") -> Table:
 
 def packed_table(case: str, rows: "list[packed.Row]") -> Table:
     """Return the times of layouts on one packed batch."""
-    table = titled(f"a packed batch of {case}, forward + backward", "layout, shape", figures=("ms", "beside\nauto"))
+    table = titled(
+        f"a packed batch of {case}, forward + backward", "layout, shape", figures=("ms", "beside\npacked 2D")
+    )
     for row in rows:
-        beside = "" if row.beside_auto is None else f"{row.beside_auto:.2f}"
+        beside = "" if row.beside_packed is None else f"{row.beside_packed:.2f}"
         name = row.contender if row.note is None else f"{row.contender}: {row.note}"
         table.add_row(name, "" if row.timing is None else row.timing.in_two_lines, beside)
     return table

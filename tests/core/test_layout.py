@@ -87,8 +87,9 @@ def test_packed_cells_have_equal_pairs(shape: tuple[int, int, int], seed: int) -
     assert max(pairs) <= 1.06 * sum(pairs) / len(pairs)  # 1.05 without the diagonal, of which shards have equal parts
 
 
-def test_documents_that_fit_a_cell_send_nothing() -> None:
-    layout = am.Packed([50, 30, 20] * 16, am.Shape(1, 4, 4))
+@pytest.mark.parametrize("lengths", [[50, 30, 20], [100], [25, 25, 25, 25]])
+def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
+    layout = am.Packed(lengths * 16, am.Shape(1, 4, 4))
     mask = am.Causal() & am.Documents(layout.documents)
     problem = Problem(mask, am.Shape(1, 4, 4), layout, layout, 1600, 1600)
     for r, c in product(range(4), range(4)):

@@ -18,7 +18,7 @@ from attnmesh.planner.workload import Workload
 from attnmesh.runtime.world import cached_per_world
 
 HEADS = (32, 8, 128)
-"""Query heads, key heads and columns of the model for which layouts are priced where it is not known."""
+"""Query heads, key heads and columns for which layouts are priced. `shard` knows no model, and has to choose alike."""
 
 
 def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
@@ -30,12 +30,6 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     if torch.compiler.is_compiling():
         expected, fix = "a layout of documents in a compiled model", "pass layout=am.Packed(documents, shape)"
         raise LayoutError("layout", expected, '"auto"', fix)
-    return _cheapest(mask, mesh)
-
-
-@cached_per_world(256)
-def _cheapest(mask: Mask, mesh: Mesh) -> Layout:
-    """Return the layout with which the planner predicts the shortest training step, for a mask with documents."""
     return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
 
 
@@ -61,4 +55,4 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
 
     with torch.device("cpu"), torch.inference_mode(False):
         layouts = layouts_for(workload, mesh.shape) if isinstance(layout, str) else [layout]
-        return min((Price(seconds(one), one) for one in layouts), key=lambda price: price.seconds)
+        return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)

@@ -7,9 +7,9 @@ The layout decides how the work is balanced. Under a causal mask, 16 tokens over
         Striped()            0123012301230123  each shard holds every 4th token: equal work, finer
         Split((7, 3, 3, 3))  0000000111222333  runs of any length, for shards that something else has cut
 
-Under a causal mask with documents of 8, 4 and 4 tokens:
+For one batch of documents and one mesh there is a layout of its own, here for documents of 8, 2, 2, 2 and 2 tokens:
 
-        Packed((8, 4, 4), Shape(1, 4, 1))    0123321002103321  each shard as many tokens, and about as many pairs
+        Packed((8, 2, 2, 2, 2), Shape(1, 4, 1))    0123321000112233  the long one is cut, the short ones are whole
 
 Any length is valid, but `Split` and `Packed` have that of their parts. With fewer tokens than shards, some are empty.
 """
@@ -139,10 +139,10 @@ class Split:
 
 @dataclass(frozen=True)
 class Packed:
-    """A layout made for a batch of packed documents and a mesh: equal tokens, equal pairs, and little to send.
+    """A layout for one batch of packed documents and one mesh: equal tokens, nearly equal pairs, and little to send.
 
-    Short documents are whole on one shard. Long ones are spread over as few rows, columns or shards as balance allows.
-    It is equal on all ranks. Attention over it takes the mask of the same documents.
+    Short documents lie whole at one row and column of the mesh. Long ones are cut over as few as balance allows. Pairs
+    are those of a causal mask, or a full one, over these documents; attention is exact under any mask.
 
     Args:
         documents: Tokens of each document, in order, padding as a document of its own.
@@ -152,9 +152,9 @@ class Packed:
         LayoutError: If the documents or the shape are not whole numbers.
 
     >>> import attnmesh as am
-    >>> layout = am.Packed((8, 4, 4), am.Shape(1, 4, 1))
-    >>> [layout.positions(16, 4, index).tolist() for index in range(4)]
-    [[0, 7, 8, 11], [1, 6, 10, 15], [2, 5, 9, 14], [3, 4, 12, 13]]
+    >>> layout = am.Packed((6, 2, 2, 2), am.Shape(1, 3, 1))
+    >>> [layout.positions(12, 3, index).tolist() for index in range(3)]
+    [[0, 5, 6, 7], [1, 4, 8, 9], [2, 3, 10, 11]]
     """
 
     documents: tuple[int, ...]

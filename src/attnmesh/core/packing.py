@@ -1,14 +1,16 @@
 """The packing of documents on a grid of rows and columns: which tokens of each document a cell holds.
 
 A query of row r and a key of column c meet at cell (r, c). A document inside one cell sends nothing. One with too many
-pairs for a cell is cut over a block of a rows and b columns, as `Zigzag` cuts a sequence. Each cell of the block has as
-many of its pairs, and receives 2 (a + b - 2) / (a b) of its queries, outputs, keys and values.
+pairs for a cell is cut over a block of a rows and b columns, as `Zigzag` cuts a sequence. Under a causal or a full mask
+all cells of the block then have equal pairs. Of n tokens each receives 2 n (a + b - 2) / (a b), where q, out, k and v
+are counted apart.
 
 The longest documents are placed first, each on the smallest block that can take its tokens and pairs. The shortest have
 few pairs for their tokens. They fill the cells up, and are cut where a cell is full.
 """
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -20,16 +22,16 @@ Document = tuple[int, int]
 """First position and length."""
 
 BALANCED = 1.05
-"""Pairs of the busiest cell, over the mean, of a packing that is taken."""
+"""Pairs of the busiest cell, over the mean, up to which a packing is taken without a look at finer cuts."""
 
 LIMIT = 1.03
 """Pairs, over the mean, up to which documents are placed in a cell."""
 
 FILLING = 0.03
-"""Most pairs, over all, that the short documents which fill the cells up can have."""
+"""Bound of the pairs of the shortest documents, over all pairs, below which they fill the cells up."""
 
 SMALL = 0.1
-"""Pairs, over the limit, of a document that is not cut into blocks. It fills cells up if it has no place."""
+"""Pairs, over the limit, of a document that is not cut over a block. It fills cells up if none can take it whole."""
 
 TRIES = 12
 """Cells that are tried for a whole document."""
@@ -47,28 +49,13 @@ def pack(lengths: tuple[int, ...], heads: int, rows: int, columns: int) -> tuple
     documents = sorted(zip(accumulate(lengths, initial=0), lengths, strict=False), key=lambda document: -document[1])
     grids: list[Grid] = []
     for share in SHARES:
-        grids.append(_packed(documents, share, Grid(rows, columns, room)))
+        grids.append(Grid(rows, columns, room))
+        grids[-1].pack(documents, share)
         if not grids[-1].excess:
             break
     grid = min(grids, key=lambda grid: grid.excess)
     by_cell = [_cut(sorted(runs), sizes[cell::cells]) for cell, runs in enumerate(grid.runs)]
     return tuple(by_cell[shard % cells][shard // cells] for shard in range(ranks))
-
-
-def _packed(documents: Sequence[Document], share: float, grid: "Grid") -> "Grid":
-    """Return the grid with all documents in it. Of each, a cell has at most `share` of the pairs that it may have."""
-    total, left = sum(length * length for _, length in documents) / 2, sum(grid.room)
-    grid.mean = total / len(grid.room)
-    filling: list[Document] = []
-    for placed, (start, length) in enumerate(documents):
-        if left * length / 2 <= FILLING * total:
-            filling += documents[placed:]
-            break
-        if not grid.place(start, length, share):
-            filling.append((start, length))
-        left -= length
-    grid.fill(filling)
-    return grid
 
 
 def _cut(runs: Iterable[Run], sizes: Iterable[int]) -> list[tuple[Run, ...]]:
@@ -99,18 +86,37 @@ class Grid:
         self.runs: list[list[Run]] = [[] for _ in room]
         self.pairs = [0.0] * len(room)
         self.mean = 0.0  # pairs, when all documents are placed
-        blocks = [(a, b) for a in _lines(rows) for b in _lines(columns)]
+        blocks = [(a, b) for a in _block_sides(rows) for b in _block_sides(columns)]
         self.blocks = sorted(blocks, key=lambda block: (block[0] * block[1], sum(block)))
-        self.needs = [0.0] * len(room)  # minus the pairs that a cell lacks, per token of its room
-        self.neediest = [(0.0, cell) for cell in range(len(room))]  # a heap, with some needs of before
+        self.deficits = [0.0] * len(room)  # pairs that a cell lacks, per token of its room
+        self.heap: list[tuple[float, int]] = []  # of (-deficit, cell); old entries are skipped
 
     @property
     def excess(self) -> float:
         """Pairs of the busiest cell beyond those of a balanced one."""
         return max(0.0, max(self.pairs) - BALANCED * self.mean)
 
+    def pack(self, documents: Sequence[Document], share: float) -> None:
+        """Place documents, the longest first. Of each, a cell gets at most `share` of the pairs that it may have."""
+        total, tokens_left = sum(length * length for _, length in documents) / 2, sum(self.room)
+        self.mean = total / len(self.room)
+        for cell in range(len(self.room)):
+            self._put(cell, (), 0, 0.0)
+        filling: list[Document] = []
+        for placed, (start, length) in enumerate(documents):
+            if tokens_left * length / 2 <= FILLING * total:
+                filling += documents[placed:]
+                break
+            if not self.place(start, length, share):
+                filling.append((start, length))
+            tokens_left -= length
+        self.fill(filling)
+
     def place(self, start: int, length: int, share: float) -> bool:
-        """Place a document whole, or else on the smallest block that can take it. Return False if a small one fails."""
+        """Place a document whole, or else on the smallest block that can take it. The whole grid takes any.
+
+        Return False for a small document that no cell can take whole.
+        """
         pairs, limit = length * length / 2, LIMIT * self.mean
         if pairs <= share * limit and (cell := self._cell(length, pairs)) is not None:
             self._put(cell, [(start, start + length)], length, pairs)
@@ -118,16 +124,16 @@ class Grid:
         if pairs <= SMALL * limit:
             return False
         for a, b in self.blocks:
-            if a * b == len(self.room):
-                self._spread(start, length, range(a * b), b)
-            elif pairs <= share * limit * a * b and (cells := self._block(a, b, length, pairs)):
+            if pairs > share * limit * a * b and a * b < len(self.room):
+                continue
+            if cells := self._block(a, b, length, pairs):
                 self._spread(start, length, cells, b)
                 break
         return True
 
     def fill(self, documents: Iterable[Document]) -> None:
         """Fill the room of all cells, with the longest documents where most pairs per token are lacking."""
-        cells = sorted((cell for cell, room in enumerate(self.room) if room), key=lambda cell: -self.needs[cell])
+        cells = sorted((cell for cell, room in enumerate(self.room) if room), key=self.deficits.__getitem__)
         for start, length in documents:
             parts: list[tuple[int, int]] = []  # cells and tokens
             while length:
@@ -147,18 +153,21 @@ class Grid:
         """Return the cell that lacks most pairs per token, of those that can take a document."""
         tried: list[tuple[float, int]] = []
         fitting = None
-        while self.neediest and fitting is None and len(tried) < TRIES:
-            need, cell = entry = heapq.heappop(self.neediest)
-            if need == self.needs[cell]:
+        while self.heap and fitting is None and len(tried) < TRIES:
+            entry = heapq.heappop(self.heap)
+            cell = entry[1]
+            if -entry[0] == self.deficits[cell]:
                 if self._fits(cell, length, pairs):
                     fitting = cell
                 tried.append(entry)
         for entry in tried:
-            heapq.heappush(self.neediest, entry)
+            heapq.heappush(self.heap, entry)
         return fitting
 
     def _block(self, a: int, b: int, length: int, pairs: float) -> list[int]:
         """Return the cells of a x b rows and columns with few pairs, if each can take its part of a document."""
+        if a * b == len(self.room):  # which takes the document as its room allows
+            return [*range(a * b)]
         lines = [self.pairs[row * self.columns :][: self.columns] for row in range(self.rows)]
         rows = sorted(range(self.rows), key=lambda row: sum(sorted(lines[row])[:b]))[:a]
         columns = sorted(range(self.columns), key=lambda column: sum(lines[row][column] for row in rows))[:b]
@@ -183,8 +192,11 @@ class Grid:
         self.runs[cell] += runs
         self.room[cell] -= tokens
         self.pairs[cell] += pairs
-        self.needs[cell] = need = (self.pairs[cell] - LIMIT * self.mean) / max(self.room[cell], 1)
-        heapq.heappush(self.neediest, (need, cell))
+        if self.room[cell]:
+            self.deficits[cell] = deficit = (LIMIT * self.mean - self.pairs[cell]) / self.room[cell]
+            heapq.heappush(self.heap, (-deficit, cell))
+        else:
+            self.deficits[cell] = -math.inf
 
     def _shares(self, length: int, cells: Sequence[int]) -> list[int]:
         """Return how many tokens of a document each cell takes: as equal as their room allows."""
@@ -195,6 +207,6 @@ class Grid:
         return list(shares.values())
 
 
-def _lines(most: int) -> list[int]:
-    """Return the numbers of rows, or of columns, that a block may have: 1, 2, 3, 4, 6, 8, 12 and so on, and all."""
+def _block_sides(most: int) -> list[int]:
+    """Return how many rows, or columns, a block can have: 1, 2, 3, 4, 6, 8, 12 and so on, and all."""
     return [n for n in range(1, most + 1) if n == most or (n // 3 if n % 3 == 0 else n).bit_count() == 1]
