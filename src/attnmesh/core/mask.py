@@ -82,10 +82,14 @@ class Mask:
         return self.left >= 0 and self.right >= 0 and ascending
 
     @property
+    def documents(self) -> tuple[int, ...]:
+        """Tokens of each document that has any."""
+        return tuple(stop - start for start, stop in pairwise((0, *self.ends)))
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest document or chunk; `FAR` if there are none."""
-        documents = max((stop - start for start, stop in pairwise((0, *self.ends))), default=FAR)
-        return min((documents, *self.chunks))
+        return min((max(self.documents, default=FAR), *self.chunks))
 
     @property
     def reach(self) -> int:

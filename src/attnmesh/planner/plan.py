@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
+from itertools import product
 from math import ceil, gcd
 from typing import NamedTuple
 
@@ -319,8 +319,9 @@ def layouts_for(workload: Workload, shape: Shape) -> list[Layout]:
         return [Striped(BLOCK)]
     mask = workload.mask
     uneven, local = mask.left != mask.right, min(mask.longest, mask.left, mask.right) < FAR
-    documents = tuple(stop - start for start, stop in pairwise((0, *mask.ends)))
-    packed: list[Layout] = [Packed(documents, shape)] if len(documents) > 1 and not workload.recurrent else []
+    packed: list[Layout] = []
+    if len(mask.ends) > 1 and not workload.recurrent:
+        packed = [Packed(mask.documents, shape)]
     return packed + [Zigzag()] * uneven + [Contiguous()] * (local or not uneven)
 
 
