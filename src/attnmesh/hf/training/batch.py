@@ -83,6 +83,7 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     """Return this rank's share of a batch."""
     batch, positions, documents = agreed
     ids, labels = batch["input_ids"], _shift_labels(batch)
+    _check_shards(ids.shape[1], Mesh.of(mesh).shape.ranks, layout)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
     shards.forward_pass.on_begin = prepare_caller
@@ -114,7 +115,6 @@ def agree_on_batch(
         require(isinstance(batch, Mapping), DtypeError, "shard_batch", "a mapping of names to tensors", given, fix)
         whole = {**batch, **more}
         _check_batch(whole, place.shape.ranks)
-        _check_shards(whole["input_ids"].shape[1], place.shape.ranks, layout)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
         return AgreedBatch(whole, positions, documents)
@@ -129,12 +129,13 @@ def agree_on_batch(
     return run_agreed(place, check, describe)
 
 
-def _check_shards(length: int, ranks: int, layout: Layout | str) -> None:
+def _check_shards(length: int, ranks: int, layout: Layout) -> None:
     """Raise unless each rank gets a token: models of transformers cannot compute none."""
-    if isinstance(layout, str):  # "auto" cuts evenly
-        return
     counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
-    given, fix = f"{length} tokens in {layout} on {ranks} ranks", "use longer sequences, fewer ranks or layout=Zigzag()"
+    given, fix = (
+        f"{length} tokens in {layout} on {ranks} ranks",
+        "use longer sequences, fewer ranks or layout=am.Striped()",
+    )
     require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)
 
 
