@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from os.path import isfile
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from attnmesh.cli.launch import Send
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack
-from attnmesh.errors import ArgumentError, require
+from attnmesh.errors import ArgumentError, require, short
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.traffic import count_tokens, divisors
@@ -89,19 +90,36 @@ def corpora(files: Sequence[Path] | None) -> tuple[Path, ...]:
     """Return the files given, or those of this folder."""
     found = tuple(files or sorted(LENGTHS.glob("*.json")))
     for file in found:
-        require(file.is_file(), ArgumentError, "--lengths", "a file of shares by length", str(file), "correct its path")
+        fits, fix = isfile(file), "correct its path"
+        require(fits, ArgumentError, "--lengths", "a file of shares by length", short(str(file)), fix)
+        _shares(file)
     return found
+
+
+def _shares(file: Path) -> dict[tuple[int, int], float]:
+    """Return the share of documents by their least length and the length that all are below."""
+    shares: dict[tuple[int, int], float] = {}
+    try:
+        for key, share in json.loads(file.read_text()).items():
+            start, stop = (int(float(edge)) for edge in key.strip("[)").split(","))
+            shares[start, stop] = float(share)
+        valid = sum(shares.values()) > 0 and all(0 <= start < stop for start, stop in shares)
+    except (AttributeError, OSError, OverflowError, TypeError, ValueError):
+        valid = False
+    fix = 'write {"[0,512)": 0.7, "[512,4096)": 0.3}'
+    valid = valid and min(shares.values()) >= 0
+    require(valid, ArgumentError, "--lengths", "an object of shares by length", short(str(file)), fix)
+    return shares
 
 
 def draw(file: Path, total: int, random: Random) -> list[int]:
     """Return lengths of documents that fill a batch."""
-    shares = json.loads(file.read_text())
-    bins = [tuple(int(float(edge)) for edge in key.strip("[)").split(",")) for key in shares]
+    shares = _shares(file)
     documents: list[int] = []
     left = total
     while left:
-        start, stop = random.choices(bins, weights=[*shares.values()])[0]
-        documents.append(min(left, random.randrange(max(1, start), max(stop, start + 1, 2))))
+        start, stop = random.choices([*shares], weights=[*shares.values()])[0]
+        documents.append(min(left, random.randrange(max(1, start), max(stop, 2))))
         left -= documents[-1]
     return documents
 

@@ -44,6 +44,11 @@ def test_contenders_are_on_all_ranks() -> None:
         assert any(name.startswith("packed, 2D") for name, *_ in found)
 
 
-def test_a_file_that_is_not_there_raises() -> None:
+def test_a_file_of_no_shares_raises(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match="--lengths: expected a file of shares by length"):
         corpora([Path("none.json")])
+    for text in ("[]", "{}", '{"[4,2)": 1}', '{"x": 1}', '{"[0,1e400)": 1}'):
+        file = tmp_path / "lengths.json"
+        file.write_text(text)
+        with pytest.raises(errors.ArgumentError, match="--lengths: expected an object of shares by length"):
+            corpora([file])

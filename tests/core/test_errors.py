@@ -188,6 +188,10 @@ BAD = [
     (lambda: am.Documents([2**60, 2**60]), errors.MaskError, r"Documents: expected at most .* tokens, given 23058"),
     (lambda: am.Documents(torch.tensor([2.5])), errors.MaskError, r"Documents length: .* given tensor\(2.5"),
     (lambda: am.Causal().draw(-1), errors.MaskError, r"draw: expected a whole number, 0 or more, given -1"),
+    (lambda: am.Causal().draw(4, "auto"), errors.LayoutError, r"draw layout: expected Contiguous.*, given 'auto'"),
+    (lambda: am.Causal().draw(4, am.Zigzag(), (2, 2)), errors.LayoutError, r"draw shape: expected .*given \(2, 2\)"),
+    (lambda: am.Causal().draw(4, am.Zigzag(), (0, 2, 1)), errors.LayoutError, r"draw shape: .*given \(0, 2, 1\)"),
+    (lambda: am.Causal().draw(4, am.Zigzag(), 4), errors.LayoutError, r"draw shape: expected whole.*given 4\. Fix"),
     (attend(mask=am.Mask), errors.MaskError, r"given Mask itself"),
     (
         lambda: am.Mask(left=-1),

@@ -104,6 +104,8 @@ def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
         ((3, -1), (1, 1, 2), "Packed documents: expected whole numbers of 0 or more, one a document, given"),
         ([], (1, 1, 2), "Packed documents"),
         (5, (1, 1, 2), "Packed documents"),
+        ([torch.tensor(4.0)], (1, 1, 2), r"Packed documents: .*, given \[tensor\(4\.\)\]\. Fix: count them"),
+        ([torch.tensor([4, 4])], (1, 1, 2), "Packed documents"),
         ([4], (2, 2), r"Packed shape: expected ranks along heads, queries and keys, given \(2, 2\)"),
         ([4], (1, 0, 2), "Packed shape"),
         ([4], 4, "Packed shape"),
@@ -112,6 +114,11 @@ def test_documents_that_fit_a_cell_send_nothing(lengths: list[int]) -> None:
 def test_packed_layouts_of_no_documents_or_no_mesh_raise(documents: Any, shape: Any, expected: str) -> None:
     with pytest.raises(errors.LayoutError, match=expected):
         am.Packed(documents, shape)
+
+
+def test_packed_layouts_of_other_types_of_numbers_are_equal() -> None:
+    layout, other = am.Packed((8, 4), am.Shape(1, 2, 1)), am.Packed([torch.tensor(8), 4], [1, torch.tensor(2), 1])
+    assert (layout, hash(layout), repr(layout)) == (other, hash(other), repr(other))
 
 
 def test_a_packed_layout_of_another_mesh_raises() -> None:

@@ -194,6 +194,10 @@ def halo(at: Place, **changes: Any) -> None:
     am.halo(**{"x": numbers(1, 5, WIDTH), "size": 3, "group": dist.group.WORLD} | changes)
 
 
+def shard_auto(at: Place, **changes: Any) -> None:
+    am.shard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": "auto", "mask": am.Documents([1, 3])} | changes)
+
+
 def unshard(at: Place, **changes: Any) -> None:
     am.unshard(**{"x": numbers(1, 2, 4, 3), "mesh": at.mesh, "layout": am.Contiguous()} | changes)
 
@@ -416,7 +420,7 @@ ALIKE: Table = {
         ({"mask": am.Causal()}, MeshError, r"ranks  mask\n(.*\n)*.*Causal\(\)\n"),
         ({"mask": T(4, 4)}, MaskError, r"attention mask: .*, given Tensor\. Fix: use Full\(\) for no mask; say"),
         ({"mask": am.Documents((2, 3))}, MeshError, r"ranks  mask\n(.*\n)*.*Documents\(\[2, 3\]\)\n"),
-        ({"layout": "zigzag"}, LayoutError, r"attention layout: expected Contiguous.*, given 'zigzag'\. Fix: ma"),
+        ({"layout": "zigzag"}, LayoutError, r"attention layout: expected .auto., Contiguous.*, given 'zigzag'\. Fix"),
         ({"layout": None}, LayoutError, r"attention layout: expected the layout of the shards of \d ranks, given None"),
         ({"key_layout": am.Striped}, LayoutError, r"attention key_layout: expected .*Striped'>\. Fix: make one"),
         ({"layout": am.Striped(2)}, MeshError, r"ranks  layout +key_layout\n(.*\n)*.*Striped\(block=2\)"),
@@ -678,6 +682,12 @@ ALIKE: Table = {
         ({"dim": 3}, ShapeError, r"halo dim: expected a dim of the tensor's 3, given 3\. Fix: pass"),
         ({"dim": 2}, MeshError, r"halo: .*:\n    ranks  others .*dim\n"),
     ],
+    shard_auto: [
+        ({"mask": None}, MeshError, r"shard: expected the same .*:\n    ranks  mask\n(.*\n)*.*Documents\(\[1, 3\]\)\n"),
+        ({"mask": "causal"}, MaskError, r"shard mask: expected Full\(\).*, given 'causal'\. Fix: use Full"),
+        ({"x": T(1, 2, 9, 3)}, MeshError, r"shard: expected the same .*:\n    ranks  tokens\n(.*\n)*.*  9\n"),
+        ({"layout": "best"}, LayoutError, r'shard layout: expected "auto", Contiguous.*given .best.\. Fix: make'),
+    ],
     unshard: [
         ({"x": [1.0]}, DtypeError, r"unshard: expected a tensor of floats, given list\. Fix: use torch"),
         ({"x": T(1, 2, 4, 3).to_sparse()}, DtypeError, r"unshard: expected a dense tensor, given torch.sparse_coo"),
@@ -686,7 +696,7 @@ ALIKE: Table = {
         ({"x": LEARNED}, KernelError, r"unshard: expected a tensor without gradients, given one that asks .*detach"),
         ({"dim": 4}, ShapeError, r"unshard: expected a dim of the tensor's 4, given dim 4\. Fix: say along which"),
         ({"dim": "tokens"}, ShapeError, r"unshard: expected a dim of the tensor's 4, given dim 'tokens'\. Fix: say"),
-        ({"layout": "zigzag"}, LayoutError, r"unshard layout: expected Contiguous.*, given 'zigzag'\. Fix: make"),
+        ({"layout": "zigzag"}, LayoutError, r"unshard layout: expected .auto., Contiguous.*, given 'zigzag'\. Fix"),
         ({"length": 5}, MeshError, r"unshard: expected the same call .*:\n    ranks  length\n(.*\n)*.*  5\n"),
     ],
     measure: [
@@ -872,7 +882,7 @@ ALONE: Table = {
         ({"x": [1.0]}, DtypeError, r"shard: expected a tensor of floats, given list\. Fix: use torch"),
         ({"dim": 4}, ShapeError, r"shard: expected a dim of the tensor's 4, given dim 4\. Fix: say along which"),
         ({"dim": None}, ShapeError, r"shard: expected a dim of the tensor's 4, given dim None\. Fix: say along"),
-        ({"layout": am.Zigzag}, LayoutError, r"shard layout: expected Contiguous.*Zigzag'>\. Fix: make one"),
+        ({"layout": am.Zigzag}, LayoutError, r"shard layout: expected .auto., Contiguous.*Zigzag'>\. Fix: make one"),
     ],
     mesh_shape: [
         ({"ranks": 0}, MeshError, r"mesh_shape: expected at least one of each, .* given 0 ranks, 4 query heads"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainingArguments
 
 import attnmesh.hf as hf
@@ -152,6 +153,23 @@ def packed_logits(family: str) -> list[bool]:
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3"])
 def test_a_document_does_not_see_another_one_of_its_pack(family: str, pool: Pool) -> None:
     assert pool.run(2, packed_logits, family) == [[False, True]] * 2
+
+
+def two_models() -> list[tuple[int, ...]]:
+    """Return the shapes of the meshes of a model with many key heads and of one with a single one."""
+    calls = hf.on_mesh(Trainer, init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), shape="auto")._make_calls(None)
+    models = [families.model("llama", "attnmesh", num_attention_heads=24, num_key_value_heads=n) for n in (24, 1)]
+    found = []
+    with calls.active(True, *models), torch.no_grad():
+        for model in models:
+            logits = model(input_ids=prompt(1024), use_cache=False).logits
+            found.append(tuple(logits.shards.mesh.mesh.shape))
+    return found
+
+
+def test_each_model_has_meshes_for_its_heads(pool: Pool) -> None:
+    for many, one in pool.run(4, two_models):
+        assert (many[0], one[0]) == (4, 1)
 
 
 # --- accelerate ---

@@ -1,5 +1,7 @@
 """Training on shards of a batch has the loss and gradients of one device."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -163,6 +165,25 @@ def test_a_wrong_batch_is_refused_on_all_ranks(name: str, pool: Pool) -> None:
     answers = pool.run(2, _refused, batch)
     assert answers[0] == answers[1]
     assert answers[0].startswith(error), answers[0]
+
+
+def _few_tokens(layout: Any, documents: Sequence[int]) -> int | str:
+    """Return the tokens of this rank, or the error."""
+    positions = torch.cat([torch.arange(tokens) for tokens in documents])[None]
+    batch = {"input_ids": prompt(sum(documents)), "position_ids": positions}
+    try:
+        return hf.shard_batch(batch, named_mesh(Shape(1, 4, 1), AXES), layout)["input_ids"].shape[1]
+    except errors.ShapeError as error:
+        return str(error)
+
+
+def test_each_rank_gets_one_of_few_tokens_or_all_raise(pool: Pool) -> None:
+    assert sorted(pool.run(4, _few_tokens, "auto", (2, 2, 1))) == [1, 1, 1, 2]  # two by two would leave one without
+    given, fix = r"5 tokens in Zigzag\(\) on 4 ranks", r"use longer sequences, fewer ranks or layout=am.Striped\(\)"
+    answers = pool.run(4, _few_tokens, "auto", (5,))
+    assert len(set(answers)) == 1
+    assert re.search(f"at least one token per rank, given {given}. Fix: {fix}", answers[0])
+    assert sorted(pool.run(4, _few_tokens, am.Striped(), (5,))) == [1, 1, 1, 2]
 
 
 def _refused_another() -> str:

@@ -34,6 +34,7 @@ from benchmarks import diffusion as diffusion_bench
 from benchmarks import kernel as kernel_bench
 from benchmarks import latent as latent_bench
 from benchmarks import model as whole_model
+from benchmarks import packed as packed_bench
 from benchmarks import plan as plan_bench
 from benchmarks import prefill as prefill_bench
 from benchmarks import recurrent as recurrent_bench
@@ -433,6 +434,12 @@ def stand_in(sandbox: Sandbox) -> None:
         prefill_bench,
         rows=lambda world, length, selection, add: [add(row) for row in on(world, rows)],
         memory=lambda ranks, length, add: add(prefill_bench.Memory("full", "ring", 3.5, 3.0)),
+    )
+    counted = packed_bench.Count("pile", "1x8x1", "Packed", 1.02, 0.3, 1.0, 0.5)
+    replace(
+        packed_bench,
+        counts=lambda files, batches, add: add(counted),
+        rows=lambda request, world, add: add(on(world, packed_bench.Row("pile", "packed, 2D 1x4x4", TIME, 1.0))),
     )
     merge = decode_bench.Row("merge", "tree", TIME, 1.0)
     replace(

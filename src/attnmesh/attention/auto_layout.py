@@ -1,6 +1,7 @@
 """The choice behind `layout="auto"`. It depends on the mask and the mesh alone, and is equal on all ranks."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,12 @@ def chosen_layout(layout: Layout | str, mask: Mask, mesh: Mesh) -> Layout:
     return price("auto", mask, mask.ends[-1], mesh, HEADS).layout
 
 
+def _filled(layouts: Sequence[Layout], length: int, mesh: Mesh) -> Sequence[Layout]:
+    """Return the layouts with tokens on all ranks, as models of transformers need, or all if there are none."""
+    ranks = mesh.shape.ranks
+    return [x for x in layouts if all(len(x.positions(length, ranks, shard)) for shard in range(ranks))] or layouts
+
+
 class Price(NamedTuple):
     """Predicted seconds of attention, forward and backward, and the layout that takes them."""
 
@@ -54,5 +61,5 @@ def price(layout: Layout | str, mask: Mask, length: int, mesh: Mesh, heads: tupl
         return min(cost(candidate, workload, cluster).seconds for candidate in candidates)
 
     with torch.device("cpu"), torch.inference_mode(False):
-        layouts = layouts_for(workload, mesh.shape) if isinstance(layout, str) else [layout]
+        layouts = _filled(layouts_for(workload, mesh.shape), length, mesh) if isinstance(layout, str) else [layout]
         return min((Price(seconds(one), one) for one in layouts), key=lambda found: found.seconds)

@@ -51,7 +51,7 @@ def _blank_share(qkv: Tensors, chunk: tuple[int, int], axis: Axis) -> Tensors:
     """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
     if axis.size == 1:
         return ()
-    (q, *kv), key_heads = qkv, axis.share_of(qkv[1].shape[1])
+    (q, *kv), key_heads = qkv, axis.share_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
     heads = key_heads.stop - key_heads.start
     shared = q.shape[1] // qkv[1].shape[1]
     return empty_tokens(q, heads * shared, chunk[0]), *(empty_tokens(x, heads, chunk[1]) for x in kv)

@@ -13,7 +13,7 @@ from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, ShapeError
 from attnmesh.guard.checks import check_tensor
-from attnmesh.guard.consensus import describe_call, run_agreed_with
+from attnmesh.guard.consensus import describe_call, run_agreed, run_agreed_with
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import Shape
 
@@ -26,8 +26,8 @@ def shard(
     Args:
         x: The whole tensor, equal on every rank.
         mesh: The mesh whose ranks share the tokens; None for one rank.
-        layout: Which tokens each rank holds. "auto": `Packed` under a mask with documents if the planner prices it
-            lowest, and `Zigzag` otherwise. All ranks choose together.
+        layout: Which tokens each rank holds. "auto": under a mask with documents the layout that the planner prices
+            lowest, of `Packed`, `Zigzag` and `Contiguous`, and `Zigzag` otherwise. All ranks choose together.
         dim: Dimension of the tokens.
         mask: Mask of the attention, for "auto".
 
@@ -41,8 +41,18 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    check_layout("shard layout", layout, auto=True)
-    place, dim = Mesh.of(mesh), _dim("shard", x, dim)
+    place = Mesh.of(mesh)
+
+    def check() -> int:
+        check_layout("shard layout", layout, auto=True)
+        check_mask("shard mask", FULL if mask is None else mask)
+        return _dim("shard", x, dim)
+
+    def call(dim: int) -> str:
+        return describe_call("shard", tokens=x.shape[dim], layout=layout, mask=mask)
+
+    chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
+    dim = run_agreed(place, check, call) if chooses else check()
     chosen = _chosen("shard", layout, mask, place, x.shape[dim])
     return x.index_select(dim, chosen.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
 

@@ -17,6 +17,7 @@ Any length is valid, but `Split` and `Packed` have that of their parts. With few
 import math
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -162,10 +163,7 @@ class Packed:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "documents", _counts("Packed documents", self.documents, "one a document"))
-        shape = _counts("Packed shape", self.shape, "ranks along heads, queries and keys")
-        if len(shape) != 3 or 0 in shape:
-            expected, fix = "ranks along heads, queries and keys", "pass am.Shape(heads, queries, keys) of the mesh"
-            raise LayoutError("Packed shape", expected, repr(shape), fix)
+        object.__setattr__(self, "shape", check_shape("Packed shape", self.shape))
 
     def positions(self, length: int, shards: int, index: int) -> Tensor:
         """Return the tokens of shard `index`; see `Layout.positions`. The documents and the shape give the others."""
@@ -211,12 +209,24 @@ def check_layout(subject: str, layout: Layout | str, *, auto: bool = False) -> N
         raise LayoutError(subject, expected, repr(layout), fix)
 
 
+def check_shape(subject: str, shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return the ranks along heads, queries and keys as Python ints, or raise unless they are three counts."""
+    counts = _counts(subject, shape, "ranks along heads, queries and keys")
+    if len(counts) != 3 or 0 in counts:
+        expected, fix = "ranks along heads, queries and keys", "pass am.Shape(heads, queries, keys) of the mesh"
+        raise LayoutError(subject, expected, repr(counts), fix)
+    return counts
+
+
 def _counts(subject: str, values: Sequence[int], each: str) -> tuple[int, ...]:
     """Return whole numbers of 0 or more as Python ints, or raise unless they are some."""
-    counts = isinstance(values, (tuple, list)) and values
-    if not counts or not all(hasattr(n, "__index__") and not isinstance(n, bool) and n >= 0 for n in values):
+    counts: tuple[int, ...] = ()
+    if isinstance(values, (tuple, list)) and not any(isinstance(value, bool) for value in values):
+        with suppress(TypeError):  # of a value that is no whole number
+            counts = tuple(map(operator.index, values))
+    if not counts or min(counts) < 0:
         raise LayoutError(subject, f"whole numbers of 0 or more, {each}", repr(values), "count them as Python ints")
-    return tuple(map(operator.index, values))
+    return counts
 
 
 def _check_parts(layout: Layout, expected: tuple[int, int], given: tuple[int, int], index: int) -> int:

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Layout
+from attnmesh.core.layout import Layout, Packed, check_layout, check_shape
 from attnmesh.errors import MaskError, check_count
 
 RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
@@ -170,7 +170,9 @@ class Mask:
         visible = self.visible(positions, positions)
         if layout is None:
             return [" ".join(".#"[seen] for seen in row) for row in visible.tolist()]
-        heads, rows, columns = getattr(layout, "shape", (1, 1, 1)) if shape is None else shape
+        check_layout("draw layout", layout)
+        own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
+        heads, rows, columns = own if shape is None else check_shape("draw shape", shape)
         cells = torch.empty(length, dtype=torch.long)
         for shard in range(heads * rows * columns):
             cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)

@@ -132,7 +132,10 @@ def agree_on_batch(
 def _check_shards(length: int, ranks: int, layout: Layout) -> None:
     """Raise unless each rank gets a token: models of transformers cannot compute none."""
     counts = [len(layout.positions(length, ranks, rank)) for rank in range(ranks)]
-    given, fix = f"{length} tokens in {layout} on {ranks} ranks", "use longer sequences, fewer ranks or another layout"
+    given, fix = (
+        f"{length} tokens in {layout} on {ranks} ranks",
+        "use longer sequences, fewer ranks or layout=am.Striped()",
+    )
     require(min(counts) > 0, ShapeError, "shard_batch input_ids", "at least one token per rank", given, fix)
 
 

@@ -11,8 +11,11 @@ from attnmesh.errors import ArgumentError, KernelError, MeshError, require, shor
 from attnmesh.hf.models import is_recurrent
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.shapes import mesh_shapes
+from attnmesh.mesh.shapes import Shape, mesh_shapes
 from attnmesh.setup.init_mesh import split_mesh
+
+Heads = tuple[int, int, int]
+"""Query heads, key heads and columns of a head."""
 
 MOST = 4
 """Shapes that are set up: those that send least under a full mask."""
@@ -32,27 +35,38 @@ class MeshShapes:
 
     def __init__(self, mesh: DeviceMesh | None, shape: str | None) -> None:
         self.mesh, self.shape = mesh, shape
-        self.meshes: list[DeviceMesh] = []
-        self.heads = (0, 0, 0)
+        self.by_shape: dict[Shape, DeviceMesh] = {}
+        self.meshes: dict[Heads, list[DeviceMesh]] = {}  # those for the heads of each model
 
     def set_up(self, config: Any) -> None:
         """Make the meshes for a model, once. All ranks of the world call it together."""
-        if self.shape is None or self.mesh is None or self.meshes:
+        if self.shape is None or self.mesh is None:
             return
         fits, fix = not is_recurrent(config), "leave shape out"
         require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
-        text = config.get_text_config()
-        q_heads = text.num_attention_heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
-        self.heads = q_heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // q_heads
-        shapes = mesh_shapes(self.mesh.size(), q_heads, kv_heads)[:MOST]
-        self.meshes = [split_mesh(self.mesh, shape) for shape in shapes]
+        if (heads := _heads(config)) in self.meshes:
+            return
+        shapes = mesh_shapes(self.mesh.size(), *heads[:2])[:MOST]
+        for shape in shapes:
+            if shape not in self.by_shape:
+                self.by_shape[shape] = split_mesh(self.mesh, shape)
+        self.meshes[heads] = [self.by_shape[shape] for shape in shapes]
 
-    def choose(self, batch: AgreedBatch, layout: Layout | str) -> tuple[DeviceMesh | None, Layout]:
-        """Return the mesh and the layout with which the planner predicts the shortest step."""
+    def choose(self, batch: AgreedBatch, layout: Layout | str, config: Any) -> tuple[DeviceMesh | None, Layout]:
+        """Return the mesh and the layout with which the planner predicts the shortest step of a model."""
         mask, length = Causal() & batch.documents, batch.positions.shape[1]
         if not self.meshes:
             return self.mesh, chosen_layout(layout, mask, Mesh.of(self.mesh))
-        prices = [price(layout, mask, length, Mesh.of(mesh), self.heads) for mesh in self.meshes]
+        heads = _heads(config)
+        meshes = self.meshes[heads]
+        prices = [price(layout, mask, length, Mesh.of(mesh), heads) for mesh in meshes]
         best = min(range(len(prices)), key=lambda index: prices[index].seconds)
-        return self.meshes[best], prices[best].layout
+        return meshes[best], prices[best].layout
+
+
+def _heads(config: Any) -> Heads:
+    """Return the query heads, the key heads and the columns of a head of a model."""
+    text = config.get_text_config()
+    q_heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
+    return q_heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // q_heads

@@ -101,7 +101,7 @@ class ShardedCalls:
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
         agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
-        mesh, layout = self.shapes.choose(agreed, layout)
+        mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
         part = shard_agreed(agreed, mesh, layout, self.exchange)
         self.shards, self.outermost = part["input_ids"].shards, module
         mask = batch.get("attention_mask")
