@@ -133,6 +133,18 @@ def test_bytes_under_a_full_mask_are_those_of_the_formula(exchange: str) -> None
         assert 0 <= compared < 0.01 * formula
 
 
+@pytest.mark.parametrize("phase", ["prefill", "training"])
+def test_no_plan_is_faster_than_its_bytes(phase: str) -> None:
+    """On free devices the time is that of the busiest link, which sends at least the mean of all."""
+    free, rate = Link(0.0, 1e18, 1e18), 1e7
+    cluster = Cluster("links", 16, 1, Device(*[1e18] * 4), free, Link(0.0, rate, rate))
+    work = Workload(24, 24, 64, 4096, dtype="float32", mask=am.Full(), phase=phase)
+    found = [(candidate, cost(candidate, work, cluster)) for candidate in candidates(work, cluster)]
+    assert {candidate.exchange for candidate, _ in found} == {"bulk", "pipelined", "ring"}
+    for candidate, predicted in found:
+        assert predicted.seconds >= 0.999 * predicted.between / 16 / rate, candidate
+
+
 def test_a_host_holds_a_tile() -> None:
     for shape, ranks in ((Shape(2, 4, 4), 8), (Shape(1, 6, 2), 4), (Shape(1, 7, 1), 7), (Shape(3, 1, 5), 1)):
         for tile in tiles(shape, ranks):

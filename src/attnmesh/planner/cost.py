@@ -251,17 +251,19 @@ def _add_pass(job: _Job, one: Pass, total: Cost) -> None:
 def _add_ring(job: _Job, one: Pass, rows: Transfer, total: Cost) -> None:
     """Add a gather of queries and the steps of a ring, with one exchange beside each step.
 
-    The heads axis swaps other groups beside all steps of a group.
+    Beside all steps of a group, other groups are swapped, and their queries and results travel along rows.
     """
     steps = [job.kernel(pairs, one) for pairs in job.traffic.steps]
     steps = [steps[0], *(step + job.sum(one.columns) for step in steps[1:])]  # all but the first add to a running sum
     further, groups = len(steps) - 1, job.groups
     hops = [Transfer(job.traffic.hop, one.keys, further), Transfer(job.traffic.hop_back, one.keys_back, further)]
     hops = hops if one.keys_back else hops[:1]
-    swapped = Transfer(job.swap, sum(one.swaps) * (1 - 1 / groups) / further)
+    others = (1 - 1 / groups) / further
+    swaps, rows_both = sum(one.swaps) * others, (one.rows + one.back) / 2 * others
+    sides = [Transfer(job.swap, swaps), Transfer(job.traffic.both_ways, rows_both)]
 
     def beside(transfers: list[Transfer]) -> ExchangeTime:
-        return job.exchanged([*transfers, swapped], Cost()).of_group(groups)
+        return job.exchanged([*transfers, *sides], Cost()).of_group(groups)
 
     job.exchanged(hops, total)
     keys_hop = beside(hops[:1])
