@@ -331,6 +331,8 @@ def test_only_trainers_are_put_on_a_mesh() -> None:
             hf.on_mesh(kind, None)  # type: ignore[arg-type]
     with pytest.raises(errors.ArgumentError, match=r"on_mesh shape: expected None or .auto., given .1x2x2."):
         hf.on_mesh(Trainer, None, shape="1x2x2")
+    with pytest.raises(errors.MeshError):
+        hf.on_mesh(Trainer, "cp", shape="auto")  # type: ignore[arg-type]
     with pytest.raises(errors.LayoutError, match='on_mesh layout: expected "auto", Contiguous'):
         hf.on_mesh(Trainer, None, "best")
     assert "create_accelerator_and_postprocess" in vars(Trainer)  # its own attributes are as they were

@@ -60,8 +60,8 @@ def on_mesh(
     require(not again, ArgumentError, subject, "a trainer without a mesh", repr(trainer_class), "call on_mesh once")
     check_trainer(trainer_class)
     check_layout("on_mesh layout", layout, auto=True)
-    check_shape(shape, mesh)
     Mesh.of(mesh)
+    check_shape(shape, mesh)
 
     def calls(self: Any) -> ShardedCalls:
         return ShardedCalls(mesh, layout, exchange, shape)
