@@ -103,11 +103,11 @@ def _shares(file: Path) -> dict[tuple[int, int], float]:
         for key, share in json.loads(file.read_text()).items():
             start, stop = (int(float(edge)) for edge in key.strip("[)").split(","))
             shares[start, stop] = float(share)
-        valid = sum(shares.values()) > 0 and all(0 <= start < stop for start, stop in shares)
+        valid = sum(shares.values()) > 0 and min(shares.values()) >= 0
+        valid = valid and all(0 <= start < stop for start, stop in shares)
     except (AttributeError, OSError, OverflowError, TypeError, ValueError):
         valid = False
     fix = 'write {"[0,512)": 0.7, "[512,4096)": 0.3}'
-    valid = valid and min(shares.values()) >= 0
     require(valid, ArgumentError, "--lengths", "an object of shares by length", short(str(file)), fix)
     return shares
 

@@ -41,11 +41,11 @@ def shard(
     >>> shard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    place = Mesh.of(mesh)
+    place, seen = Mesh.of(mesh), FULL if mask is None else mask
 
     def check() -> int:
         check_layout("shard layout", layout, auto=True)
-        check_mask("shard mask", FULL if mask is None else mask)
+        check_mask("shard mask", seen)
         return _dim("shard", x, dim)
 
     def call(dim: int) -> str:
@@ -53,7 +53,8 @@ def shard(
 
     chooses = isinstance(layout, str) and not torch.compiler.is_compiling()
     dim = run_agreed(place, check, call) if chooses else check()
-    chosen = _chosen("shard", layout, mask, place, x.shape[dim])
+    check_mask("shard mask", seen, x.shape[dim])
+    chosen = chosen_layout(layout, seen, place)
     return x.index_select(dim, chosen.positions(x.shape[dim], place.shape.ranks, place.shard).to(x.device))
 
 
@@ -87,11 +88,11 @@ def unshard(
     >>> unshard(torch.arange(6), None, layout=am.Zigzag(), dim=0)
     tensor([0, 1, 2, 3, 4, 5])
     """
-    place = Mesh.of(mesh)
+    place, seen = Mesh.of(mesh), FULL if mask is None else mask
 
     def check() -> int:
         check_layout("unshard layout", layout, auto=True)
-        check_mask("unshard mask", FULL if mask is None else mask)
+        check_mask("unshard mask", seen)
         along = _dim("unshard", x, dim)
         if x.requires_grad:
             given, fix = "one that asks for gradients", "call .detach() first, or keep the loss on the shards"
@@ -107,7 +108,8 @@ def unshard(
     dim, table = run_agreed_with(place, check, call, lambda dim: [x.shape[dim]])
     counts = [row[0] for row in table]
     length = sum(counts) if length is None else length
-    positions = _positions(_chosen("unshard", layout, mask, place, length), length, counts)
+    check_mask("unshard mask", seen, length)
+    positions = _positions(chosen_layout(layout, seen, place), length, counts)
     whole = _gather_shards(x.movedim(dim, 0), place, counts)
     return torch.empty_like(whole).index_copy_(0, positions.to(x.device), whole).movedim(0, dim)
 
@@ -160,13 +162,6 @@ def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
             x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
         held *= axis.size
     return x
-
-
-def _chosen(subject: str, layout: Layout | str, mask: Mask | None, place: Mesh, length: int) -> Layout:
-    """Return the layout given, or the choice for a mask over so many tokens."""
-    mask = FULL if mask is None else mask
-    check_mask(f"{subject} mask", mask, length)
-    return chosen_layout(layout, mask, place)
 
 
 def _positions(layout: Layout, length: int, counts: list[int]) -> Tensor:
