@@ -5,6 +5,7 @@ rank, over the mean, and by the tokens of q, out, k and v that its busiest rank 
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,23 +13,28 @@ from itertools import accumulate, pairwise
 from os.path import isfile
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import attnmesh as am
+from attnmesh.attention.auto_layout import price
 from attnmesh.cli.launch import Send
+from attnmesh.cli.probe import measured
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
 from attnmesh.core.packing import pack
 from attnmesh.errors import ArgumentError, require, short
+from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem
 from attnmesh.mesh.shapes import Shape
+from attnmesh.planner.auto import keep_machine, measured_machine
 from attnmesh.planner.traffic import count_tokens, divisors
 from benchmarks.netns import Hosts, World, run_on, send_rows
 from benchmarks.peers import PEERS, Case, inputs, wrong_gradients
-from benchmarks.prefill import Contender, attention_call, between_barriers
+from benchmarks.prefill import Contender, attention_call, between_barriers, mesh_of
 from benchmarks.timing import Timing, race
 
 LENGTHS = Path(__file__).parent / "document_lengths"
@@ -180,8 +186,20 @@ def rows(request: Request, world: World, add: Send) -> None:
 
 
 def _contests(request: Request) -> Iterator[Row]:
+    if request.hosts is not None:
+        _probe()
     for file in request.files:
         yield from _contest(file, request)
+
+
+def _probe() -> None:
+    """Let "auto" take the constants of these hosts, as after `attnmesh probe`. The rates of a preset are not theirs."""
+    cluster = measured()
+    with TemporaryDirectory() as folder:
+        os.environ["ATTNMESH_MACHINE"] = f"{folder}/machine.json"
+        keep_machine(cluster, "cpu")
+        measured_machine.cache_clear()
+        measured_machine("cpu")
 
 
 def _contest(file: Path, request: Request) -> list[Row]:
@@ -192,8 +210,10 @@ def _contest(file: Path, request: Request) -> list[Row]:
     mask, length = am.Causal() & am.Documents(documents), edges[-1]
     case = Case(file.stem, mask, am.Contiguous(), HEADS, length)
     tensors, calls, done = inputs(case), {}, {}
-    for name, shape, layout, exchange in contenders(ranks, documents):
-        one = Contender(shape, Shape(*(1 if request.hosts else n for n in shape)), exchange)
+    known = [*contenders(ranks, documents)]
+    tiles = {shape: Shape(*(1 if request.hosts else n for n in shape)) for _, shape, *_ in known}
+    for name, shape, layout, exchange in (*known, chosen(case, tiles)):
+        one = Contender(shape, tiles[shape], exchange)
         own = Case(file.stem, mask, layout, HEADS, length)
         calls[name], done[name] = attention_call(own, tensors, one), Row(file.stem, name)
     for name, make in PEERS.items():
@@ -208,6 +228,20 @@ def _contest(file: Path, request: Request) -> list[Row]:
         Row(row.case, name, timings[name], round(timings[name].median / best, 2), row.note) if name in timings else row
         for name, row in done.items()
     ]
+
+
+def chosen(case: Case, tiles: dict[Shape, Shape]) -> tuple[str, Shape, Layout, str]:
+    """Return the contender with the shape and the layout that "auto" takes, as `on_mesh(shape="auto")` does."""
+    options = case.mask, case.length
+    heads = *case.heads, case.width
+    prices = {shape: price("auto", *options, Mesh.of(mesh_of(shape, tile)), heads) for shape, tile in tiles.items()}
+    shape = min(prices, key=lambda shape: prices[shape].seconds)
+    return (
+        f"auto: {'x'.join(map(str, shape))}, {type(prices[shape].layout).__name__}",
+        shape,
+        prices[shape].layout,
+        "auto",
+    )
 
 
 def contenders(ranks: int, documents: Sequence[int]) -> Iterator[tuple[str, Shape, Layout, str]]:

@@ -85,6 +85,23 @@ def test_hosts_without_measured_links_take_the_preset() -> None:
     assert auto.cluster_of(measured, 1, 3, "local") == Cluster.preset("local").sized(1, 3)
 
 
+def test_ranks_of_a_preset_share_the_cores_of_their_host() -> None:
+    preset = Cluster.preset("local")
+    assert auto.cluster_of(preset, 1, 8, "local", share=0.5).device.alone == 4.0
+    assert auto.cluster_of(preset, 8, 2, "local", share=0.5) == preset.sized(8, 2)
+    measured = replace(cluster(), device=replace(cluster().device, alone=1.5))
+    assert auto.cluster_of(measured, 1, 8, "local", share=0.5).device.alone == 1.5
+
+
+def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert auto.share_of_cores(torch.device("cpu")) == 0.25
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert auto.share_of_cores(torch.device("cpu")) == 1.0
+    assert auto.share_of_cores(torch.device("cuda")) == 0.0
+
+
 def _rates(files: list[str]) -> float:
     """On a rank: the rate of the links that "auto" takes."""
     before = os.environ["ATTNMESH_MACHINE"]

@@ -173,8 +173,8 @@ def best_merge(axis: Axis, device: torch.device) -> str:
     return auto.best_merge(axis.size, near, *_constants((axis,), device))
 
 
-def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str]:
-    """Return the constants that all ranks use, and their preset.
+def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str, float]:
+    """Return the constants that all ranks use, their preset, and the most that a rank needs of its host's cores.
 
     They are those that `attnmesh probe` has kept, if all ranks read the same, else the preset's. The preset is the
     first, in the table's order, that any rank is like.
@@ -182,6 +182,8 @@ def _constants(axes: Sequence[Axis], device: torch.device) -> tuple[Cluster, str
     names = list(PRESETS)
     measured = auto.measured_machine(device.type)
     mine = [names.index(auto.preset_for(device)), 0 if measured is None else measured[1]]
-    rows = all_gather_ints(mine, axes)
-    preset, alike = names[min(row[0] for row in rows)], len({row[1] for row in rows}) == 1
-    return (measured[0] if measured is not None and alike else Cluster.preset(preset)), preset
+    rows = all_gather_ints([*mine, int(1e6 * auto.share_of_cores(device))], axes)
+    presets, files, shares = zip(*rows, strict=True)
+    preset = names[min(presets)]
+    cluster = measured[0] if measured is not None and len(set(files)) == 1 else Cluster.preset(preset)
+    return cluster, preset, max(shares) / 1e6

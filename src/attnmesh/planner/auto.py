@@ -7,6 +7,7 @@ taken. Callers pass which ranks share a host.
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -104,15 +105,29 @@ def measured_machine(device_type: str) -> tuple[Cluster, int] | None:
         return None
 
 
-def cluster_of(base: Cluster, hosts: int, ranks: int, preset: str) -> Cluster:
-    """Return the base with these counts; the preset if the base has no links for them."""
+def share_of_cores(device: torch.device) -> float:
+    """Return the share of this host's cores that a rank's threads take; 0 for a rank with a GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(1.0, torch.get_num_threads() / cores) if device.type == "cpu" else 0.0
+
+
+def cluster_of(base: Cluster, hosts: int, ranks: int, preset: str, share: float = 0.0) -> Cluster:
+    """Return the base with these counts; the preset if the base has no links for them.
+
+    A preset has a core for each thread. `share` is what a rank takes of its host's cores.
+    """
     try:
-        return base.sized(hosts, ranks)
+        found = base.sized(hosts, ranks)
     except ClusterError:
-        return Cluster.preset(preset).sized(hosts, ranks)
+        found = Cluster.preset(preset).sized(hosts, ranks)
+    if found.name != preset or share * ranks <= 1:
+        return found
+    return replace(found, device=replace(found.device, alone=share * ranks))
 
 
-def cluster_and_tile(hosts: Sequence[int], shape: Shape, base: Cluster, preset: str) -> tuple[Cluster, Shape]:
+def cluster_and_tile(
+    hosts: Sequence[int], shape: Shape, base: Cluster, preset: str, share: float = 0.0
+) -> tuple[Cluster, Shape]:
     """Return the cluster of a mesh, and the tile of the mesh that one host holds.
 
     `hosts` has the host number of each shard. If hosts hold different tiles, each rank counts as a host.
@@ -123,11 +138,11 @@ def cluster_and_tile(hosts: Sequence[int], shape: Shape, base: Cluster, preset: 
     count = len(set(hosts))
     if count * tile.ranks != shape.ranks:
         count, tile = shape.ranks, Shape(1, 1, 1)
-    return cluster_of(base, count, tile.ranks, preset), tile
+    return cluster_of(base, count, tile.ranks, preset, share), tile
 
 
-def best_merge(ranks: int, near: int, base: Cluster, preset: str) -> str:
+def best_merge(ranks: int, near: int, base: Cluster, preset: str, share: float = 0.0) -> str:
     """Return the fastest merge of short messages among `ranks` ranks, `near` of them on each host."""
-    cluster = cluster_of(base, ranks // near, near, preset)
+    cluster = cluster_of(base, ranks // near, near, preset, share)
     times = {how: merge_seconds(how, MergeGroup(ranks, near), TYPICAL_PAYLOAD, cluster) for how in ("direct", "tree")}
     return min(times, key=lambda how: times[how])
