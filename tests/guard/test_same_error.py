@@ -120,6 +120,17 @@ def append_latents(at: Place, **changes: Any) -> None:
     cache.append(**{"k": numbers(1, HEADS, 1, WIDTH)} | changes)
 
 
+def append_index_keys(at: Place, **changes: Any) -> None:
+    cache = new_cache(at, checked=True, values="none")
+    cache.append(**{"k": numbers(1, HEADS, 1, WIDTH)} | changes)
+
+
+def decode_index_keys(at: Place, alone: bool = False) -> None:
+    cache = new_cache(at, checked=True, values="none")
+    cache.append(numbers(1, HEADS, 1, WIDTH))
+    am.decode(numbers(1, Q_HEADS, 1, WIDTH), cache if alone else filled(at))
+
+
 def append_shard(at: Place, **changes: Any) -> None:
     cache = filled(at)
     k, v = numbers(2, 1, HEADS, 2, WIDTH)
@@ -183,6 +194,11 @@ def merge_across(at: Place, **changes: Any) -> None:
     out, lse = numbers(1, HEADS, 3, WIDTH), numbers(1, HEADS, 3)
     parts = {name: changes.pop(name, x) for name, x in {"out": out, "lse": lse}.items()}
     am.merge_across(**{"partial": am.Partial(**parts), "group": dist.group.WORLD} | changes)
+
+
+def top_k_across(at: Place, **changes: Any) -> None:
+    keys = {"scores": numbers(2, 5), "indices": torch.arange(5)}
+    am.top_k_across(**keys | {"k": 3, "group": dist.group.WORLD} | changes)
 
 
 def scan_across(at: Place, **changes: Any) -> None:
@@ -462,7 +478,13 @@ ALIKE: Table = {
         (
             {"values": "first"},
             ArgumentError,
-            r"KVCache values: expected one of separate, prefix, given 'first'\. Fix: ",
+            r"KVCache values: expected one of separate, prefix, none, given 'first'\. Fix: ",
+        ),
+        ({"values": "none"}, MeshError, r"KVCache: expected the same call .*:\n    ranks  .*values\n(.*\n)*.*none"),
+        (
+            {"values": "none", "value_dim": 4},
+            ShapeError,
+            r"KVCache value_dim: expected None for keys alone, given 4\. Fix: leave out values",
         ),
         ({"values": "prefix"}, MeshError, r"KVCache: expected the same call .*:\n    ranks  values\n(.*\n)*.*prefix"),
         (
@@ -511,6 +533,13 @@ ALIKE: Table = {
     append_latents: [
         ({"v": T(1, 6, 1, 4)}, ArgumentError, r"append v: expected None, for values are columns of k, given \(1, 6, 1"),
         ({"k": T(1, 6, 1, 3)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(1, 6, 1, 3\)"),
+    ],
+    append_index_keys: [
+        ({"v": T(1, 6, 1, 4)}, ArgumentError, r"append v: expected None in a cache of keys, given \(1, 6, 1"),
+        ({"k": T(1, 6, 1, 3)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(1, 6, 1, 3\)"),
+    ],
+    decode_index_keys: [
+        ({"alone": True}, ArgumentError, r"decode cache: expected a cache with values, given one of keys alone\. Fix"),
     ],
     append_shard: [
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
@@ -651,6 +680,31 @@ ALIKE: Table = {
             KernelError,
             r"merge_across: expected a partial without gradients, given one with requires_grad=True\. Fix: call it",
         ),
+    ],
+    top_k_across: [
+        ({"scores": [1.0]}, DtypeError, r"top_k_across scores: expected a tensor of floats, given list\. Fix: use"),
+        ({"scores": T(2, 5).int()}, DtypeError, r"top_k_across scores: expected a tensor of floats, given torch.int32"),
+        ({"scores": T(())}, DtypeError, r"top_k_across scores: expected a tensor of floats, .*\(\)\. Fix: pass"),
+        ({"scores": T(2, 5, requires_grad=True)}, KernelError, r"top_k_across scores: .* without gradients, given"),
+        ({"scores": T(3, 5)}, MeshError, r"top_k_across: .*:\n    ranks  rows\n(.*\n)*.*\[3\]\n"),
+        (
+            {"indices": T(5)},
+            DtypeError,
+            r"top_k_across indices: expected a tensor of int32 or int64, given torch.float",
+        ),
+        ({"indices": torch.arange(4)}, ShapeError, r"top_k_across indices: expected shape \(2, 5\), .*, given \(4,\)"),
+        (
+            {"indices": torch.arange(5) - 1},
+            ShapeError,
+            r"indices: expected numbers from 0 to 2147483647, given -1 to 3",
+        ),
+        ({"indices": torch.arange(5) << 30}, ShapeError, r"indices: expected numbers from 0 to .*, given 0 to 4294967"),
+        ({"indices": torch.arange(5, device="meta")}, DeviceError, r"top_k_across: expected one device, given scores"),
+        ({"k": 0}, ShapeError, r"top_k_across k: expected a whole number, 1 or more, given 0\. Fix: find"),
+        ({"k": 2.0}, ShapeError, r"top_k_across k: expected a whole number, 1 or more, given 2\.0\. Fix: count"),
+        ({"k": 4}, MeshError, r"top_k_across: .*:\n    ranks  k\n(.*\n)*.*  4\n"),
+        ({"unique": 1}, ArgumentError, r"top_k_across unique: expected True or False, given 1\. Fix: pass"),
+        ({"unique": True}, MeshError, r"top_k_across: .*:\n    ranks  unique\n(.*\n)*.*True\n"),
     ],
     scan_across: [
         ({"linear": 1.0}, DtypeError, r"scan_across linear: expected a tensor of floats, given float\. Fix: use"),

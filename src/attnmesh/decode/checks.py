@@ -12,7 +12,7 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.step import DecodeStep, reads_length_on_device
 from attnmesh.decode.window import is_within
-from attnmesh.errors import DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
+from attnmesh.errors import ArgumentError, DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
 from attnmesh.guard.checks import (
     check_key_lengths,
     check_most_keys,
@@ -38,6 +38,8 @@ def check_step(
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})
     check_unknown_options("decode", unsupported)
+    fix = 'append values too, to a cache without values="none"'
+    require(sizes.values != "none", ArgumentError, "decode cache", "a cache with values", "one of keys alone", fix)
     check_same_kind("decode", {"q": q})
     shape = (sizes.batch, "heads", "length", sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
