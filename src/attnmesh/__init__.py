@@ -26,6 +26,7 @@ from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
+from attnmesh.core.selection import Selection as Selection
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode
 from attnmesh.mesh.shapes import Shape as Shape

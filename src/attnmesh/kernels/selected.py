@@ -1,0 +1,165 @@
+"""Attention of each query to the keys that are selected for it.
+
+Rows of keys and values are gathered for a tile of queries, and attended by the formula of the reference kernel. Tiles
+have a bounded number of elements, so memory does not grow with queries times selected keys. Query heads that share a
+key head share its gathered rows. The backward pass gathers them again, and adds their gradients to the keys.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.logits import Logits
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.selection import Selection
+from attnmesh.kernels.blocks import BackwardInputs, Gradients
+from attnmesh.kernels.reference import attend_rows, backward_rows
+
+ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+"""Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
+
+
+@dataclass(frozen=True)
+class SelectedKeys:
+    """The selected keys of some queries, among the keys that are here."""
+
+    selection: Selection
+    first: Tensor
+    """First and last position that each query sees under the mask."""
+    last: Tensor
+    positions: Tensor | None = None
+    """Ascending positions of the keys that are here, each once; None for 0, 1, 2, ..."""
+    key_lengths: Tensor | None = None
+    """Real keys of each sequence."""
+
+    @staticmethod
+    def of(
+        selection: Selection, mask: Mask, queries: Tensor, keys: Tensor | None, key_lengths: Tensor | None
+    ) -> "SelectedKeys":
+        """Return the selected keys of queries under a mask, with the positions of queries and of keys."""
+        device = selection.indices.device
+        first, last = mask.bounds(queries.to(device))
+        places = (None if x is None else x.to(device) for x in (keys, key_lengths))
+        return SelectedKeys(selection, first, last, *places)
+
+    def of_heads(self, heads: slice) -> "SelectedKeys":
+        """Return the selected keys of some key heads."""
+        return replace(self, selection=self.selection.of_heads(heads))
+
+    def find(self, sequence: int, head: int, queries: slice, keys: slice, count: int) -> tuple[Tensor, Tensor]:
+        """Return where some selected keys of some queries stand among the `count` keys here, and which are hidden."""
+        found = self.selection.positions(self.selection.indices[sequence, head, queries], keys)
+        seen = (found >= self.first[queries, None]) & (found <= self.last[queries, None])
+        if self.key_lengths is not None:
+            seen &= found < self.key_lengths[sequence]
+        if self.positions is None:
+            seen &= found < count
+        else:
+            wanted = found
+            found = torch.searchsorted(self.positions, wanted).clamp_(max=count - 1)
+            seen &= self.positions[found] == wanted
+        if found.device.type == "cpu":  # seen keys come first, in order of memory, and no more than are seen are read
+            found = found.masked_fill_(~seen, count).sort(-1).values[:, : int(seen.sum(-1).max())]
+            seen = found < count
+        # Rows for hidden keys are those of a seen one: they may not bring in numbers that are not finite.
+        one = found.masked_fill(~seen, 0).amax(-1, keepdim=True) if found.numel() else found
+        return torch.where(seen, found, one), ~seen
+
+
+class Tile(NamedTuple):
+    """Some queries of a sequence, some key heads, and the rows of these that are gathered."""
+
+    sequence: int
+    heads: slice  # key heads
+    queries: slice
+    rows: Tensor  # (queries, keys), indices of keys
+    hidden: Tensor  # (queries, keys)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the tile's rows of keys or values, (heads * queries, keys, width)."""
+        index, some = self.rows.flatten(), x[self.sequence, self.heads]
+        rows = x.new_empty(len(some), len(index), x.shape[-1])
+        for head, into in zip(some, rows, strict=True):
+            torch.index_select(head, 0, index, out=into)
+        return rows.view(-1, self.rows.shape[1], x.shape[-1])
+
+    def view(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return the tile's part of a tensor of queries as a view, (heads, queries, query heads of a key head, ...)."""
+        part: Tensor = x[self.sequence].unflatten(0, (kv_heads, -1))[self.heads, :, self.queries]
+        return part.transpose(1, 2)
+
+    def take(self, x: Tensor, kv_heads: int) -> Tensor:
+        """Return a copy of it in which sums are exact, (heads * queries, query heads of a key head, width)."""
+        part = self.view(x, kv_heads)
+        return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
+
+    def mask(self) -> Tensor:
+        """Return which keys are hidden, as the product of queries and keys takes it."""
+        return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits) -> Partial:
+    """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`."""
+    total, kv_heads = identity(q, v.shape[-1], sum_dtype(q.dtype)), k.shape[1]
+    for tile in _tiles(q, k, v, selected):
+        keys = tile.gather(k)
+        values = keys[..., : v.shape[-1]] if _is_part(v, k) else tile.gather(v)
+        out, lse = attend_rows(tile.take(q, kv_heads), keys, values, tile.mask(), logits)
+        whole = Partial(tile.view(total.out, kv_heads), tile.view(total.lse, kv_heads))
+        part = Partial(out.view(whole.out.shape), lse.view(whole.lse.shape))
+        part.out.masked_fill_((part.lse == -torch.inf).unsqueeze(-1), 0.0)
+        for into, some in zip(whole, merge_unchecked([whole, part]), strict=True):
+            into.copy_(some)
+    return total
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, logits: Logits
+) -> Gradients:
+    """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
+    total, kv_heads = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v))), k.shape[1]
+    delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
+    for tile in _tiles(q, k, v, selected):
+        more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
+        part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, tile.mask(), logits)
+        into = tile.view(total.q, kv_heads)
+        into.add_(part.q.view(into.shape))
+        index = tile.rows.flatten()
+        for whole, some in ((total.k, part.k), (total.v, part.v)):
+            by_head = some.view(tile.heads.stop - tile.heads.start, len(index), -1)
+            for head, rows in zip(whole[tile.sequence, tile.heads], by_head, strict=True):
+                head.index_add_(0, index, rows)
+    return total
+
+
+def poison(out: Tensor, selection: Selection, length: int | None = None) -> None:
+    """Put NaN where a row of indices is faulty, of a sequence of so many keys or any number. The host reads nothing."""
+    faulty = selection.faulty(length).unsqueeze(-1)
+    out.unflatten(1, (selection.heads, -1)).masked_fill_(faulty.unsqueeze(2), torch.nan)
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys) -> Iterator[Tile]:
+    """Yield tiles that cover all queries, key heads and selected keys, with rows to gather."""
+    selection, group = selected.selection, q.shape[1] // k.shape[1]
+    wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
+    most = max(1, ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // (k.shape[-1] + v.shape[-1] + group))
+    keys = min(most, wanted)
+    heads = min(shared, most // keys)
+    queries = max(1, most // (keys * heads))
+    for sequence in range(len(q)):
+        for own in range(selection.heads):
+            for query in range(0, q.shape[2] if k.shape[2] else 0, queries):
+                some = slice(query, min(query + queries, q.shape[2]))
+                for key in range(0, wanted, keys):
+                    found = selected.find(sequence, own, some, slice(key, min(key + keys, wanted)), k.shape[2])
+                    for head in range(own * shared, (own + 1) * shared, heads) if found[0].numel() else ():
+                        yield Tile(sequence, slice(head, min(head + heads, (own + 1) * shared)), some, *found)
+
+
+def _is_part(v: Tensor, k: Tensor) -> bool:
+    """Return True if values are the first columns of keys, as those of latents."""
+    return v.data_ptr() == k.data_ptr() and v.stride() == k.stride() and v.shape[-1] <= k.shape[-1]
