@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attnmesh as am
-from attnmesh.core.candidates import NONE
+from attnmesh.core.selection import NONE
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool

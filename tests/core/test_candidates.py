@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnmesh.core.candidates import EMPTY, NONE, best, pack, unpack
+from attnmesh.core.candidates import EMPTY, best, pack, unpack
+from attnmesh.core.selection import NONE
 
 NUMBERS = st.sampled_from([-math.inf, -2.5, -0.0, 0.0, 1e-45, 1.0, 1.0 + 2**-23, 3.0, math.inf])
 

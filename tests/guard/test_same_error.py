@@ -60,6 +60,12 @@ PADDED = torch.arange(40)[None] > 2
 NOWHERE = {name: T(1, n, 4, WIDTH, device="meta") for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}
 
 
+def tokens(indices: Any, block: int = 1) -> am.Selection:
+    """A selection of one query, or of several."""
+    x = torch.tensor(indices, dtype=torch.float32 if isinstance(indices, float) else torch.int32)
+    return am.Selection(x.reshape(1, 1, -1 if x.ndim > 1 else 1, x.shape[-1] if x.ndim else 1), block)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank makes its call."""
@@ -653,6 +659,41 @@ ALIKE: Table = {
         ({"kernel": ["cpu"]}, KernelError, r"kernel: expected one of auto, cpu, .*, given \['cpu'\]\. Fix: leave it"),
         ({"kernel": "cuda"}, KernelError, r"kernel cuda: expected tensors that it supports, given others: "),
         ({"checked": "no"}, ArgumentError, r"decode checked: expected None, True or False, given 'no'\. Fix: leave"),
+        (
+            {"selected": T(1, 1, 1, 2).int()},
+            DtypeError,
+            r"decode selected: expected a Selection, given Tensor\. Fix: pass",
+        ),
+        ({"selected": tokens(1.5)}, DtypeError, r"selected indices: .* torch.int32, given torch.float32\. Fix: pass"),
+        ({"selected": tokens([[1], [2]])}, ShapeError, r"selected indices: expected shape \(1, 1 or 6, 1, 1 or more\)"),
+        (
+            {"selected": tokens([])},
+            ShapeError,
+            r"decode selected indices: expected shape .*, given shape \(1, 1, 1, 0\)",
+        ),
+        ({"selected": tokens([10])}, ShapeError, r"selected indices: .*each once in a row, of 10 keys, given 10\. Fix"),
+        (
+            {"selected": tokens([3], 4)},
+            ShapeError,
+            r"selected indices: .*each once in a row, of 10 keys, given 3\. Fix",
+        ),
+        (
+            {"selected": tokens([-1])},
+            ShapeError,
+            r"selected indices: expected indices of 0 or more, .*, given -1\. Fix",
+        ),
+        ({"selected": tokens([3, 3])}, ShapeError, r"selected indices: .*, given an index twice in a row\. Fix: fill"),
+        ({"selected": tokens([3])}, MeshError, r"decode: .*:\n    ranks  .*selected\n(.*\n)*.*int32 \[1, 1, 1, 1\] of"),
+        (
+            {"selected": tokens([3]), "kernel": "native"},
+            KernelError,
+            r"decode selected with kernel: expected auto or reference, given native\. Fix: leave it",
+        ),
+        (
+            {"selected": tokens([3]), "reproducible": True},
+            KernelError,
+            r"decode reproducible: expected no selected= beside reproducible=True, given a Selection\. Fix: leave",
+        ),
         ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=0.1\. Fix"),
         ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=0\. Fix: see"),
     ],

@@ -94,7 +94,7 @@ def attend(
             if positions is not None:
                 check_positions(f"attend {name}_positions", positions, x.shape[2])
         check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
-        check_selection("attend selected", selected, q, k, kernel)
+        check_selection("attend selected", selected, q, k.shape[1], kernel)
         if k_positions is None:
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:

@@ -8,7 +8,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.candidates import best_across
-from attnmesh.core.candidates import NONE, best, pack, unpack
+from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.selection import NONE
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
 from attnmesh.guard.checks import check_one_device, check_tensor
 from attnmesh.guard.consensus import agree_on_call, describe_call, may_compare

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-NONE = 2**31 - 1
-"""The index of no key: after all keys."""
+from attnmesh.core.selection import NONE
 
 EMPTY = torch.iinfo(torch.int64).min
 """The identity of the merge: no candidate."""

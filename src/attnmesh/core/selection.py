@@ -72,7 +72,7 @@ class Selection:
         parts = (int(rows.masked_fill(rows == NONE, -1).max()) for rows in self._parts())
         return max(parts, default=-1)
 
-    def faulty(self, length: int | None) -> Tensor:
+    def faulty(self, length: int | Tensor | None) -> Tensor:
         """Return the rows with an index twice, below 0 or, of so many keys, beyond the last: (batch, heads, queries).
 
         Memory for it does not grow with the selection.

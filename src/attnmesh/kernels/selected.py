@@ -136,7 +136,7 @@ def backward(
     return total
 
 
-def poison(out: Tensor, selection: Selection, length: int | None = None) -> None:
+def poison(out: Tensor, selection: Selection, length: int | Tensor | None = None) -> None:
     """Put NaN where a row of indices is faulty, of a sequence of so many keys or any number. The host reads nothing."""
     faulty = selection.faulty(length).unsqueeze(-1)
     out.unflatten(1, (selection.heads, -1)).masked_fill_(faulty.unsqueeze(2), torch.nan)
