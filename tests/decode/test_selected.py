@@ -1,5 +1,7 @@
 """Steps over selected tokens: in a graph, with new tokens, and where indices are wrong or differ by rank."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.selection import NONE
+from attnmesh.decode.indexer import top_k_tokens
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
@@ -124,3 +127,40 @@ def test_an_empty_selection_gives_zeros() -> None:
     cache, q = cache_of(1, "prefix"), numbers(2, HEADS[0], 2, WIDTH, seed=2)
     nothing = am.Selection(torch.full((2, 1, 2, 3), NONE, dtype=torch.int32))
     assert not am.decode(q, cache, selected=nothing).any()
+
+
+def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    q, weights = operands
+    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
+
+
+def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
+    """Return the best tokens before and after a fork, of a cache with a sharded prefill, on this rank."""
+    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
+    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
+    keys, real = numbers(2, 1, TOKENS, WIDTH), numbers(2, TOKENS, seed=5) > -0.5
+    mine = am.Zigzag().positions(30, ranks, dist.get_rank())
+    index.append_shard(keys[:, :, mine], None, mine, token_mask=real[:, :30] if padded else None)
+    index.append(keys[:, :, 30:], token_mask=real[:, 30:] if padded else None)
+    operands = numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7)
+    options = {"k": 60, "mask": am.Causal()}
+    found = [top_k_tokens(index, score, operands, **options), top_k_tokens(index, score, operands, 4, block=5)]
+    return [*found, top_k_tokens(index.fork(), score, operands, **options)]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_best_tokens_do_not_depend_on_the_ranks(pool: Pool, padded: bool) -> None:
+    (alone,) = pool.run(1, best_tokens, 1, padded)
+    for ranks in (2, 3, 4, 6):
+        for found in pool.run(ranks, best_tokens, ranks, padded):
+            assert all(map(torch.equal, found, alone))
+    keys, operands = numbers(2, 1, TOKENS, WIDTH)[:, 0], (numbers(2, 3, 64, WIDTH, seed=6), numbers(2, 3, 64, seed=7))
+    real = numbers(2, TOKENS, seed=5) > -0.5 if padded else torch.ones(2, TOKENS, dtype=torch.bool)
+    seen = am.Causal().visible(torch.arange(TOKENS - 3, TOKENS), torch.arange(TOKENS)) & real[:, None]
+    seen = seen & real[:, -3:, None]
+    order = score(keys, operands).masked_fill(~seen, -torch.inf).sort(-1, descending=True)
+    right = order.indices.masked_fill(order.values == -torch.inf, NONE)
+    assert torch.equal(alone[0][..., :TOKENS].long(), right)
+    assert (alone[0][..., TOKENS:] == NONE).all()
+    assert torch.equal(alone[0], alone[2])
