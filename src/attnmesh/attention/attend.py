@@ -23,6 +23,7 @@ from attnmesh.guard.checks import (
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import LocalPlan, kind_of
+from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.runtime.kinds import Kinds
 
@@ -105,4 +106,5 @@ def attend(
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
     with without_autocast(q):
-        return Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places, selected)))
+        out, lse = run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places, selected))
+        return Partial(without_faulty(out, selected), lse)

@@ -8,7 +8,7 @@ from attnmesh.core.selection import NONE, Selection
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import forward
-from attnmesh.kernels.selected import SelectedKeys, poison
+from attnmesh.kernels.selected import SelectedKeys, nan_where_faulty
 
 
 def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, kernel: Kernel) -> Partial:
@@ -27,9 +27,8 @@ def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, k
             parts.append(forward(kernel, query.q, here.keys, here.values, keys, query.logits))
         else:
             parts.append(_attend_sequences(query, here, wanted, first, last, kernel))
-    partial = parts[0] if len(parts) == 1 else merge_unchecked(parts)
-    poison(partial.out, selection, view.state[0])
-    return with_sinks(partial, query.sinks)
+    out, lse = parts[0] if len(parts) == 1 else merge_unchecked(parts)
+    return with_sinks(Partial(nan_where_faulty(out, selection, view.state[0]), lse), query.sinks)
 
 
 def _attend_sequences(

@@ -18,7 +18,7 @@ from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import backward, choose, forward, visible_counts
 from attnmesh.kernels.plans import LocalPlan, empty_length_major, length_major, whole_band
-from attnmesh.kernels.selected import SelectedKeys, poison
+from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 
 
@@ -60,8 +60,6 @@ def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
-    if selected is not None and q.device.type != "cpu":  # where the host reads no index
-        poison(out, selected)
     return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
 
 
@@ -80,12 +78,9 @@ def attend_op(
     indices: Tensor | None = None,
     block: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse), with out NaN in rows of `indices` that are faulty, which no graph checks."""
+    """Return (out, lse)."""
     kind, selected = (Mask.decode(mask), Logits(*logits), kernel), _selection(indices, block)
-    out, lse = _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions, selected))
-    if selected is not None:
-        poison(out, selected)
-    return out, lse
+    return _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions, selected))
 
 
 @attend_op.register_fake

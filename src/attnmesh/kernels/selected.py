@@ -18,6 +18,7 @@ from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.blocks import BackwardInputs, Gradients
 from attnmesh.kernels.reference import attend_rows, backward_rows
+from attnmesh.runtime.kept import on_device
 
 ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
@@ -40,15 +41,21 @@ class SelectedKeys:
     def of(
         selection: Selection, mask: Mask, queries: Tensor, keys: Tensor | None, key_lengths: Tensor | None
     ) -> "SelectedKeys":
-        """Return the selected keys of queries under a mask, with the positions of queries and of keys."""
+        """Return the selected keys of queries under a mask. Positions of keys are ascending, and on the host."""
         device = selection.indices.device
-        first, last = mask.bounds(queries.to(device))
-        places = (None if x is None else x.to(device) for x in (keys, key_lengths))
-        return SelectedKeys(selection, first, last, *places)
+        first, last = mask.bounds(on_device(queries, device))
+        in_order = keys is None or not len(keys) or int(keys[-1]) == len(keys) - 1
+        places = None if keys is None or in_order else on_device(keys, device)
+        return SelectedKeys(selection, first, last, places, None if key_lengths is None else key_lengths.to(device))
 
     def of_heads(self, heads: slice) -> "SelectedKeys":
         """Return the selected keys of some key heads."""
         return replace(self, selection=self.selection.of_heads(heads))
+
+    def of_queries(self, queries: slice) -> "SelectedKeys":
+        """Return the selected keys of some queries."""
+        selection = Selection(self.selection.indices[:, :, queries], self.selection.block)
+        return replace(self, selection=selection, first=self.first[queries], last=self.last[queries])
 
     def find(self, sequence: int, head: int, queries: slice, keys: slice, count: int) -> tuple[Tensor, Tensor]:
         """Return where some selected keys of some queries stand among the `count` keys here, and which are hidden."""
@@ -136,10 +143,20 @@ def backward(
     return total
 
 
-def poison(out: Tensor, selection: Selection, length: int | Tensor | None = None) -> None:
-    """Put NaN where a row of indices is faulty, of a sequence of so many keys or any number. The host reads nothing."""
-    faulty = selection.faulty(length).unsqueeze(-1)
-    out.unflatten(1, (selection.heads, -1)).masked_fill_(faulty.unsqueeze(2), torch.nan)
+def without_faulty(out: Tensor, selected: Selection | None, length: int | None = None) -> Tensor:
+    """Return `out` with NaN where a row of indices is faulty. On a CPU rows were checked, but for those in a graph."""
+    if selected is None or (out.device.type == "cpu" and not torch.compiler.is_compiling()):
+        return out
+    return nan_where_faulty(out, selected, length)
+
+
+def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | None) -> Tensor:
+    """Return `out` with NaN where a row of indices is faulty, of a sequence of so many keys, or of any number.
+
+    The host reads nothing.
+    """
+    faulty = selected.faulty(length).repeat_interleave(out.shape[1] // selected.heads, 1)
+    return out.masked_fill(faulty.unsqueeze(-1), torch.nan)
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys) -> Iterator[Tile]:
