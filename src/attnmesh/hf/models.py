@@ -42,9 +42,9 @@ OTHER_LAYERS = ("mlp", "moe")
 """Values of `config.layer_types` for layers that mix no tokens."""
 
 RECURRENT_MODELS = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
-    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("recurrent_gemma", "zamba", "zamba2"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
+    *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2"),
 )
 """Model types whose recurrent layers can run on shards."""
 

@@ -115,6 +115,7 @@ LIGHTNING = RecurrentKind(
 )
 
 RECURRENT: dict[str, RecurrentKind] = {
+    "BailingHybridDeltaAttention": KIMI_DELTA,
     "BambaMixer": MAMBA2,
     "FalconH1Mixer": MAMBA2,
     "FalconMambaMixer": FUSED_MAMBA1,
@@ -123,6 +124,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "KimiLinearDeltaAttention": KIMI_DELTA,
     "Lfm2MoeShortConv": SHORT_CONVOLUTION,
     "Lfm2ShortConv": SHORT_CONVOLUTION,
+    "Lfm3ShortConv": SHORT_CONVOLUTION,
     "Mamba2Mixer": MAMBA2,
     "MambaMixer": FUSED_MAMBA1,
     "MiniMaxLightningAttention": LIGHTNING,
