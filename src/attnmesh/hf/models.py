@@ -35,6 +35,9 @@ SUPPORTED_LAYERS = ("full_attention", *WINDOWED_LAYERS)
 UNLISTED_RECURRENT = ("rwkv", "xlstm")
 """Model types with recurrent layers and without `config.layer_types`. They are not supported."""
 
+INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
+"""Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
+
 RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
 """Values of `config.layer_types` for layers that keep a state; "hybrid" ones also attend."""
 
@@ -47,6 +50,9 @@ RECURRENT_MODELS = (
     *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2"),
 )
 """Model types whose recurrent layers can run on shards."""
+
+INDEXED_MODELS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text")
+"""Model types in which an indexer selects the keys of each query."""
 
 
 class Opaque:
@@ -119,6 +125,8 @@ def check_layers(config: PreTrainedConfig) -> None:
     known = {*SUPPORTED_LAYERS}
     if is_recurrent(config):
         known |= {*RECURRENT_LAYERS, *OTHER_LAYERS}
+    if config.model_type in INDEXED_MODELS:
+        known |= {*INDEXED_LAYERS}
     unsupported = sorted({*layer_types} - known)
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
@@ -179,6 +187,14 @@ def check_keys(config: PreTrainedConfig) -> None:
     expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
     first = config.num_hidden_layers - modes.count("reuse")
     require("reuse" not in modes[:first] and not unknown, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def indexed_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
+    config = config.get_text_config(decoder=True)
+    kinds = layer_kinds(config)
+    own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
+    return [n for n, kind in enumerate(kinds) if kind in INDEXED_LAYERS and own[n] == "full"]
 
 
 def cached_layers(config: PreTrainedConfig) -> int:

@@ -4,6 +4,7 @@ Importing this file checks the names that every model needs. `RECURRENT` is chec
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
+from inspect import signature, unwrap
 from typing import Any, NamedTuple
 
 from attnmesh.runtime.upstream import Upstream
@@ -86,6 +87,39 @@ def check_trainer(trainer: type) -> None:
     TRAINER.check()
     if any(each.__module__.split(".")[0] == "trl" for each in trainer.__mro__):
         TRL.check()
+
+
+def code_of(kind: str) -> str:
+    """Return the module of transformers with the code of a model type."""
+    name = kind.removesuffix("_text")
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+def is_indexer(module: Any) -> bool:
+    """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
+    forward = unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "update_indexer" in code.co_names
+
+
+BLOCK_INDEXERS = {
+    "MiniMaxM3VLIndexer": (
+        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+        *("apply_rotary_pos_emb", "update_index"),
+    )
+}
+"""Classes of indexers that run on a mesh by another `forward`, and what their own reads."""
+
+INDEXER_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids")
+
+
+def is_block_indexer(module: Any) -> bool:
+    """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
+    names = BLOCK_INDEXERS.get(type(module).__name__)
+    if names is None or not type(module).__module__.startswith("transformers"):
+        return False
+    forward = type(module).forward
+    return {*names} <= {*forward.__code__.co_names} and (*signature(forward).parameters,) == INDEXER_ARGUMENTS
 
 
 class RecurrentKind(NamedTuple):

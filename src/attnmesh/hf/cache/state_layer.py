@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import KernelError, require
+from attnmesh.hf.cache.indexed_layer import IndexedLayer
 from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent, layer_kinds
+from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, indexed_layers, is_recurrent, layer_kinds
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
 
 
@@ -71,6 +72,8 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
+    if indexed := indexed_layers(config):
+        return [(IndexedLayer if n in indexed else ShardedLayer)(cache) for n in range(len(layer_kinds(config)))]
     kinds = layer_kinds(config) if is_recurrent(config) else ["full_attention"] * cached_layers(config)
     return [_make_layer(kind, cache) for kind in kinds]
 

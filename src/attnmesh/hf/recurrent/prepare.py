@@ -25,12 +25,10 @@ from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent.prefill_states import PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
-from attnmesh.hf.upstream import CACHES, PER_TOKEN, RGLRU, TRANSFORMERS
+from attnmesh.hf.sparse.prepare import restore_indexer
+from attnmesh.hf.upstream import CACHES, PER_TOKEN, RGLRU, TRANSFORMERS, code_of
 
-CODE = [
-    f"transformers.models.{name}.modeling_{name}"
-    for name in sorted({x.removesuffix("_text") for x in RECURRENT_MODELS})
-]
+CODE = sorted({code_of(kind) for kind in RECURRENT_MODELS})
 """Modules of transformers with the code of models with recurrent layers."""
 
 
@@ -216,6 +214,7 @@ def restore(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
         _forget_refusal(module)
+        restore_indexer(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
