@@ -40,6 +40,7 @@ CASES = {
     "glm": Case("glm_moe_dsa", "glm_moe_dsa", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "hy_v4": Case("hy_v4", "hy_v4", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "minimax_m3": Case("minimax_m3_vl_text", "minimax_m3_vl_text", BLOCKS),
+    "qwen4": Case("qwen4_exp_text", "qwen4_exp_text"),
     "ties": Case("deepseek_v32+ties", "deepseek_v32", {"index_n_heads": 2}),
 }
 """Indexers of 64 heads, whose scores never tie. With 2 heads many are 0, and the lowest index has to win."""
@@ -47,7 +48,7 @@ CASES = {
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
 SAMPLED = {("ties", SHAPES[1]), ("glm", SHAPES[2]), ("deepseek_v32", SHAPES[3]), ("dots3", SHAPES[0])}
-SAMPLED |= {("minimax_m3", SHAPES[2])}
+SAMPLED |= {("minimax_m3", SHAPES[2]), ("qwen4", SHAPES[3])}
 """The cases of `make test`."""
 
 Generate = Callable[..., Tensor]
@@ -105,7 +106,8 @@ Check = Callable[[Generate], list[Tensor]]
 
 def checks_of(name: str) -> list[tuple[Check, torch.dtype]]:
     """Return the checks of a case."""
-    return [each for each in DTYPES.items() if name != "minimax_m3" or each[0] is not padded]
+    refused = {"minimax_m3": padded, "qwen4": lookup}.get(name)
+    return [each for each in DTYPES.items() if each[0] is not refused]
 
 
 def ours(name: str, shape: Shape) -> dict[str, Any]:
@@ -225,6 +227,8 @@ TRAINING = [
     ("axk2", Shape(1, 2, 1), am.Contiguous(), False, True),
     ("minimax_m3", Shape(1, 1, 3), am.Zigzag(), False, True),
     ("minimax_m3", Shape(1, 2, 2), am.Contiguous(), False, False),
+    ("qwen4", Shape(1, 2, 1), am.Zigzag(), False, True),
+    ("qwen4", Shape(1, 1, 3), am.Contiguous(), False, False),
 ]
 
 
@@ -243,7 +247,56 @@ def test_gradients_are_those_of_one_device(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
 
 
+def test_blocks_begin_with_each_document(pool: Pool) -> None:
+    """Stock recurrent layers mix documents, so the reference has each alone."""
+    small, ids = model("qwen4", "eager", torch.float64), batch(True)["input_ids"]
+    parts = [trained(small, {"input_ids": x, "labels": x, "use_cache": False}) for x in (ids[:, :25], ids[:, 25:])]
+    found = pool.run(2, train_documents, "qwen4", Shape(1, 2, 1), am.Zigzag())
+    counts = 24, 35  # of labels
+    loss = sum(count * part[0] for count, part in zip(counts, parts, strict=True)) / sum(counts)
+    assert sum(each for each, _ in found) / len(found) == pytest.approx(loss, rel=1e-6)
+
+
+def train_documents(name: str, shape: Shape, layout: Layout) -> Any:
+    labels = batch(True)["input_ids"].clone()
+    labels[:, 25] = -100
+    shards = hf.shard_batch({**batch(True), "labels": labels}, named_mesh(shape, AXES), layout)
+    return trained(build(CASES[name], "attnmesh", torch.float64), shards)
+
+
+def refuse_documents() -> str:
+    shards = hf.shard_batch(batch(True), named_mesh(Shape(1, 2, 1), AXES))
+    with pytest.raises(errors.MaskError, match="packed sequences"):
+        build(CASES["minimax_m3"], "attnmesh", torch.float64)(**shards)
+    return "refused"
+
+
+def test_documents_in_blocks_that_count_all_tokens_are_refused(pool: Pool) -> None:
+    assert pool.run(2, refuse_documents) == ["refused"] * 2
+
+
 # --- the cache ---
+
+
+def saved(folder: Path) -> list[bool]:
+    """Save, restore and fork a cache with recurrent states. Return whether it then gives the tokens of a new one."""
+    small, mesh = model("qwen4", "attnmesh", torch.float64), named_mesh(Shape(1, 1, 2), AXES)
+    cache, restored = (hf.ShardedCache(small.config, mesh, block=4) for _ in range(2))
+
+    def tokens(used: hf.ShardedCache, prompted: Tensor) -> Tensor:
+        found: Tensor = hf.generate(small, prompted, cache=used, max_new_tokens=6, do_sample=False)
+        return found
+
+    later = torch.cat((tokens(cache, prompt(61)), prompt(7, seed=4)), 1)
+    cache.save(folder)
+    restored.restore(folder)
+    expected = tokens(hf.ShardedCache(small.config, None), later)
+    return [torch.equal(tokens(used, later), expected) for used in (restored, cache.fork(), cache)]
+
+
+def test_last_tokens_are_saved_and_forked(tmp_path: Path, pool: Pool) -> None:
+    for right in pool.run(2, saved, tmp_path):
+        assert right == [True] * 3
 
 
 def lives(folder: Path, lost: int) -> list[bool]:

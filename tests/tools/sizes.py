@@ -113,7 +113,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minicpm3": {**LATENT, "dim_model_base": 32},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "index_block_size": 4},
-    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 64},
     "reformer": {"axial_pos_embds": False},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},

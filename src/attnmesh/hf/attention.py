@@ -64,8 +64,11 @@ def attention_function(
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
         attention_mask = attention_mask.spec()
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
-    selected = None if indices is None else Selection(indices[:, None])
-    selected = selected if block_indices is None else selected_blocks(module, block_indices, spec)
+    selected = spec.selected if isinstance(spec, MaskSpec) else None
+    if indices is not None:
+        selected = Selection(indices[:, None])
+    elif block_indices is not None:
+        selected = selected_blocks(module, block_indices, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     if isinstance(spec, TracedMask):

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
+from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
@@ -40,6 +41,8 @@ class MaskSpec(LayerMask):
     """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
     left_padding: Tensor | None = None
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
+    selected: Selection | None = None
+    """The keys that each query selects, of those that it sees; None for all."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 

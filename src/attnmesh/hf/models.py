@@ -47,11 +47,19 @@ OTHER_LAYERS = ("mlp", "moe")
 RECURRENT_MODELS = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
     *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "zamba", "zamba2"),
+    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2"),
 )
 """Model types whose recurrent layers can run on shards."""
 
-INDEXED_MODELS = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text")
+INDEXED_MODELS = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "minimax_m3_vl_text",
+    "qwen4_exp_text",
+)
 """Model types in which an indexer selects the keys of each query."""
 
 
@@ -130,6 +138,8 @@ def check_layers(config: PreTrainedConfig) -> None:
     unsupported = sorted({*layer_types} - known)
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
+    if getattr(config, "ple_layer_ids", None):
+        unsupported.append("embeddings of several tokens")
     if config.model_type in UNLISTED_RECURRENT:
         unsupported.append("recurrent states")
     if unsupported:

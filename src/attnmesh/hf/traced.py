@@ -6,7 +6,7 @@ transformers compiles steps with a static cache by itself, and makes their masks
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import sum_dtype
+from attnmesh.core.selection import Selection
 from attnmesh.hf.models import Opaque
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexMask
@@ -28,6 +29,9 @@ class LayerMask(Opaque):
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
 
+    dtype = torch.bool
+    """Dtype for models that join their mask with a selection."""
+
     shards: Shards | None = None
     """Tokens of this rank; None if every rank has all tokens."""
 
@@ -37,6 +41,16 @@ class LayerMask(Opaque):
         if key not in ((whole, 0), (whole, 0, whole, whole)):
             self._raise_read("getitem")
         return IndexMask(self)
+
+    def spec(self) -> Any:
+        """Return the mask as a `MaskSpec`."""
+        raise NotImplementedError
+
+    def __and__(self, selected: Any) -> Any:
+        """Return the mask of what is selected, of what it shows."""
+        if not isinstance(selected, Selection):
+            self._raise_read("and")
+        return replace(self.spec(), selected=selected)
 
     def contiguous(self) -> Self:
         """Return itself: it has no memory layout, or transformers has made it contiguous."""
@@ -49,7 +63,7 @@ class TracedMask(LayerMask):
 
     visible: Tensor
     """(batch, 1, queries, keys), True where a query sees a key."""
-    spec: Callable[[], Any]
+    describe: Callable[[], Any]
     """Return the `MaskSpec` of the same mask."""
 
     @classmethod
@@ -61,6 +75,10 @@ class TracedMask(LayerMask):
         """Return `mask[:, 0]`, in a trace as a tensor."""
         found = super().__getitem__(key)
         return self.visible[:, 0] if is_traced() else found
+
+    def spec(self) -> Any:
+        """Return the mask as a `MaskSpec`."""
+        return self.describe()
 
     def seen(self, keys: int) -> Tensor:
         """Return which keys each query sees, (1 or batch, queries, keys)."""

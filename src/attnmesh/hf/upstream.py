@@ -97,29 +97,47 @@ def code_of(kind: str) -> str:
 
 def is_indexer(module: Any) -> bool:
     """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
+    if type(module).__name__ in INDEXERS:
+        return False
     forward = unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     return code is not None and "update_indexer" in code.co_names
 
 
-BLOCK_INDEXERS = {
-    "MiniMaxM3VLIndexer": (
-        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
-        *("apply_rotary_pos_emb", "update_index"),
-    )
+class IndexerKind(NamedTuple):
+    """What a class of indexers must have that runs on a mesh by another `forward`."""
+
+    arguments: tuple[str, ...]
+    """Arguments of its `forward`."""
+    reads: tuple[str, ...]
+    """Names that its `forward` reads."""
+
+
+INDEXERS = {
+    "MiniMaxM3VLIndexer": IndexerKind(
+        ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+        (
+            *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+            *("apply_rotary_pos_emb", "update_index"),
+        ),
+    ),
+    "Qwen4ExpTextQSAIndexer": IndexerKind(
+        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+        (
+            *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+            *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+        ),
+    ),
 }
-"""Classes of indexers that run on a mesh by another `forward`, and what their own reads."""
-
-INDEXER_ARGUMENTS = ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids")
+"""Classes of indexers that score keys before they know the mask, or in a loop, by name."""
 
 
-def is_block_indexer(module: Any) -> bool:
+def is_known_indexer(module: Any) -> bool:
     """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
-    names = BLOCK_INDEXERS.get(type(module).__name__)
-    if names is None or not type(module).__module__.startswith("transformers"):
+    kind, forward = INDEXERS.get(type(module).__name__), type(module).forward
+    if kind is None or not type(module).__module__.startswith("transformers"):
         return False
-    forward = type(module).forward
-    return {*names} <= {*forward.__code__.co_names} and (*signature(forward).parameters,) == INDEXER_ARGUMENTS
+    return {*kind.reads} <= {*forward.__code__.co_names} and (*signature(forward).parameters,) == kind.arguments
 
 
 class RecurrentKind(NamedTuple):
@@ -167,6 +185,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "Qwen3NextGatedDeltaNet": GATED_DELTA,
     "Qwen3_5GatedDeltaNet": GATED_DELTA,
     "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
+    "Qwen4ExpTextGatedDeltaNet": GATED_DELTA,
     "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
     "RecurrentGemmaRglru": RGLRU,
     "Zamba2MambaMixer": MAMBA2,

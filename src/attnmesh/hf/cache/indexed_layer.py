@@ -66,7 +66,10 @@ class IndexedLayer(ShardedLayer):
         if shards is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
             return self._best(scores, scores.operands, k)
-        store_shard(index, new, None, shards)
+        if scores.whole:
+            index.append(new, token_mask=shards.token_mask)
+        else:
+            store_shard(index, new, None, shards)
         if not shards.has_prefix:
             return select_in_shards(scores, new[:, 0], shards, k)
         operands = [all_tokens(x, shards, dim=1) for x in scores.operands]
@@ -74,8 +77,13 @@ class IndexedLayer(ShardedLayer):
 
     def _best(self, scores: Scores, operands: Sequence[Tensor], k: int) -> Tensor:
         """Return the best k stored tokens of each query, of the operands of the last tokens."""
+        return top_k_tokens(self.cached_index, scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+
+    @property
+    def cached_index(self) -> KVCache:
+        """The cache of the indexer's keys, which has tokens."""
         assert self.index is not None
-        return top_k_tokens(self.index, scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+        return self.index
 
     def _index_for(self, new: Tensor, tokens: int) -> KVCache:
         """Return the cache of the indexer's keys with space for more tokens, counted over all ranks."""
@@ -94,3 +102,48 @@ class IndexedLayer(ShardedLayer):
         """Drop all tokens."""
         super().reset()
         self.index = None
+
+
+class PooledLayer(IndexedLayer):
+    """The same with means of blocks as keys. The last tokens, of which the next means are made, are on all ranks."""
+
+    indexer_position_ids = property(lambda _: None, lambda *_: None)
+    """Positions of all tokens, which a model keeps here and reads. None: keys are rotated before they are stored."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.tensors: dict[str, Tensor] = {}
+
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the rows of the last tokens."""
+        self.tensors = dict(tensors)
+
+    @property
+    def lengths(self) -> Tensor | int:
+        """Tokens of each sequence."""
+        return 0 if self.index is None else self.index.lengths
+
+    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+        """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
+        earlier = self.tensors.get("rows", rows.new_zeros(len(rows), count, rows.shape[2]))
+        joined = torch.cat((earlier, rows), 1)
+        self.tensors = {"rows": joined[:, joined.shape[1] - count :]}
+        return joined
+
+    def queries(self, spec: Any, new: int) -> Tensor:
+        """Return the tokens of this rank's queries, the last of all tokens."""
+        return (
+            torch.arange(self.cached_index.length - new, self.cached_index.length)
+            if spec.shards is None
+            else spec.shards.positions()
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
+        super().reorder_cache(beam_idx)
+        self.tensors = {name: x[beam_idx.long().to(x.device)] for name, x in self.tensors.items()}
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.tensors = {}

@@ -199,22 +199,27 @@ def _forget_refusal(model: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Give the recurrent layers of a model their own classes back.
+    """Give the recurrent layers and the indexers of a model their own classes back.
 
-    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards. Call this
-    before the whole model is pickled.
+    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards, or hooks. Call
+    this before the whole model is pickled.
 
     Args:
-        model: A model that was called with a batch of `shard_batch`.
+        model: A model that was called with a batch of `shard_batch`, or by `generate`.
 
     >>> from transformers import AutoModelForCausalLM, MambaConfig
     >>> model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     >>> restore(model)
     """
+    for module in model.modules():
+        restore_indexer(module)
+    _restore_layers(model)
+
+
+def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
         _forget_refusal(module)
-        restore_indexer(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):
@@ -234,7 +239,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if not was_prepared:
-            restore(model)
+            _restore_layers(model)
 
 
 @cache

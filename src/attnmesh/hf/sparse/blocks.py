@@ -21,6 +21,7 @@ from attnmesh.hf.sparse.shard_keys import ShardKeys
 class BlockScores(Opaque):
     """Scores of an indexer's keys in blocks, before they are computed. They take the place of the selected blocks."""
 
+    whole = False
     spec: Any = None
     """The `MaskSpec` of the layer; None before it is known."""
 
@@ -42,10 +43,12 @@ class BlockScores(Opaque):
 
 
 def check_unpadded(spec: Any) -> None:
-    """Raise for padding: the model counts blocks with it, and hides keys without it."""
-    padded = spec.token_mask is not None or (spec.shards is not None and spec.shards.token_mask is not None)
-    expected, fix = "a batch without padding, in a model that selects blocks", "pass sequences of one length"
-    require(not padded, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
+    """Raise for padding and packed sequences: the model counts them in its blocks, but not in its positions."""
+    masks = [spec.token_mask, *([] if spec.shards is None else [spec.shards.token_mask])]
+    packed = spec.shards is not None and bool(spec.shards.documents.ends)
+    fits, given = not packed and all(mask is None for mask in masks), "packed sequences" if packed else "padding"
+    expected, fix = "one sequence a row without padding, in a model that selects blocks", "pass sequences of one length"
+    require(fits, MaskError, f"{SUBJECT} attention_mask", expected, given, fix)
 
 
 def _joined(local: Tensor, found: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ class IndexScores(DispatchedTensor):
     source: KeySource
     block = 1
     """Keys per index."""
+    whole = False
     spec: Any = None
     """The `MaskSpec` that hides keys; None before it is applied."""
 

@@ -18,6 +18,8 @@ class Scores(Protocol):
     operands: tuple[Tensor, ...]
     spec: Any
     block: int
+    whole: bool
+    """True if each rank passes the keys of all ranks' tokens."""
 
     def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
         """Return the scores of some keys for some queries, as `indexer_top_k` takes them."""
@@ -31,7 +33,7 @@ def all_tokens(x: Tensor, shards: Shards, dim: int) -> Tensor:
 @torch.no_grad()
 def select_in_shards(scores: Scores, new: Tensor, shards: Shards, k: int) -> Tensor:
     """Return the best k keys of this rank's queries. The keys of all ranks, (batch, tokens, dim), come to them."""
-    keys, device = all_tokens(new, shards, dim=1), new.device
+    keys, device = new if scores.whole else all_tokens(new, shards, dim=1), new.device
     tokens = torch.arange(shards.length, device=device)
     first, last = (x.to(device)[None] for x in shards.mask_of(scores.spec.mask).bounds(shards.positions()))
     index = IndexKeys(keys, tokens, tokens[None])
