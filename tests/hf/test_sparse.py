@@ -21,7 +21,7 @@ from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.tools.tiny_models import Case, build
+from tests.tools.tiny_models import Case, build, tiny_config
 
 SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 """Layers that select what an earlier layer has selected."""
@@ -391,6 +391,13 @@ def refused_mesh() -> str:
 
 def test_a_heads_axis_is_refused(pool: Pool) -> None:
     assert pool.run(2, refused_mesh) == ["refused"] * 2
+
+
+def test_embeddings_of_several_tokens_are_refused() -> None:
+    config = tiny_config(CASES["qwen4"])
+    config.ple_layer_ids = [1]
+    with pytest.raises(errors.KernelError, match="embeddings of several tokens"):
+        hf.ShardedCache(config, None)
 
 
 def train_without_hooks() -> float:

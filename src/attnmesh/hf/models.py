@@ -38,8 +38,11 @@ UNLISTED_RECURRENT = ("rwkv", "xlstm")
 INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
 """Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
 
-RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
-"""Values of `config.layer_types` for layers that keep a state; "hybrid" ones also attend."""
+HYBRID_LAYERS = ("hybrid", "hybrid_sliding")
+"""Values of `config.layer_types` for layers that attend and keep a state."""
+
+RECURRENT_LAYERS = ("linear_attention", "conv", *HYBRID_LAYERS)
+"""Values of `config.layer_types` for layers that keep a state."""
 
 OTHER_LAYERS = ("mlp", "moe")
 """Values of `config.layer_types` for layers that mix no tokens."""
@@ -47,7 +50,7 @@ OTHER_LAYERS = ("mlp", "moe")
 RECURRENT_MODELS = (
     *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
     *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2"),
+    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya"),
 )
 """Model types whose recurrent layers can run on shards."""
 
@@ -162,7 +165,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
+    return any(kind in (*WINDOWED_LAYERS, "hybrid_sliding") for kind in layer_kinds(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -178,7 +181,7 @@ def attends(config: PreTrainedConfig) -> bool:
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     kinds = layer_kinds(config)
-    return sum(kind not in OTHER_LAYERS for kind in kinds) + kinds.count("hybrid")
+    return sum(kind not in OTHER_LAYERS for kind in kinds) + sum(kind in HYBRID_LAYERS for kind in kinds)
 
 
 def recurrent_layers(config: PreTrainedConfig) -> int:

@@ -149,6 +149,8 @@ class RecurrentKind(NamedTuple):
     """Attributes that its `forward` reads."""
     convolution: str | None = None
     """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+    outputs: int = 1
+    """Tensors of one value per token that it returns first."""
 
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -164,6 +166,14 @@ LIGHTNING = RecurrentKind(
         *("qkv_proj", "act_fn", "num_attention_heads", "head_dim", "slope_rate", "norm", "output_gate", "out_proj"),
         *("query_decay", "key_decay", "diagonal_decay"),
     )
+)
+COMPRESSED = RecurrentKind(
+    ("repeat_kv",),
+    (
+        *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "conv_qk_depthwise", "conv_qk_grouped"),
+        *("conv_kernel_size", "num_key_value_groups", "head_dim", "hidden_size"),
+    ),
+    outputs=3,
 )
 
 RECURRENT: dict[str, RecurrentKind] = {
@@ -190,6 +200,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "RecurrentGemmaRglru": RGLRU,
     "Zamba2MambaMixer": MAMBA2,
     "ZambaMambaMixer": MAMBA1,
+    "ZayaCCAProjection": COMPRESSED,
 }
 """Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
 
@@ -221,7 +232,10 @@ UNCHANGED = (
 )
 """Functions that a recurrent layer may call as they are: none of them mixes the tokens of a shard."""
 
-PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
+MASKS = ("attention_mask", "conv_mask")
+"""Names of the padding among the arguments of recurrent layers."""
+
+PER_TOKEN = ("hidden_states", "input_states", "position_ids", *MASKS)
 """Arguments of recurrent layers with one value per token, along dim 1."""
 
 CACHES = ("cache_params", "past_key_values")

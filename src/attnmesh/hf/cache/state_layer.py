@@ -10,7 +10,15 @@ from transformers import PreTrainedConfig
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, indexed_layers, is_recurrent, layer_kinds
+from attnmesh.hf.models import (
+    HYBRID_LAYERS,
+    OTHER_LAYERS,
+    RECURRENT_LAYERS,
+    cached_layers,
+    indexed_layers,
+    is_recurrent,
+    layer_kinds,
+)
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
 
 INDEXED = "indexed"
@@ -88,7 +96,7 @@ def _make_layer(kind: str, cache: Any) -> Any:
         return PooledLayer(cache) if is_recurrent(cache.config) else IndexedLayer(cache)
     if kind not in RECURRENT_LAYERS:
         return ShardedLayer(cache)
-    return HybridLayer(cache) if kind == "hybrid" else StateLayer()
+    return HybridLayer(cache) if kind in HYBRID_LAYERS else StateLayer()
 
 
 def states_of(layers: Iterable[Any]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """The indexer of Qwen4-exp on a mesh: it scores means of whole blocks of keys, and always selects the last keys.
 
-Blocks begin at a sequence's first token. The model scores each query in a loop over all keys. A subclass keeps, for each
-token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
+Blocks begin at a sequence's first token. The model scores each query in a loop over all keys. A subclass keeps, for
+each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
 """
 
 import sys
