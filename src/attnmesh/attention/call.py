@@ -94,6 +94,11 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
+    def block(self) -> int:
+        """Keys per index of the selection; 0 if there is none."""
+        return 0 if self.selected is None else self.selected.block
+
+    @property
     def numbers(self) -> tuple[int, int, int]:
         """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
         selected, reads = self.selected, self.q.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -116,11 +121,10 @@ class Call(NamedTuple):
 def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
     options, ranks = call.options, mesh.shape.ranks
-    block = 0 if call.selected is None else call.selected.block
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=block)
+        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=call.block)
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
@@ -128,14 +132,14 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
         queries, keys = (sum(row[column] for row in rows) for column in (0, 1))
         table = tuple((row[0], row[1]) for row in rows)
-        plan = _known_plan(mesh, options, call.heads_and_dim, (queries, keys), table, block)
+        plan = _known_plan(mesh, options, call.heads_and_dim, (queries, keys), table, call.block)
         _check_highest(max(row[2] for row in rows), plan)
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), block)
+    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), call.block)
     _check_highest(call.numbers[2], plan)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
