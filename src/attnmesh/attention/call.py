@@ -101,8 +101,9 @@ class Call(NamedTuple):
     @property
     def numbers(self) -> tuple[int, int, int]:
         """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
-        selected, reads = self.selected, self.q.device.type == "cpu" and not torch.compiler.is_compiling()
-        return *self.tokens, selected.highest() if selected is not None and reads else -1
+        if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
+            return *self.tokens, -1
+        return *self.tokens, self.selected.highest()
 
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
@@ -130,10 +131,10 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
-        queries, keys = (sum(row[column] for row in rows) for column in (0, 1))
-        table = tuple((row[0], row[1]) for row in rows)
-        plan = _known_plan(mesh, options, call.heads_and_dim, (queries, keys), table, call.block)
-        _check_highest(max(row[2] for row in rows), plan)
+        columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
+        table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
+        plan = _known_plan(mesh, options, call.heads_and_dim, tokens, table, call.block)
+        _check_highest(max(columns[2]), plan)
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
