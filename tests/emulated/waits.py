@@ -114,7 +114,7 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
 def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
     """Return calls of `attention` on shards."""
     ranks = mesh.size()
-    sinks = random(9, 4)
+    sinks, rows = random(9, 4), torch.tensor([2, 7, 30], dtype=torch.int32)
     zigzag = {"layout": am.Zigzag(), "length": LENGTH}
     options: dict[str, dict[str, Any]] = {
         "causal": zigzag,
@@ -127,6 +127,7 @@ def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
         "triton": zigzag | {"kernel": "triton"},
         "sinks": zigzag | {"sinks": sinks},
         "softcap": zigzag | {"softcap": 3.0},
+        "selected": zigzag | {"selected": am.Selection(rows.expand(1, 1, LENGTH // ranks, 3).cuda())},
     }
     calls: dict[str, Call] = {}
     for dtype, names in ((torch.float32, [*options]), (torch.bfloat16, ["causal", "striped", "ring"])):

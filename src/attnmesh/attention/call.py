@@ -94,10 +94,16 @@ class Call(NamedTuple):
         return self.q.shape[2], self.k.shape[2]
 
     @property
+    def block(self) -> int:
+        """Keys per index of the selection; 0 if there is none."""
+        return 0 if self.selected is None else self.selected.block
+
+    @property
     def numbers(self) -> tuple[int, int, int]:
         """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
-        selected, reads = self.selected, self.q.device.type == "cpu" and not torch.compiler.is_compiling()
-        return *self.tokens, selected.highest() if selected is not None and reads else -1
+        if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
+            return *self.tokens, -1
+        return *self.tokens, self.selected.highest()
 
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
@@ -116,26 +122,25 @@ class Call(NamedTuple):
 def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
     options, ranks = call.options, mesh.shape.ranks
-    block = 0 if call.selected is None else call.selected.block
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=block)
+        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=call.block)
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
-        queries, keys = (sum(row[column] for row in rows) for column in (0, 1))
-        table = tuple((row[0], row[1]) for row in rows)
-        plan = _known_plan(mesh, options, call.heads_and_dim, (queries, keys), table, block)
-        _check_highest(max(row[2] for row in rows), plan)
+        columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
+        table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
+        plan = _known_plan(mesh, options, call.heads_and_dim, tokens, table, call.block)
+        _check_highest(max(columns[2]), plan)
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), block)
+    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), call.block)
     _check_highest(call.numbers[2], plan)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known

@@ -53,8 +53,10 @@ class Task:
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the row's queries attend, in a group of heads."""
+        if not self.selected:
+            return self.schedule.bands
         heads = group[self.mesh.heads.index].keys
-        return [keys.of_heads(heads) for keys in self.selected] or self.schedule.bands
+        return [keys.of_heads(heads) for keys in self.selected]
 
     def attend(self, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
         """Return the partial of queries over keys and values, or over latents."""

@@ -17,10 +17,13 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.blocks import BackwardInputs, Gradients
+from attnmesh.kernels.native.kernel import Native, NativeKind
 from attnmesh.kernels.reference import attend_rows, backward_rows
 from attnmesh.runtime.kept import on_device
 
-ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+NATIVE = Native()
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
 
 
@@ -104,6 +107,13 @@ class Tile(NamedTuple):
         part = self.view(x, kv_heads)
         return part.to(sum_dtype(x.dtype)).reshape(-1, part.shape[2], x.shape[-1])
 
+    def merge(self, part: Partial, total: Partial, kv_heads: int) -> None:
+        """Merge the tile's partial, (heads, queries, query heads of a key head, ...), into that of all queries."""
+        whole = Partial(self.view(total.out, kv_heads), self.view(total.lse, kv_heads))
+        shaped = Partial(part.out.reshape(whole.out.shape), part.lse.reshape(whole.lse.shape))
+        for into, some in zip(whole, merge_unchecked([whole, shaped]), strict=True):
+            into.copy_(some)
+
     def mask(self) -> Tensor:
         """Return which keys are hidden, as the product of queries and keys takes it."""
         return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
@@ -111,26 +121,44 @@ class Tile(NamedTuple):
 
 def forward(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits) -> Partial:
     """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`."""
-    total, kv_heads = identity(q, v.shape[-1], sum_dtype(q.dtype)), k.shape[1]
-    for tile in _tiles(q, k, v, selected):
+    total = identity(q, v.shape[-1], sum_dtype(q.dtype))
+    if NATIVE.reads_rows(q, k, v) and logits.scale > 0:
+        most = ELEMENTS["cpu"] // (q.shape[1] * v.shape[-1])  # queries whose outputs are no more elements
+        tiles = _tiles(q, k, selected, (most, k.shape[1], ELEMENTS["cpu"]))
+        if all(_attend_in_place(q, k, v, tile, logits, total) for tile in tiles):
+            return total
+        total = identity(q, v.shape[-1], sum_dtype(q.dtype))  # anew: some number is not finite
+    for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         keys = tile.gather(k)
         values = keys[..., : v.shape[-1]] if _is_part(v, k) else tile.gather(v)
-        out, lse = attend_rows(tile.take(q, kv_heads), keys, values, tile.mask(), logits)
-        whole = Partial(tile.view(total.out, kv_heads), tile.view(total.lse, kv_heads))
-        part = Partial(out.view(whole.out.shape), lse.view(whole.lse.shape))
-        part.out.masked_fill_((part.lse == -torch.inf).unsqueeze(-1), 0.0)
-        for into, some in zip(whole, merge_unchecked([whole, part]), strict=True):
-            into.copy_(some)
+        out, lse = attend_rows(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
+        out.masked_fill_(lse == -torch.inf, 0.0)
+        tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
+
+
+def _attend_in_place(q: Tensor, k: Tensor, v: Tensor, tile: Tile, logits: Logits, total: Partial) -> bool:
+    """Merge the tile's partial into the total, its queries being a batch of the native kernel. Return False if not."""
+    some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
+    keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
+    kind = NativeKind.of(some_q, keys, values, logits)
+    part = kind.blank()
+    if not kind.launch_rows(some_q, keys, values, part, tile.rows.int(), (~tile.hidden).sum(-1)):
+        return False
+    heads = len(keys[0]), -1
+    tile.merge(Partial(*(x.squeeze(2).unflatten(1, heads).transpose(0, 1) for x in part)), total, k.shape[1])
+    return True
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, selected: SelectedKeys, logits: Logits
 ) -> Gradients:
     """Return the gradients over the selected keys, in float32 or wider. Empty rows have lse +inf and dout 0."""
-    total, kv_heads = Gradients(*(torch.zeros_like(x, dtype=sum_dtype(x.dtype)) for x in (q, k, v))), k.shape[1]
+    # Rows are added to memory in order: with other strides that takes ten times as long.
+    total = Gradients(*(x.new_zeros(x.shape, dtype=sum_dtype(x.dtype)) for x in (q, k, v)))
+    kv_heads = k.shape[1]
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
-    for tile in _tiles(q, k, v, selected):
+    for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
         part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, tile.mask(), logits)
         into = tile.view(total.q, kv_heads)
@@ -159,14 +187,19 @@ def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | No
     return out.masked_fill(faulty.unsqueeze(-1), torch.nan)
 
 
-def _tiles(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys) -> Iterator[Tile]:
-    """Yield tiles that cover all queries, key heads and selected keys, with rows to gather."""
-    selection, group = selected.selection, q.shape[1] // k.shape[1]
+def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
+    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are gathered."""
+    most = ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
+    return most, most, max(1, most)
+
+
+def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[Tile]:
+    """Yield tiles that cover all queries, key heads and selected keys, with rows to read."""
+    selection, (most_queries, most_heads, most) = selected.selection, sizes
     wanted, shared = selection.indices.shape[-1] * selection.block, k.shape[1] // selection.heads
-    most = max(1, ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // (k.shape[-1] + v.shape[-1] + group))
     keys = min(most, wanted)
-    heads = min(shared, most // keys)
-    queries = max(1, most // (keys * heads))
+    heads = max(1, min(shared, most_heads, most // keys))
+    queries = max(1, min(most_queries, most // (keys * heads)))
     for sequence in range(len(q)):
         for own in range(selection.heads):
             for query in range(0, q.shape[2] if k.shape[2] else 0, queries):
