@@ -287,7 +287,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                     q = history.queries(event).to(device())
                     if options["key_lengths"] is not None:
                         options["key_lengths"] = torch.tensor(options["key_lengths"])
-                    options["selected"] = history.selection(event, cache.length)
+                    if (selected := history.selection(event, cache.length)) is not None:
+                        options["selected"] = am.Selection(selected.indices.to(device()), selected.block)
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2

@@ -33,8 +33,8 @@ from attnmesh.decode.step import (
 )
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.checks import check_checked, warn_if_swapped
-from attnmesh.guard.consensus import asks, describe_call, may_compare
-from attnmesh.guard.merge_checks import MergeChecker
+from attnmesh.guard.consensus import describe_call
+from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
 
@@ -161,8 +161,7 @@ def _run_plan(
         number += 0 if sinks is None else digest_on_host(sinks)
         equal = merge.run(message, number)
         if not equal and compares:
-            text = functools.partial(_describe, q, cache, sinks, None, plan.step, None)
-            MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
+            raise_unequal(cache.mesh, _describe(q, cache, sinks, None, plan.step, None), "decode")
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
@@ -178,40 +177,26 @@ def _run_compared(
     selected: Selection | None,
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    kind, checker = call_of(q, step, sinks, key_lengths, selected), cache.checker
-    stays, asking = _stays_on_device(cache, step), asks(cache.device)
-    wanted = (not stays or kind not in checker.kinds) if checked is None else checked
-    compares = wanted and may_compare(cache.device) and not checker.is_alone
+    kind, stays = call_of(q, step, sinks, key_lengths, selected), _stays_on_device(cache, step)
     describe = functools.partial(_describe, q, cache, sinks, key_lengths, step, selected)
-    agreement = MergeChecker(cache.mesh, step.merge, compares, describe)
-    if asking and compares and not checker.ask(agreement.describe()):
+    checker = MergeChecker(cache.checker, cache.device, step.merge, checked, describe, kind, stays)
+    if not checker.before():
         return q.new_full(step.output_shape(q, cache.shard.values), torch.nan)
-    if not asking:
-        agreement.before()
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), cache.history_checksum)
     indices = None if selected is None else selected.indices
     out, checksum = run_step(q, cache.shard.view, sinks, step, number, key_lengths, indices)
-    if checksum is None:
-        return out
-    if asking and kind != checker.last_kind:
+    if checksum is not None:
         ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, cache.sizes.value_dim)
-        checker.learn(kind, ask if stays else None)
-    if compares and not asking:
-        agreement.after(checksum, "decode")
+        checker.after(checksum, "decode", ask)
     return out
 
 
 def _report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
     """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
-    if cache.checker.is_alone or not may_compare(cache.device):
-        return
-    poison, compares = functools.partial(_send_poison, cache, step), checked is not False
-    if asks(cache.device):
-        cache.checker.report(error, poison, compares=compares)
-    else:
-        MergeChecker(cache.mesh, step.merge, compares, str).report(error, poison)
+    checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
+    checker.report(error, functools.partial(_send_poison, cache, step))
 
 
 @lru_cache(maxsize=64)

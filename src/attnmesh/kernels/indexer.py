@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnmesh.core.candidates import best, pack
 
-ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Scores of a tile, over all heads: few enough for a CPU's cache, enough to fill a GPU."""
 
 Score = Callable[[Tensor, Sequence[Tensor]], Tensor]
