@@ -55,13 +55,7 @@ RECURRENT_MODELS = (
 """Model types whose recurrent layers can run on shards."""
 
 INDEXED_MODELS = (
-    "axk2",
-    "deepseek_v32",
-    "dots3_note_text",
-    "glm_moe_dsa",
-    "hy_v4",
-    "minimax_m3_vl_text",
-    "qwen4_exp_text",
+    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
 """Model types in which an indexer selects the keys of each query."""
 

@@ -104,40 +104,27 @@ def is_indexer(module: Any) -> bool:
     return code is not None and "update_indexer" in code.co_names
 
 
-class IndexerKind(NamedTuple):
-    """What a class of indexers must have that runs on a mesh by another `forward`."""
-
-    arguments: tuple[str, ...]
-    """Arguments of its `forward`."""
-    reads: tuple[str, ...]
-    """Names that its `forward` reads."""
-
-
 INDEXERS = {
-    "MiniMaxM3VLIndexer": IndexerKind(
-        ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
-        (
-            *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
-            *("apply_rotary_pos_emb", "update_index"),
-        ),
+    "MiniMaxM3VLIndexer": (
+        *("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+        *("apply_rotary_pos_emb", "update_index"),
     ),
-    "Qwen4ExpTextQSAIndexer": IndexerKind(
-        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-        (
-            *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
-            *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
-        ),
+    "Qwen4ExpTextQSAIndexer": (
+        *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+        *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+        *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
     ),
 }
-"""Classes of indexers that score keys before they know the mask, or in a loop, by name."""
+"""Classes of indexers that score keys before they know the mask, or in a loop: five arguments, and names they read."""
 
 
 def is_known_indexer(module: Any) -> bool:
     """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
-    kind, forward = INDEXERS.get(type(module).__name__), type(module).forward
-    if kind is None or not type(module).__module__.startswith("transformers"):
+    kind, names = type(module), INDEXERS.get(type(module).__name__)
+    if names is None or not kind.__module__.startswith("transformers"):
         return False
-    return {*kind.reads} <= {*forward.__code__.co_names} and (*signature(forward).parameters,) == kind.arguments
+    return {*names[5:]} <= {*kind.forward.__code__.co_names} and (*signature(kind.forward).parameters,) == names[:5]
 
 
 class RecurrentKind(NamedTuple):
