@@ -27,7 +27,7 @@ from tests.tools.tiny_models import Case, build, tiny_config
 GENERATING = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
     *("mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
-    *("bailing_hybrid", "lfm3", "zaya"),
+    *("bailing_hybrid", "lfm3", "qwen4_exp_text", "zaya"),
 )
 FAMILIES = (*GENERATING, "minimax", "recurrent_gemma")
 

@@ -26,6 +26,9 @@ from tests.tools.tiny_models import Case, build, tiny_config
 SHARED = {"num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]}
 """Layers that select what an earlier layer has selected."""
 
+WIDTHS = {"swa_kv_lora_rank": 24, "swa_head_dim": 14, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2}
+"""Latents and heads of layers with windows, unlike those of the others, as in the released model."""
+
 BLOCKS = {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2],
     "index_block_size": 4,
@@ -36,7 +39,7 @@ BLOCKS = {
 CASES = {
     "axk2": Case("axk2", "axk2"),
     "deepseek_v32": Case("deepseek_v32", "deepseek_v32"),
-    "dots3": Case("dots3_note_text", "dots3_note_text"),
+    "dots3": Case("dots3_note_text", "dots3_note_text", WIDTHS),
     "glm": Case("glm_moe_dsa", "glm_moe_dsa", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "hy_v4": Case("hy_v4", "hy_v4", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "minimax_m3": Case("minimax_m3_vl_text", "minimax_m3_vl_text", BLOCKS),

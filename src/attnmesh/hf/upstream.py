@@ -24,6 +24,8 @@ TRANSFORMERS = Upstream(
         "transformers:AttentionMaskInterface.register",
         "transformers:PreTrainedConfig.get_text_config",
         "transformers:PreTrainedConfig._attn_implementation",
+        "transformers:PreTrainedConfig.is_heterogeneous",
+        "transformers:PreTrainedConfig.per_layer_config",
         "transformers:PreTrainedModel.is_activation_checkpointing",
         "transformers:PreTrainedModel.is_backend_compatible",
         "transformers:PreTrainedModel.tp_plan",

@@ -70,7 +70,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
         self.projection: Projection | None = None
-        self.latent_widths = latent_widths(cache.config)
+        self.latent_widths: tuple[int, int] | None = None
+        """`latent_widths` of the layer, which `make_layers` sets."""
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""

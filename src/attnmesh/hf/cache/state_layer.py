@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
+from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import (
     HYBRID_LAYERS,
     OTHER_LAYERS,
@@ -86,7 +87,11 @@ def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     indexed, kinds = indexed_layers(config), layer_kinds(config)
     if not indexed and not is_recurrent(config):
         kinds = ["full_attention"] * cached_layers(config)
-    return [_make_layer(kind if n not in indexed else INDEXED, cache) for n, kind in enumerate(kinds)]
+    layers = [_make_layer(kind if n not in indexed else INDEXED, cache) for n, kind in enumerate(kinds)]
+    for number, layer in enumerate(layers):
+        if isinstance(layer, ShardedLayer):
+            layer.latent_widths = latent_widths(config, number)
+    return layers
 
 
 def _make_layer(kind: str, cache: Any) -> Any:
