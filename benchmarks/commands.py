@@ -331,6 +331,32 @@ def bench_latent(
     return [tables.latent_table(request, run.tables["rows"])]
 
 
+SELECTED_EXPLAINED = """\
+A step scores all tokens, selects the best and attends them; projections are left out. Times are medians with quartiles
+of steps, each as long as its slowest rank. Ranks share the threads. Bytes are those that the busiest rank receives, and
+extra memory is the growth of the highest resident size of a rank during a step."""
+
+
+@bench_command(app, "selected", "A decode step that selects its tokens, over ranks.", SELECTED_EXPLAINED)
+def bench_selected(
+    run: Bench,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="Ranks; 1, 2 and 4 by default; repeatable.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=64, help="Cached tokens; 8,192 and 131,072 by default; repeatable.")
+    ] = None,
+    selected: Annotated[int, typer.Option(min=1, help="Tokens that a query attends.")] = 2048,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 11,
+) -> list[Table]:
+    """One decode step of DeepSeek-V3.2's shape: indexer, merge of candidates, selected latents, merge (2 minutes)."""
+    from benchmarks import selected as selected_bench
+
+    counts, lengths = [ranks_of(world_of(count, None)) for count in ranks or (1, 2, 4)], tokens or [8192, 131072]
+    run.step(f"{', '.join(f'{n:,}' for n in lengths)} tokens on {', '.join(map(str, counts))} ranks")
+    request = selected_bench.Request(selected, steps)
+    selected_bench.rows(request, lengths, counts, torch.get_num_threads(), run.table("rows"))
+    return [tables.selected_table(run.tables["rows"])]
+
+
 RECURRENT_EXPLAINED = """\
 Times are medians with quartiles of calls that take turns, each as long as its slowest rank; ranks have one thread. The
 processor time is that of the busiest rank. Messages are the bytes that the busiest rank receives, at the link's rate.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Mask, Window, check_mask
 from attnmesh.errors import LayoutError, MeshError, check_count
@@ -218,6 +219,46 @@ def draw_tree(hosts: Sequence[Sequence[int]]) -> "Figure":
     return figure
 
 
+def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
+    """Return a figure of the best k tokens of random scores: those of each rank, and after each round of the tree.
+
+    Numbers are tokens, in the colour of the rank that holds them, best first. Needs matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    scores, holder = torch.rand(tokens, generator=torch.Generator().manual_seed(3)), torch.arange(tokens) // 4 % ranks
+    mine = [best(pack(scores[holder == rank], (holder == rank).nonzero()[:, 0]), k) for rank in range(ranks)]
+    states, messages = [mine], tree_messages([[*range(ranks)]])
+    for pairs in messages:
+        last = states[-1]
+        joined = {receiver: best(torch.cat((last[receiver], last[sender])), k) for sender, receiver in pairs}
+        states.append([joined.get(rank, last[rank]) for rank in range(ranks)])
+    figure = Figure((2.4 + 2.3 * len(messages), 0.7 + 0.5 * ranks), dpi=DPI, facecolor="white")
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_axis_off()
+    axes.set_xlim(-1.3, 0.4 + 2.3 * len(messages) + 1.1)
+    axes.set_ylim(-ranks + 0.2, 1.2)
+    for column, lists in enumerate(states):
+        title = "best of each rank" if column == 0 else f"after round {column}"
+        axes.text(2.3 * column + 0.55, 0.75, title, ha="center", fontsize=8, color=INK)
+        for rank, found in enumerate(lists):
+            if column == 0:
+                axes.text(-0.3, -rank, f"rank {rank}", ha="right", va="center", fontsize=8, color=INK)
+            for place, token in enumerate(unpack(found)[1].tolist()):
+                colour = colorsys.hls_to_rgb(HUES[int(holder[token])], 0.42, 0.6)
+                at, box = (
+                    (2.3 * column + 0.36 * place, -rank),
+                    {"boxstyle": "round,pad=0.25", "fc": colour, "ec": "none"},
+                )
+                axes.text(*at, f"{token:2d}", ha="center", va="center", fontsize=7, color="white", bbox=box)
+    for column, pairs in enumerate(messages):
+        for sender, receiver in pairs:
+            arrow = {"arrowstyle": "-|>", "color": INSIDE_HOST, "linewidth": 1.1}
+            start, stop = (2.3 * column + 1.3, -sender), (2.3 * column + 2.05, -receiver)
+            axes.annotate("", stop, start, arrowprops=arrow)
+    return figure
+
+
 def draw_pages() -> None:
     """Draw the figures that README and the pages of docs/ show."""
     documents = (23, 9, 4, 3, 3, 2, 2, 2)
@@ -227,6 +268,7 @@ def draw_pages() -> None:
         "causal-2x2": draw_mesh(Causal(), Shape(1, 2, 2), [Zigzag(), Striped()], 48),
         "layouts": draw_mesh(Causal(), Shape(1, 2, 2), [Contiguous(), Zigzag(), Striped()], 32),
         "window": draw_mesh(Window(9), Shape(1, 4, 1), [Contiguous(), Zigzag()], 48),
+        "selection": draw_selection(),
         "tree-7": draw_tree([[0, 1, 2, 3, 4, 5, 6]]),
         "tree-hosts": draw_tree([[0, 1, 2, 3], [4, 5, 6, 7]]),
     }

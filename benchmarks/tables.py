@@ -11,7 +11,7 @@ from attnmesh.cli.output import titled
 from benchmarks.timing import Comparison
 
 if TYPE_CHECKING:
-    from benchmarks import calls, decode, diffusion, kernel, latent, model, packed, plan, prefill, recurrent
+    from benchmarks import calls, decode, diffusion, kernel, latent, model, packed, plan, prefill, recurrent, selected
 
 
 def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
@@ -118,6 +118,18 @@ def latent_table(request: "latent.Request", rows: "list[latent.Row]") -> Table:
     for row in rows:
         ratio = f"{row.timing.median / rows[0].timing.median:.2f}"
         table.add_row(row.contender, str(row.timing), ratio, f"{row.cached_megabytes:.1f}", f"{row.expanded_rows:,}")
+    return table
+
+
+def selected_table(rows: "list[selected.Row]") -> Table:
+    """Return the times, bytes and memory of steps that select their tokens."""
+    figures = ("tokens", "ms per step", "of it\nselecting", "KB\nreceived", "extra\nMB")
+    title = f"128 heads, latents of 512 + 64, indexer of 64 x 128, float32, {torch.get_num_threads()} threads in all"
+    table = titled(title, "decoding", figures=figures)
+    for row in rows:
+        extra = "" if row.extra_megabytes is None else f"{row.extra_megabytes:.1f}"
+        cells = (f"{row.tokens:,}", row.timing.in_two_lines, f"{row.selecting:.1f}", f"{row.kilobytes:.1f}", extra)
+        table.add_row(row.contender, *cells)
     return table
 
 

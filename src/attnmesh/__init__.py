@@ -12,6 +12,7 @@ from attnmesh.attention.partials import energy as energy
 from attnmesh.attention.partials import merge as merge
 from attnmesh.attention.sharding import shard as shard
 from attnmesh.attention.sharding import unshard as unshard
+from attnmesh.attention.top_k_across import top_k_across as top_k_across
 from attnmesh.comm.failures import set_deadline as set_deadline
 from attnmesh.core.layout import Contiguous as Contiguous
 from attnmesh.core.layout import Packed as Packed
@@ -25,6 +26,7 @@ from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
+from attnmesh.core.selection import Selection as Selection
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode
 from attnmesh.mesh.shapes import Shape as Shape

@@ -39,8 +39,10 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
     queries, keys = shard_positions(problem, mesh)
     shards = [x[:, :, places].cuda() for x, places in ((q, queries), (k, keys), (v, keys))]
     sink = sinks[0].cuda() if sinks else None
+    whole = problem.selected
+    selected = None if whole is None else am.Selection(whole.indices[:, :, queries].cuda(), whole.block)
     if problem.latent:
-        return [_attend_latents(problem, mesh, shards, sink, keys, checked)]
+        return [_attend_latents(problem, mesh, [*shards, sink], keys, checked, selected)]
     said = dict(zip(("length", "key_length"), problem.lengths, strict=True)) if problem.say_length else {}
     context = Context()
 
@@ -64,6 +66,7 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
             sinks=sink,
             kernel=kernel,
             checked=checked,
+            selected=selected,
             **said,
         )
     with torch.no_grad():
@@ -72,7 +75,12 @@ def run(gpu: EmulatedGPU, problem: MeshProblem, kernel: str, checked: bool | Non
 
 
 def _attend_latents(
-    problem: MeshProblem, mesh: Any, shards: list[Tensor], sink: Tensor | None, keys: Tensor, checked: bool | None
+    problem: MeshProblem,
+    mesh: Any,
+    shards: list[Any],
+    keys: Tensor,
+    checked: bool | None,
+    selected: am.Selection | None,
 ) -> Tensor:
     """Return this rank's out where latents travel."""
     said = problem.lengths if problem.say_length else (None, None)
@@ -82,5 +90,5 @@ def _attend_latents(
     tokens, projection = problem.latents()
     moved = Projection(projection.keys.cuda(), projection.values.cuda())
     with torch.no_grad():
-        call = Call(*shards, sink, None, options)
+        call = Call(*shards, None, options, selected)
         return attend_shards(call, Mesh.of(mesh), checked, Latents(tokens[:, :, keys].cuda(), moved)).cpu()

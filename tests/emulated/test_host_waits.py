@@ -44,7 +44,7 @@ def test_steps_and_merges(backend: str, shape: tuple[int, int, int]):
 )
 def test_attention_copies_nothing_after_the_first_call_of_a_kind(backend: str, shape: tuple[int, int, int]):
     for table in world(2, measure, "attention", shape, backend=backend).results():
-        assert len(table) == 13
+        assert len(table) == 14
         assert not any(table.values()), table
 
 

@@ -12,7 +12,7 @@ from tests.emulated.problems import run
 from tests.support import histories
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import BACKENDS, world
-from tests.support.mesh_problems import MeshProblem, check, draw
+from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 
 SIZES = 2, 3, 4
 SAMPLE = 1, 2, 3, 4, 6, 7, 8, 9  # short ones
@@ -31,6 +31,13 @@ def test_random_problems_agree_with_float64(seed: int):
     problem, kernel = problem_of(seed)
     backend, checked = [*BACKENDS][seed % 2], (None, False, True)[seed % 5 % 3]
     outcome = world(problem.shape.ranks, run, problem, kernel, checked, backend=backend)
+    check(problem, outcome.results())
+
+
+@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+def test_random_selections_agree_with_float64(seed: int):
+    problem = draw_selected(seed, SIZES[seed % len(SIZES)])
+    outcome = world(problem.shape.ranks, run, problem, "auto", (None, False)[seed % 2], backend=[*BACKENDS][seed % 2])
     check(problem, outcome.results())
 
 

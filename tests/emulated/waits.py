@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import attnmesh as am
 import attnmesh.hf as hf
 from attnmesh.core.partial import Partial
+from attnmesh.decode.indexer import top_k_tokens
 from attnmesh.mesh.axes import flat_axis
 from attnmesh.mesh.shapes import AXES
 from tests.support.emulated_gpu import EmulatedGPU
@@ -59,8 +60,19 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
     def documents() -> object:
         return am.decode(q, other, mask=am.Causal() & am.Documents([20]))
 
+    tokens = torch.arange(16).cuda()
+    chosen = am.Selection(torch.tensor([3, 19, 7]).int().expand(2, 1, 1, -1).cuda())
+    index = am.KVCache(
+        mesh[("queries", "keys")], batch=2, kv_heads=1, head_dim=16, capacity=400, dtype=q.dtype, values="none"
+    )
+    index.append(random(1, 2, 1, 20, 16))
+
+    def best() -> object:
+        return top_k_tokens(index, lambda keys, given: given[0] @ keys.mT, [q[:, 0]], 5)
+
     options: dict[str, dict[str, Any]] = {
         "decode": {},
+        "decode, selected": {"selected": chosen},
         "decode, window": {"mask": am.Window(5)},
         "decode, softcap and sinks": {"softcap": 3.0, "sinks": sinks},
         "decode, key_lengths on the GPU": {"key_lengths": few},
@@ -85,6 +97,11 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
         "append to a window": lambda: window.append(k, v),
         "decode of a window": lambda: am.decode(q, window, mask=am.Window(9)),
         "append to a fork": lambda: fork.append(k, v),
+        "decode of a fork, selected": lambda: am.decode(q, fork, selected=chosen),
+        "decode of a padded batch, selected": lambda: am.decode(q, padded, selected=chosen),
+        "append index keys": lambda: index.append(k[:, :1]),
+        "top_k_tokens": best,
+        "top_k_across": lambda: am.top_k_across(q[:, 0, 0], tokens, 3, group),
         "decode of a fork": lambda: am.decode(q, fork),
         "append to a padded batch": lambda: padded.append(k, v),
         "append with token_mask": lambda: padded.append(k, v, token_mask=real),
@@ -97,7 +114,7 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
 def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
     """Return calls of `attention` on shards."""
     ranks = mesh.size()
-    sinks = random(9, 4)
+    sinks, rows = random(9, 4), torch.tensor([2, 7, 30], dtype=torch.int32)
     zigzag = {"layout": am.Zigzag(), "length": LENGTH}
     options: dict[str, dict[str, Any]] = {
         "causal": zigzag,
@@ -110,6 +127,7 @@ def attention_calls(mesh: DeviceMesh) -> dict[str, Call]:
         "triton": zigzag | {"kernel": "triton"},
         "sinks": zigzag | {"sinks": sinks},
         "softcap": zigzag | {"softcap": 3.0},
+        "selected": zigzag | {"selected": am.Selection(rows.expand(1, 1, LENGTH // ranks, 3).cuda())},
     }
     calls: dict[str, Call] = {}
     for dtype, names in ((torch.float32, [*options]), (torch.bfloat16, ["causal", "striped", "ring"])):

@@ -60,6 +60,12 @@ PADDED = torch.arange(40)[None] > 2
 NOWHERE = {name: T(1, n, 4, WIDTH, device="meta") for name, n in zip("qkv", (Q_HEADS, HEADS, HEADS), strict=True)}
 
 
+def tokens(indices: Any, block: int = 1) -> am.Selection:
+    """A selection of one query, or of several."""
+    x = torch.tensor(indices, dtype=torch.float32 if isinstance(indices, float) else torch.int32)
+    return am.Selection(x.reshape(1, 1, -1 if x.ndim > 1 else 1, x.shape[-1] if x.ndim else 1), block)
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a rank makes its call."""
@@ -118,6 +124,17 @@ def append(at: Place, **changes: Any) -> None:
 def append_latents(at: Place, **changes: Any) -> None:
     cache = new_cache(at, checked=True, values="prefix")
     cache.append(**{"k": numbers(1, HEADS, 1, WIDTH)} | changes)
+
+
+def append_index_keys(at: Place, **changes: Any) -> None:
+    cache = new_cache(at, checked=True, values="none")
+    cache.append(**{"k": numbers(1, HEADS, 1, WIDTH)} | changes)
+
+
+def decode_index_keys(at: Place, alone: bool = False) -> None:
+    cache = new_cache(at, checked=True, values="none")
+    cache.append(numbers(1, HEADS, 1, WIDTH))
+    am.decode(numbers(1, Q_HEADS, 1, WIDTH), cache if alone else filled(at))
 
 
 def append_shard(at: Place, **changes: Any) -> None:
@@ -183,6 +200,11 @@ def merge_across(at: Place, **changes: Any) -> None:
     out, lse = numbers(1, HEADS, 3, WIDTH), numbers(1, HEADS, 3)
     parts = {name: changes.pop(name, x) for name, x in {"out": out, "lse": lse}.items()}
     am.merge_across(**{"partial": am.Partial(**parts), "group": dist.group.WORLD} | changes)
+
+
+def top_k_across(at: Place, **changes: Any) -> None:
+    keys = {"scores": numbers(2, 5), "indices": torch.arange(5)}
+    am.top_k_across(**keys | {"k": 3, "group": dist.group.WORLD} | changes)
 
 
 def scan_across(at: Place, **changes: Any) -> None:
@@ -462,7 +484,13 @@ ALIKE: Table = {
         (
             {"values": "first"},
             ArgumentError,
-            r"KVCache values: expected one of separate, prefix, given 'first'\. Fix: ",
+            r"KVCache values: expected one of separate, prefix, none, given 'first'\. Fix: ",
+        ),
+        ({"values": "none"}, MeshError, r"KVCache: expected the same call .*:\n    ranks  .*values\n(.*\n)*.*none"),
+        (
+            {"values": "none", "value_dim": 4},
+            ShapeError,
+            r"KVCache value_dim: expected None for keys alone, given 4\. Fix: leave out values",
         ),
         ({"values": "prefix"}, MeshError, r"KVCache: expected the same call .*:\n    ranks  values\n(.*\n)*.*prefix"),
         (
@@ -511,6 +539,13 @@ ALIKE: Table = {
     append_latents: [
         ({"v": T(1, 6, 1, 4)}, ArgumentError, r"append v: expected None, for values are columns of k, given \(1, 6, 1"),
         ({"k": T(1, 6, 1, 3)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(1, 6, 1, 3\)"),
+    ],
+    append_index_keys: [
+        ({"v": T(1, 6, 1, 4)}, ArgumentError, r"append v: expected None in a cache of keys, given \(1, 6, 1"),
+        ({"k": T(1, 6, 1, 3)}, ShapeError, r"append k: expected shape \(1, 6, tokens, 4\), given \(1, 6, 1, 3\)"),
+    ],
+    decode_index_keys: [
+        ({"alone": True}, ArgumentError, r"decode cache: expected a cache with values, given one of keys alone\. Fix"),
     ],
     append_shard: [
         ({"k": T(1, 5, 2, 4)}, ShapeError, r"append_shard k: expected shape \(1, 6, tokens, 4\), given \(1, 5,"),
@@ -624,6 +659,41 @@ ALIKE: Table = {
         ({"kernel": ["cpu"]}, KernelError, r"kernel: expected one of auto, cpu, .*, given \['cpu'\]\. Fix: leave it"),
         ({"kernel": "cuda"}, KernelError, r"kernel cuda: expected tensors that it supports, given others: "),
         ({"checked": "no"}, ArgumentError, r"decode checked: expected None, True or False, given 'no'\. Fix: leave"),
+        (
+            {"selected": T(1, 1, 1, 2).int()},
+            DtypeError,
+            r"decode selected: expected a Selection, given Tensor\. Fix: pass",
+        ),
+        ({"selected": tokens(1.5)}, DtypeError, r"selected indices: .* torch.int32, given torch.float32\. Fix: pass"),
+        ({"selected": tokens([[1], [2]])}, ShapeError, r"selected indices: expected shape \(1, 1 or 6, 1, 1 or more\)"),
+        (
+            {"selected": tokens([])},
+            ShapeError,
+            r"decode selected indices: expected shape .*, given shape \(1, 1, 1, 0\)",
+        ),
+        ({"selected": tokens([10])}, ShapeError, r"selected indices: .*each once in a row, of 10 keys, given 10\. Fix"),
+        (
+            {"selected": tokens([3], 4)},
+            ShapeError,
+            r"selected indices: .*each once in a row, of 10 keys, given 3\. Fix",
+        ),
+        (
+            {"selected": tokens([-1])},
+            ShapeError,
+            r"selected indices: expected indices of 0 or more, .*, given -1\. Fix",
+        ),
+        ({"selected": tokens([3, 3])}, ShapeError, r"selected indices: .*, given an index twice in a row\. Fix: fill"),
+        ({"selected": tokens([3])}, MeshError, r"decode: .*:\n    ranks  .*selected\n(.*\n)*.*int32 \[1, 1, 1, 1\] of"),
+        (
+            {"selected": tokens([3]), "kernel": "native"},
+            KernelError,
+            r"decode selected with kernel: expected auto or reference, given native\. Fix: leave it",
+        ),
+        (
+            {"selected": tokens([3]), "reproducible": True},
+            KernelError,
+            r"decode reproducible: expected no selected= beside reproducible=True, given a Selection\. Fix: leave",
+        ),
         ({"dropout_p": 0.1}, KernelError, r"decode: expected exact softmax attention .*, given dropout_p=0.1\. Fix"),
         ({"mesk": 0}, ArgumentError, r"decode: expected the arguments of its signature, given mesk=0\. Fix: see"),
     ],
@@ -651,6 +721,31 @@ ALIKE: Table = {
             KernelError,
             r"merge_across: expected a partial without gradients, given one with requires_grad=True\. Fix: call it",
         ),
+    ],
+    top_k_across: [
+        ({"scores": [1.0]}, DtypeError, r"top_k_across scores: expected a tensor of floats, given list\. Fix: use"),
+        ({"scores": T(2, 5).int()}, DtypeError, r"top_k_across scores: expected a tensor of floats, given torch.int32"),
+        ({"scores": T(())}, DtypeError, r"top_k_across scores: expected a tensor of floats, .*\(\)\. Fix: pass"),
+        ({"scores": T(2, 5, requires_grad=True)}, KernelError, r"top_k_across scores: .* without gradients, given"),
+        ({"scores": T(3, 5)}, MeshError, r"top_k_across: .*:\n    ranks  rows\n(.*\n)*.*\[3\]\n"),
+        (
+            {"indices": T(5)},
+            DtypeError,
+            r"top_k_across indices: expected a tensor of int32 or int64, given torch.float",
+        ),
+        ({"indices": torch.arange(4)}, ShapeError, r"top_k_across indices: expected shape \(2, 5\), .*, given \(4,\)"),
+        (
+            {"indices": torch.arange(5) - 1},
+            ShapeError,
+            r"indices: expected numbers from 0 to 2147483647, given -1 to 3",
+        ),
+        ({"indices": torch.arange(5) << 30}, ShapeError, r"indices: expected numbers from 0 to .*, given 0 to 4294967"),
+        ({"indices": torch.arange(5, device="meta")}, DeviceError, r"top_k_across: expected one device, given scores"),
+        ({"k": 0}, ShapeError, r"top_k_across k: expected a whole number, 1 or more, given 0\. Fix: find"),
+        ({"k": 2.0}, ShapeError, r"top_k_across k: expected a whole number, 1 or more, given 2\.0\. Fix: count"),
+        ({"k": 4}, MeshError, r"top_k_across: .*:\n    ranks  k\n(.*\n)*.*  4\n"),
+        ({"unique": 1}, ArgumentError, r"top_k_across unique: expected True or False, given 1\. Fix: pass"),
+        ({"unique": True}, MeshError, r"top_k_across: .*:\n    ranks  unique\n(.*\n)*.*True\n"),
     ],
     scan_across: [
         ({"linear": 1.0}, DtypeError, r"scan_across linear: expected a tensor of floats, given float\. Fix: use"),

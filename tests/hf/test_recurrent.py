@@ -27,6 +27,7 @@ from tests.tools.tiny_models import Case, build, tiny_config
 GENERATING = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
     *("mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
+    *("bailing_hybrid", "lfm3", "qwen4_exp_text", "zaya"),
 )
 FAMILIES = (*GENERATING, "minimax", "recurrent_gemma")
 
@@ -158,7 +159,7 @@ def generated(family: str, shape: Shape | None, prompt: int, new: int) -> tuple[
     gc.collect()  # batches of earlier tests: models that are called while there is one are prepared
     model, mesh, seen = model_of(family), named_mesh(shape, AXES) if shape else None, []
     for module in model.modules():
-        if hasattr(module, "conv1d") or type(module).__name__.endswith("ShortConv"):
+        if hasattr(module, "conv1d") or type(module).__name__.endswith(("ShortConv", "CCAProjection")):
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
                 with_kwargs=True,

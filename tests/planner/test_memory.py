@@ -1,13 +1,9 @@
 """Predicted memory beside the tensors that live during a backward pass."""
 
 import sys
-from weakref import finalize
 
 import pytest
 from benchmarks import peers, prefill
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import attnmesh as am
 from attnmesh.mesh.schedule import EXCHANGES
@@ -15,33 +11,13 @@ from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.candidate import Candidate, peak_activations
 from attnmesh.planner.cost import cost
+from tests.support.live import LiveTensors
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.quick
 
 TOKENS, WIDTH = 32, 64
 SHAPES = [Shape(1, r, c) for r in (1, 2, 3, 6) for c in (1, 2, 3, 6) if r * c == 6]
-
-
-class LiveTensors(TorchDispatchMode):
-    """Peak bytes of the live tensors that operators allocated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):  # type: ignore[no-untyped-def]
-        made = operator(*arguments, **(options or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.device.type != "meta":
-                storage = x.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self.sizes:
-                    self.sizes[storage._cdata] = storage.nbytes()
-                    finalize(storage, self.sizes.pop, storage._cdata)
-        self.most = max(self.most, sum(self.sizes.values()))
-        return made
 
 
 def measured_peak(shape: Shape, exchange: str, kv_heads: int) -> float:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.mask import Mask
+from attnmesh.core.selection import NONE
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.interpreted import interpreting
@@ -76,6 +77,18 @@ class History:
         generator = torch.Generator().manual_seed(event.seed)
         q = torch.randn(event.batch, self.heads[0], event.number, self.widths[0], generator=generator)
         return q.to(self.dtype)
+
+    def selection(self, event: Event, length: int) -> am.Selection | None:
+        """Return the tokens that the queries of one decode event in three select, of `length` tokens."""
+        if event.seed % 3 or dict(event.options)["kernel"] != "auto":
+            return None
+        generator = torch.Generator().manual_seed(event.seed)
+        block = (1, 1, 4)[event.seed // 3 % 3]
+        heads = (1, self.heads[1])[event.seed // 9 % 2]
+        scores = torch.rand(event.batch, heads, event.number, -(-length // block), generator=generator)
+        indices = scores.argsort(-1)[..., : 1 + event.seed // 27 % 30]
+        none = torch.rand(indices.shape, generator=generator) < 0.1
+        return am.Selection(indices.masked_fill(none, NONE).int(), block)
 
     def order(self, event: Event) -> Tensor:
         """Return the batch index of a reorder event."""
@@ -274,6 +287,8 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
                     q = history.queries(event).to(device())
                     if options["key_lengths"] is not None:
                         options["key_lengths"] = torch.tensor(options["key_lengths"])
+                    if (selected := history.selection(event, cache.length)) is not None:
+                        options["selected"] = am.Selection(selected.indices.to(device()), selected.block)
                     outs.append(am.decode(q, cache, mask=event.mask, sinks=sinks, **options).cpu())
     assert (
         cache.used <= -(-cache.length // cache.tokens.size) + cache.sizes.block + len(phase.events) + 2
@@ -344,6 +359,8 @@ def _check_decoded(
     few = dict(event.options)["key_lengths"]
     if few is not None:
         visible = visible & (positions < torch.tensor(few)[:, None])[:, None, None]
+    if (selected := history.selection(event, k.shape[2])) is not None:
+        visible = visible & chosen(selected, k.shape[2]).repeat_interleave(history.heads[0] // selected.heads, 1)
     q, sink = history.queries(event), history.sink()
     scale = dict(event.options)["scale"] or history.widths[0] ** -0.5
     tensors = [q, k, v] if sink is None else [q, k, v, sink]
@@ -355,3 +372,11 @@ def _check_decoded(
         given = torch.where(token_mask[:, -event.number :][:, None, :, None], out, expected.values["out"].to(out.dtype))
         expected.check("out", given, (history, event))
         assert torch.equal(out, outs[0]), (history, event)
+
+
+def chosen(selected: am.Selection, keys: int) -> Tensor:
+    """Return which keys each query selects, (batch, heads, queries, keys)."""
+    blocks = -(-keys // selected.block)
+    found = torch.zeros(*selected.indices.shape[:-1], blocks + 1, dtype=torch.bool)
+    found.scatter_(-1, selected.indices.long().clamp(max=blocks), True)
+    return found[..., :blocks].repeat_interleave(selected.block, -1)[..., :keys]

@@ -18,7 +18,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
-from tests.support.problems import CAPS, DTYPES, LAYOUTS
+from tests.support.problems import CAPS, DTYPES, LAYOUTS, chosen, selection
 from tests.support.problems import key_lengths as draw_key_lengths
 from tests.support.problems import mask as draw_mask
 
@@ -47,6 +47,7 @@ class MeshProblem:
     latent: bool = False  # keys and values are expanded from latents, which travel; forward alone
     softcap: float | None = None
     key_lengths: Tensor | None = None
+    selected: am.Selection | None = None
 
     RANK = 6
 
@@ -115,6 +116,13 @@ def draw(seed: int, ranks: int) -> MeshProblem:
     return replace(problem, key_lengths=few) if not problem.latent and random.random() < 0.3 else problem
 
 
+def draw_selected(seed: int, ranks: int) -> MeshProblem:
+    """The problem of that seed, with keys selected for each query; of latents for all heads alike."""
+    problem, random = draw(seed, ranks), Random(seed)
+    sizes = problem.batch, 1 if problem.latent else problem.heads[1]
+    return replace(problem, selected=selection(random, sizes, *problem.lengths))
+
+
 def _split(random: Random, length: int, ranks: int) -> am.Split:
     cuts = sorted(random.randint(0, length) for _ in range(ranks - 1))
     return am.Split(tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, length), strict=True)))
@@ -143,16 +151,19 @@ def run(problem: MeshProblem) -> list[Tensor]:
         "softcap": problem.softcap,
         "key_lengths": problem.key_lengths,
     }
+    whole = problem.selected
+    selected = None if whole is None else am.Selection(whole.indices[:, :, mine[0]].to(device()), whole.block)
     sink = inputs[3] if sinks else None
     if problem.latent:
         said = lengths.get("length"), lengths.get("key_length")
         exact = Options(
             problem.mask, *problem.layouts, problem.exchange, "auto", problem.scale, problem.softcap, *said, None
         )
-        call = Call(*inputs[:3], sink, None, exact)
+        call = Call(*inputs[:3], sink, None, exact, selected)
         tokens, projection = problem.latents()
         return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
-    out = am.attention(*inputs[:3], mesh=mesh, exchange=problem.exchange, sinks=sink, **options, **lengths)
+    options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected}
+    out = am.attention(*inputs[:3], mesh=mesh, **options, **lengths)
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]]))]
 
 
@@ -191,6 +202,8 @@ def check(problem: MeshProblem, results: list[list[Tensor]]) -> dict[str, float]
     visible = problem.mask.visible(*positions)
     if problem.key_lengths is not None:
         visible = visible & (positions[1] < problem.key_lengths[:, None, None, None])
+    if problem.selected is not None:
+        visible = visible & chosen(problem.selected, positions[1], problem.heads[0])
     expected = truth([q, k, v, *sinks], visible, scale, dout, softcap=problem.softcap)
     ranks = problem.shape.ranks
     places = _places(problem)

@@ -9,6 +9,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Mask
+from attnmesh.core.selection import NONE
 from tests.support.dense import truth
 
 LENGTHS = (0, 1, 2, 3, 7, 31, 33, 64, 65, 127, 130, 200, 257, 333)
@@ -38,6 +39,7 @@ class Problem:
     memory: str
     softcap: float | None = None
     key_lengths: Tensor | None = None
+    selected: am.Selection | None = None
 
     def tensors(self, device: str = "cpu") -> list[Tensor]:
         """q, k, v and the sinks if any."""
@@ -74,6 +76,9 @@ class Problem:
         if self.key_lengths is not None:
             positions_of_keys = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
             visible = visible & (positions_of_keys < self.key_lengths[:, None, None, None])
+        if self.selected is not None:
+            places = torch.arange(self.lengths[1]) if positions[1] is None else positions[1]
+            visible = visible & chosen(self.selected, places, self.heads[0])
         scale = self.widths[0] ** -0.5 if self.scale is None else self.scale
         loss = (given["out"] * dout.to(self.dtype)).sum()
         if dlse is not None:
@@ -86,7 +91,7 @@ class Problem:
     def _attend(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         q, k, v, *sinks = tensors
         options = {"mask": self.mask, "scale": self.scale, "kernel": self.kernel, "softcap": self.softcap}
-        options["key_lengths"] = self.key_lengths
+        options |= {"key_lengths": self.key_lengths, "selected": self.selected}
         if sinks:
             return {"out": am.attention(q, k, v, sinks=sinks[0], **options)}
         return am.attend(q, k, v, q_positions=self.q_positions, k_positions=self.k_positions, **options)._asdict()
@@ -127,6 +132,24 @@ def draw(
     )
     few = key_lengths(random, problem.batch, lengths[1])
     return replace(problem, key_lengths=few) if random.random() < 0.3 else problem
+
+
+def selection(random: Random, sizes: tuple[int, int], queries: int, keys: int) -> am.Selection:
+    """Some keys for each query, in any order, for all key heads alike or not; `sizes` are batch and key heads."""
+    generator = torch.Generator().manual_seed(random.getrandbits(30))
+    block = random.choice((1, 1, 2, 7))
+    shape = sizes[0], random.choice((1, sizes[1])), queries
+    k, blocks = random.randint(1, max(1, keys) + 2), -(-keys // block)
+    drawn = torch.full((*shape, k), NONE)
+    some = torch.rand(*shape, blocks, generator=generator).argsort(-1)[..., :k]
+    drawn[..., : some.shape[-1]] = some.masked_fill(torch.rand(some.shape, generator=generator) < 0.2, NONE)
+    return am.Selection(drawn[..., torch.randperm(k, generator=generator)].int(), block)
+
+
+def chosen(selected: am.Selection, positions: Tensor, heads: int) -> Tensor:
+    """Return which keys are selected for each query and query head."""
+    found = (selected.indices.unsqueeze(-2) == (positions // selected.block)[:, None]).any(-1)
+    return found.repeat_interleave(heads // found.shape[1], 1)
 
 
 def key_lengths(random: Random, batch: int, keys: int) -> Tensor:

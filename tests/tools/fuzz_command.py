@@ -38,6 +38,7 @@ from benchmarks import packed as packed_bench
 from benchmarks import plan as plan_bench
 from benchmarks import prefill as prefill_bench
 from benchmarks import recurrent as recurrent_bench
+from benchmarks import selected as selected_bench
 from benchmarks.commands import app as benchmarks_app
 from benchmarks.netns import Hosts, World, ranks_of, script
 from benchmarks.timing import Comparison, Timing
@@ -452,6 +453,8 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(faults, rows=lambda request, threads, add: add(on(request.shape.ranks, compared)))
     step = latent_bench.Row("stock", TIME, 1.0, 1)
     replace(latent_bench, rows=lambda request, ranks, threads, add: add(on(ranks, step)))
+    chosen = selected_bench.Row(64, "1 rank", TIME, 1.0, 1.0, None)
+    replace(selected_bench, rows=lambda request, tokens, ranks, threads, add: add(on(max(ranks), chosen)))
     layer = recurrent_bench.Row("forward", "1 rank", TIME, 1.0)
     replace(recurrent_bench, rows=lambda request, world, add: add(on(world, layer)))
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)

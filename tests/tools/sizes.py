@@ -64,6 +64,9 @@ SMALL: dict[str, Any] = {
 LATENT = {"num_key_value_heads": 4}
 """Multi-head latent attention has as many key heads as query heads."""
 
+INDEXED = {**LATENT, "index_n_heads": 64}
+"""Of so many heads a score is never 0. With few heads many are, and `topk` on a CPU takes any of them."""
+
 ATTENDING = ["linear_attention", "full_attention", "linear_attention"]
 CONVOLVING = ["conv", "full_attention", "conv"]
 SHARED_BLOCKS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
@@ -73,7 +76,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 NOTE = {
     "num_hidden_layers": 4, "num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
     "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "head_dim": 12, "swa_head_dim": 12, "swa_qk_nope_head_dim": 8,
-    "swa_v_head_dim": 8, "n_group": 1, "topk_group": 1,
+    "swa_v_head_dim": 8, "n_group": 1, "topk_group": 1, "index_n_heads": 64,
 }  # fmt: skip
 
 EXPERTS = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32}
@@ -82,8 +85,9 @@ SHARING = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2}
 """The last layer of each kind shares the keys of an earlier one."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), LATENT),
-    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3"), LATENT),
+    **dict.fromkeys(("glm4_moe_lite", "kimi_linear", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), INDEXED),
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 50, "local_attention_window_len": 16},
     "cohere_compass_text": {
@@ -109,7 +113,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "minicpm3": {**LATENT, "dim_model_base": 32},
     "minimax_m3_vl_text": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "index_block_size": 4},
-    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4},
+    "qwen4_exp_text": {"indexer_kv_heads": 1, "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": 64},
     "reformer": {"axial_pos_embds": False},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},

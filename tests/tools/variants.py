@@ -122,6 +122,15 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "falcon_h1": {
         "multiplied": {"key_multiplier": 0.5, "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.5}
     },
+    "zaya": {"sliding": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 16}},
+    "minimax_m3_vl_text": {"no-local-blocks": {"index_local_blocks": 0, "index_topk_blocks": 3}},
+    "glm_moe_dsa": {
+        "shared": {
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    },
     "mpt": {"clipped": {"attn_config": {"clip_qkv": 0.5}}},
 }
 """Changes to the configuration, by type and by the variant's name."""

@@ -7,12 +7,14 @@ from torch import Tensor
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
+from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.checks import (
     check_key_lengths,
     check_most_keys,
     check_positions,
     check_qkv,
+    check_selection,
     check_unknown_options,
     heads_and_length,
     warn_if_swapped,
@@ -21,6 +23,7 @@ from attnmesh.guard.checks import (
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import LocalPlan, kind_of
+from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.runtime.kinds import Kinds
 
@@ -40,6 +43,7 @@ def attend(
     softcap: float | None = None,
     key_lengths: Tensor | None = None,
     kernel: str = "auto",
+    selected: Selection | None = None,
     **more: Never,
 ) -> Partial:
     """Return attention of q over k and v on one device, as a partial `(out, lse)`.
@@ -58,6 +62,8 @@ def attend(
         softcap: Bound of the logits: each becomes `softcap * tanh(logit / softcap)`. None for no bound.
         key_lengths: Real keys of each sequence, int64, (batch,): keys at this position or later are invisible.
         kernel: A name of `attnmesh.kernels.driver.NAMES`. "auto" takes the best that supports q, k and v.
+        selected: The keys that each query attends, of those that it sees under the mask: `Selection(indices)`, by
+            position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
     Returns:
@@ -73,7 +79,7 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    plain = q_positions is k_positions is key_lengths is None and not more
+    plain = q_positions is k_positions is key_lengths is None and selected is None and not more
     options, kind = (mask, scale, softcap, kernel), None
     if plain:
         kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
@@ -89,6 +95,7 @@ def attend(
             if positions is not None:
                 check_positions(f"attend {name}_positions", positions, x.shape[2])
         check_key_lengths("attend key_lengths", key_lengths, q.shape[0])
+        check_selection("attend selected", selected, q, k.shape[1], kernel)
         if k_positions is None:
             check_most_keys("attend key_lengths", key_lengths, k.shape[2])
     except (MaskError, ShapeError) as error:
@@ -99,4 +106,5 @@ def attend(
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
     with without_autocast(q):
-        return Partial(*run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places)))
+        out, lse = run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places, selected))
+        return Partial(without_faulty(out, selected), lse)

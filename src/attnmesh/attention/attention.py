@@ -10,9 +10,11 @@ from attnmesh.attention.latent import Latents
 from attnmesh.attention.operator import attend, attend_latents
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import FULL, Mask
+from attnmesh.core.selection import Selection
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.plans import LocalPlan, kind_of
+from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 from attnmesh.runtime.kinds import Kinds
@@ -41,6 +43,7 @@ def attention(
     key_layout: Layout | str | None = None,
     key_length: int | None = None,
     checked: bool | None = None,
+    selected: Selection | None = None,
     **unsupported: Never,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
@@ -72,6 +75,9 @@ def attention(
         key_length: Tokens of the keys' sequence, if it is another one.
         checked: Ranks compare every call, on their hosts, so that all raise the same error. False leaves that out for
             calls with `length`; ranks whose calls differ then get wrong results or wait.
+        selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
+            the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
+            ranks travel. None for all keys.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:
@@ -91,14 +97,14 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
-    call, kind = Call(q, k, v, sinks, key_lengths, options), None
+    call, kind = Call(q, k, v, sinks, key_lengths, options, selected), None
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        if mesh is None and key_lengths is None and not unsupported:
+        if mesh is None and key_lengths is None and selected is None and not unsupported:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
         if (known := PLANS.find(kind)) is not None:
@@ -120,15 +126,18 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
 
     With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
     """
-    sinks, key_lengths = call.sinks, call.key_lengths
+    sinks, key_lengths, selected = call.sinks, call.key_lengths, call.selected
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
     plan = agree_on_plan(mesh, call, checked)
     check_most_keys("attention key_lengths", key_lengths, plan.problem.key_length)
+    indices = None if selected is None else selected.indices
     with without_autocast(q):
         if mesh.shape.ranks == 1:
             kind = plan.problem.mask, plan.logits, plan.kernel
-            return run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths))[0]
-        if latents is not None:
-            return attend_latents(q, k, v, latents, sinks, plan)
-        return attend(q, k, v, sinks, key_lengths, plan)
+            out = run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths, selected=selected))[0]
+        elif latents is not None:
+            out = attend_latents(q, k, v, latents, sinks, indices, plan)
+        else:
+            out = attend(q, k, v, sinks, key_lengths, indices, plan)
+    return without_faulty(out, selected, plan.problem.key_length)

@@ -1,6 +1,7 @@
 """One call of `attention`: its arguments, their checks, and the plan on which all ranks agree."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, Never
 
@@ -8,15 +9,17 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.attention.plan import Plan
+from attnmesh.attention.plan import Plan, one_column
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
-from attnmesh.errors import LayoutError, MaskError, ShapeError
+from attnmesh.core.selection import Selection
+from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require
 from attnmesh.guard.checks import (
     check_checked,
     check_key_lengths,
     check_qkv,
+    check_selection,
     check_sinks,
     check_unknown_options,
     heads_and_length,
@@ -78,6 +81,7 @@ class Call(NamedTuple):
     sinks: Tensor | None
     key_lengths: Tensor | None
     options: Options
+    selected: Selection | None = None
 
     @property
     def heads_and_dim(self) -> Heads:
@@ -89,6 +93,18 @@ class Call(NamedTuple):
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
 
+    @property
+    def block(self) -> int:
+        """Keys per index of the selection; 0 if there is none."""
+        return 0 if self.selected is None else self.selected.block
+
+    @property
+    def numbers(self) -> tuple[int, int, int]:
+        """Tokens of q and of k on this rank, and the highest index that a query selects, where the host reads it."""
+        if self.selected is None or self.q.device.type != "cpu" or torch.compiler.is_compiling():
+            return *self.tokens, -1
+        return *self.tokens, self.selected.highest()
+
     def describe(self) -> str:
         """Return the text that ranks compare: all but the lengths of shards."""
         named = {"q": self.q, "k": self.k, "v": self.v} | ({} if self.sinks is None else {"sinks": self.sinks})
@@ -97,6 +113,9 @@ class Call(NamedTuple):
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
             fields["key_lengths"] = self.key_lengths.tolist()
+        if self.selected is not None:
+            _, own, _, k = self.selected.indices.shape
+            fields["selected"] = f"{k} blocks of {self.selected.block} for {own} key heads"
         return describe_call("attention", **fields, gradients=learned)
 
 
@@ -105,18 +124,24 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     options, ranks = call.options, mesh.shape.ranks
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
-        queries, keys = call.tokens
-        return _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks))
+        queries, keys, highest = call.numbers
+        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=call.block)
+        _check_highest(highest, plan)
+        return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
     if options.length is None or (checked is not False and may_compare(device)):
-        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.tokens)
-        queries, keys = map(sum, zip(*rows, strict=True))
-        return _known_plan(mesh, options, call.heads_and_dim, (queries, keys), tuple(map(tuple, rows)))
+        _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
+        columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
+        table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
+        plan = _known_plan(mesh, options, call.heads_and_dim, tokens, table, call.block)
+        _check_highest(max(columns[2]), plan)
+        return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length))
+    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), call.block)
+    _check_highest(call.numbers[2], plan)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
     except ShapeError as error:
@@ -132,9 +157,9 @@ def _texts(mesh: Mesh) -> Kinds[str]:
 
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     """Return the text of a call that ranks compare, or raise unless each argument can be served."""
-    q, k, v, sinks, key_lengths, options = call
+    q, k, v, sinks, key_lengths, options, selected = call
     texts, kind = _texts(mesh), None
-    if key_lengths is None and not options.unsupported:
+    if key_lengths is None and selected is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
     if kind is not None and (text := texts.find(kind)) is not None:
         return text
@@ -142,8 +167,13 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     return call.describe() if kind is None else texts.keep(kind, call.describe())
 
 
-def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Sequence[int]] = ()) -> Plan:
-    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values."""
+def _make_plan(
+    mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Pair] = (), block: int = 0
+) -> Plan:
+    """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
+
+    Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
+    """
     problem, (q_heads, k_heads, dim) = options.problem(mesh, tokens), heads
     try:
         _check_shards(problem, table)
@@ -151,7 +181,11 @@ def _make_plan(mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: 
         _check_cross(options, problem.length, problem.key_length)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
-    return Plan(mesh, problem, options.exchange, options.kernel, options.logits(dim))
+    exchange = "bulk" if block and options.exchange == "auto" else options.exchange
+    if block and mesh.shape.ranks > 1:
+        mesh, order = one_column(mesh)
+        problem = replace(problem, shape=mesh.shape, order=order)
+    return Plan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
 
 
 _known_plan = cached_per_world(1024)(_make_plan)
@@ -159,7 +193,7 @@ _known_plan = cached_per_world(1024)(_make_plan)
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, key_lengths, options = call
+    q, k, v, sinks, key_lengths, options, selected = call
     check_checked("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
@@ -172,12 +206,31 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
-        if k.shape[1] < mesh.shape.heads:
+        check_selection("attention selected", selected, q, k.shape[1], options.kernel)
+        if selected is not None:
+            _check_uncompiled(mesh)
+        elif k.shape[1] < mesh.shape.heads:
             given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
             fix = f"shorten it to at most {k.shape[1]} ranks, and give the others to the queries or the keys axis"
             raise ShapeError("attention", "at least one key head a rank of the heads axis", given, fix)
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
+
+
+def _check_uncompiled(mesh: Mesh) -> None:
+    """Raise in a graph on several ranks, which may have to make a group of all of them."""
+    if mesh.shape.ranks > 1 and torch.compiler.is_compiling():
+        fix = "exclude the call with torch.compiler.disable"
+        raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)
+
+
+def _check_highest(highest: int, plan: Plan) -> None:
+    """Raise if a query selects a key beyond the sequence; -1 for none."""
+    if highest >= 0:
+        blocks = -(-plan.problem.key_length // plan.block)
+        expected = f"indices below {blocks}, of {plan.problem.key_length} keys in blocks of {plan.block}"
+        fix = "count keys of the whole sequence, or blocks of them, and fill rows up with 2**31 - 1, for none"
+        require(highest < blocks, ShapeError, "attention selected indices", expected, str(highest), fix)
 
 
 def _check_layouts(options: Options, ranks: int) -> None:

@@ -27,7 +27,7 @@ def attend_dtensors(
     q: Any  # as the record of a call has plain tensors
     k: Any
     v: Any
-    q, k, v, *_, options = call
+    q, k, v, options = call.q, call.k, call.v, call.options
     place = Mesh.of(first_of(q, k, v).device_mesh)
     try:
         check_dtensors(call, mesh)
@@ -51,7 +51,7 @@ def check_dtensors(call: Call, mesh: DeviceMesh | None) -> None:
     q: Any
     k: Any
     v: Any
-    q, k, v, *_, options = call
+    q, k, v, options = call.q, call.k, call.v, call.options
     first = first_of(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, DTensor) or x.device_mesh != first.device_mesh or x.placements != first.placements:

@@ -23,6 +23,7 @@ from attnmesh.kernels.driver import Counts
 from attnmesh.kernels.driver import backward as kernel_backward
 from attnmesh.kernels.driver import forward as kernel_forward
 from attnmesh.kernels.plans import empty_length_major
+from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
 from attnmesh.runtime.counters import Tensors
@@ -47,8 +48,17 @@ class Task:
     counts: Sequence[Counts]  # of the keys of each step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
+    selected: Sequence[SelectedKeys] = ()
+    """Selected keys of each step, where queries do not attend to all that they see."""
 
-    def attend(self, q: Tensor, kv: Tensors, band: Band, counts: Counts) -> Partial:
+    def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
+        """Return the keys of each step that the row's queries attend, in a group of heads."""
+        if not self.selected:
+            return self.schedule.bands
+        heads = group[self.mesh.heads.index].keys
+        return [keys.of_heads(heads) for keys in self.selected]
+
+    def attend(self, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
             return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
@@ -109,7 +119,7 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
-    for band, counts in zip(task.schedule.bands, task.counts, strict=True):
+    for band, counts in zip(task.bands(arrivals.group), task.counts, strict=True):
         kv = next(arrivals.kv_by_step)
         out, lse = task.attend(q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
@@ -170,9 +180,8 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    for band, counts, step, onward in zip(
-        schedule.bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True
-    ):
+    bands = task.bands(arrivals.group)
+    for band, counts, step, onward in zip(bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True):
         keys, values = next(arrivals.kv_by_step)
         part = kernel_backward(task.kernel, q, keys, values, saved, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived

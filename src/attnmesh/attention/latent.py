@@ -17,9 +17,10 @@ from torch import Tensor
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band
-from attnmesh.core.partial import Partial
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import Counts, forward
+from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.planner.candidate import EXPANDED_BYTES
 
 
@@ -62,13 +63,35 @@ class Projection:
         return torch.cat((k, rotated.unsqueeze(1).expand(-1, k.shape[1], -1, -1)), -1), v
 
     def attend(
-        self, kernel: Kernel, q: Tensor, latents: Tensor, band: Band, logits: Logits, counts: Counts = None
+        self,
+        kernel: Kernel,
+        q: Tensor,
+        latents: Tensor,
+        band: Band | SelectedKeys,
+        logits: Logits,
+        counts: Counts = None,
     ) -> Partial:
         """Return attention over a band of latents, which are expanded for a few heads at a time."""
+        if isinstance(band, SelectedKeys):
+            return self._attend_selected(kernel, q, latents, band, logits)
         parts = []
         for heads in self._groups(q, latents):
             parts.append(forward(kernel, q[:, heads], *self.expand(latents, heads), band, logits, counts))
         return Partial(*(torch.cat(x, 1) for x in zip(*parts, strict=True)))
+
+    def _attend_selected(
+        self, kernel: Kernel, q: Tensor, latents: Tensor, selected: SelectedKeys, logits: Logits
+    ) -> Partial:
+        """Return attention over selected latents, read once for all heads, by a few absorbed queries at a time."""
+        parts = []
+        per_query = q.shape[0] * q.shape[1] * (latents.shape[3] + self.rank) * sum_dtype(q.dtype).itemsize
+        size = max(1, EXPANDED_BYTES // max(1, per_query))
+        for start in range(0, max(1, q.shape[2]), size):
+            some = slice(start, start + size)
+            absorbed, keys, values = self.absorb(q[:, :, some]), selected.of_queries(some), latents[..., : self.rank]
+            out, lse = forward(kernel, absorbed, latents, values, keys, logits)
+            parts.append(Partial(self.to(out.dtype).project(out), lse))
+        return Partial(*(torch.cat(x, 2) for x in zip(*parts, strict=True)))
 
     def _groups(self, q: Tensor, latents: Tensor) -> Iterator[slice]:
         """Yield slices of the heads whose keys and values are expanded together."""

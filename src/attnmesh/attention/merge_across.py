@@ -18,8 +18,8 @@ from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.checks import check_checked, check_dtype, check_one_device, check_tensor
-from attnmesh.guard.consensus import CallChecker, asks, describe_call, may_compare
-from attnmesh.guard.merge_checks import MergeChecker, check_merge, prepare_merges
+from attnmesh.guard.consensus import CallChecker, describe_call
+from attnmesh.guard.merge_checks import MergeChecker, check_merge, prepare_merges, raise_unequal
 from attnmesh.kernels.traced import are_plain
 from attnmesh.mesh.axes import Axis, axis_of, device_type_of, group_named, mesh_of
 from attnmesh.mesh.merges import MERGE_CHOICES, OUTPUTS
@@ -110,11 +110,7 @@ def raise_alike(
     given = {x.device.type for x in partial if isinstance(x, Tensor)} if isinstance(partial, tuple) else set()
     # The other ranks' tensors are where this rank's are, if one of these is where tensors can be merged.
     device = torch.device(next((x for x in ("cuda", "cpu") if x in given), device_type_of(axis.group)))
-    poison, compares = partial_of(_poison, axis, how, output), checked is not False
-    if not _ranks_ask(axis, device):
-        MergeChecker(mesh_of(axis), how, compares, str).report(error, poison)
-    elif axis.size > 1 and may_compare(device):
-        _asker(axis).report(error, poison, compares=compares)
+    MergeChecker(_checker_of(axis), device, how, checked).report(error, partial_of(_poison, axis, how, output))
     raise error
 
 
@@ -152,35 +148,24 @@ def _merge(
     """Return the merge in new tensors."""
     device = partial.lse.device
     text = call_text(partial.out.shape, partial.out.dtype, how, output, wire, base, device.type)
-    compares = axis.size > 1 and checked is not False and may_compare(device)
-    checker = MergeChecker(mesh_of(axis), how, compares, lambda: text)
-    asker = _asker(axis) if axis.size > 1 and _ranks_ask(axis, device) else None
-    if asker is None:
-        checker.before()
-    elif compares and (checked or how == "allreduce" or text not in asker.kinds) and not asker.ask(text):
+    checker = MergeChecker(_checker_of(axis), device, how, checked, lambda: text, text, how != "allreduce")
+    if not checker.before():
         return _nan_like(partial, axis, output)
     if axis.size > 1 and device.type == "cpu":
         prepare_merges(axis)
     checksum = checksum_of(crc32(text.encode()), partial.lse)
     merged, checksum = merge_ranks(partial, checksum, axis, how, output, wire)
-    if asker is not None and text != asker.last_kind:
+    if axis.size > 1:
         like = partial.out.new_empty(0), partial.lse.new_empty(0), partial.out.shape
-        asker.learn(text, None if how == "allreduce" else partial_of(_ask_in_merge, *like, axis, how, output, wire))
-    if compares and asker is None:
-        checker.after(checksum, "merge_across")
+        checker.after(checksum, "merge_across", partial_of(_ask_in_merge, *like, axis, how, output, wire))
     pairs = zip(merged, partial, strict=True)
     return Partial(*(x.to(like.dtype, copy=True).contiguous() for x, like in pairs))
 
 
 @cached_per_world()
-def _asker(axis: Axis) -> CallChecker:
+def _checker_of(axis: Axis) -> CallChecker:
     """Return the record of the merges along an axis that no host looks at."""
     return CallChecker(mesh_of(axis), torch.device(device_type_of(axis.group)), None)
-
-
-def _ranks_ask(axis: Axis, device: torch.device) -> bool:
-    """Return whether ranks ask before they compare a merge on a device: also if the last one was on another."""
-    return asks(device) or _asker(axis).last_exchange is not None
 
 
 def _ask_in_merge(
@@ -224,7 +209,7 @@ def merge_as_one_call(partial: Partial, merge: HostMerge, text: str, output: str
         if not compares:  # ranks whose calls differ get NaN
             place.out.fill_(torch.nan)
         else:
-            MergeChecker(mesh_of(merge.axis), "tree", True, lambda: text).after(message[:2], "merge_across")
+            raise_unequal(mesh_of(merge.axis), text, "merge_across")
     heads = merge.heads(output)
     return place if heads is None else Partial(*(x[:, heads].contiguous() for x in place))
 

@@ -17,31 +17,49 @@ from attnmesh.attention.latent import Latents
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
 from attnmesh.core.partial import sum_dtype
+from attnmesh.core.selection import Selection
 from attnmesh.kernels.attend import sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import visible_counts
 from attnmesh.kernels.plans import empty_length_major, length_major
+from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.schedule import Schedule
 from attnmesh.runtime.counters import Tensors
+from attnmesh.runtime.kept import on_device
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    plan: Plan,
+) -> Tensor:
     """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls."""
     if needs_operator(q, k, v, sinks):
-        out: Tensor = mesh_op(q, k, v, sinks, key_lengths, *plan.pack())[0]
+        out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
         return out
     if is_learned(q, k, v, sinks):
-        return _attend_learned(q, k, v, sinks, key_lengths, plan)[0]
-    task = _task(plan, key_lengths, q.shape[1], q, k, v)
+        return _attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
+    task = _task(plan, key_lengths, indices, q.shape[1], q, k, v)
     return length_major(forward(q, (k, v), task, sinks).out, q.dtype)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, key_lengths: Tensor | None, plan: Plan
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    indices: Tensor | None,
+    plan: Plan,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    task = _task(plan, key_lengths, q.shape[1], q, k, v)
+    task = _task(plan, key_lengths, indices, q.shape[1], q, k, v)
     held = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, held)
     return length_major(out, q.dtype), lse, *held
@@ -57,19 +75,34 @@ def _blank_share(qkv: Tensors, chunk: tuple[int, int], axis: Axis) -> Tensors:
     return empty_tokens(q, heads * shared, chunk[0]), *(empty_tokens(x, heads, chunk[1]) for x in kv)
 
 
-def _backward(plan: Plan, key_lengths: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(
+    plan: Plan, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
     q, k, v, out, lse, dout = tensors
-    task = _task(plan, key_lengths, dout.shape[1], q, k, v)
+    task = _task(plan, key_lengths, indices, dout.shape[1], q, k, v)
     return backward((q, k, v), BackwardInputs(out, lse, dout), task)
 
 
-def _task(plan: Plan, key_lengths: Tensor | None, q_heads: int, q: Tensor, k: Tensor, v: Tensor) -> Task:
+def _task(
+    plan: Plan, key_lengths: Tensor | None, indices: Tensor | None, q_heads: int, q: Tensor, k: Tensor, v: Tensor
+) -> Task:
     """Return this rank's task for so many query heads of all ranks, with the keys of each step that sequences see."""
     task = plan.task(q_heads, q, k, v)
+    if indices is not None:
+        return replace(task, selected=_selected(plan, task.schedule, key_lengths, indices))
     if key_lengths is None:
         return task
     return replace(task, counts=[visible_counts(step.positions, key_lengths) for step in task.schedule.key_steps])
+
+
+def _selected(plan: Plan, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
+    """Return the keys of each step that this rank's queries select."""
+    queries, selection = schedule.query_step, Selection(indices, plan.block)
+    if len(queries.keep) < schedule.chunk[0]:  # the others see no key
+        selection = selection.of_queries(on_device(queries.keep, indices.device))
+    mask, places = plan.problem.mask, queries.positions
+    return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
 
 
 def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
@@ -82,12 +115,16 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
 
 
 @torch.no_grad()
-def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, plan: Plan) -> Tensor:
+def attend_latents(
+    q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, indices: Tensor | None, plan: Plan
+) -> Tensor:
     """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
 
     `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
     """
     task = replace(plan.task(q.shape[1], q, k, v, latents.widths), projection=latents.projection)
+    if indices is not None:
+        task = replace(task, selected=_selected(plan, task.schedule, None, indices))
     return length_major(forward(q, (latents.tokens,), task, sinks).out, q.dtype)
 
 
@@ -95,26 +132,26 @@ def attend_latents(q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Ten
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    *qkv, sinks, key_lengths = inputs[:5]
-    ctx.plan, (out, lse, *held) = inputs[5:], output
-    ctx.save_for_backward(*(held or qkv), sinks, key_lengths, out, lse)
+    *qkv, sinks, key_lengths, indices = inputs[:6]
+    ctx.plan, (out, lse, *held) = inputs[6:], output
+    ctx.save_for_backward(*(held or qkv), sinks, key_lengths, indices, out, lse)
     ctx.mark_non_differentiable(lse, *held)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Any, *_: None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, key_lengths, out, lse = ctx.saved_tensors
+    q, k, v, sinks, key_lengths, indices, out, lse = ctx.saved_tensors
     dsinks = None
     if len(ctx.plan) > 1:
         dout = dout[0]
-        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, *ctx.plan)
+        dq, dk, dv = mesh_backward_op([q, k, v], [out, lse], dout, key_lengths, indices, *ctx.plan)
         if sinks is not None:
             dsinks = sink_gradient(sinks, out, lse, dout)
     else:
-        dq, dk, dv = once(_backward, *ctx.plan, key_lengths, q, k, v, out, lse, dout)
+        dq, dk, dv = once(_backward, *ctx.plan, key_lengths, indices, q, k, v, out, lse, dout)
         if sinks is not None:
             dsinks = once(sink_gradient, sinks, out, lse, dout)
-    return dq, dk, dv, dsinks, None, *[None] * len(ctx.plan)
+    return dq, dk, dv, dsinks, None, None, *[None] * len(ctx.plan)
 
 
 class _MeshAttention(torch.autograd.Function):
@@ -138,12 +175,13 @@ def mesh_op(
     v: Tensor,
     sinks: Tensor | None,
     key_lengths: Tensor | None,
+    indices: Tensor | None,
     names: str,
     numbers: Sequence[int],
 ) -> list[Tensor]:
     """Return what `_attend` does, with out NaN if the ranks' `key_lengths` differ, which no graph compares."""
     plan = Plan.unpack(names, numbers)
-    out, *others = _attend(q, k, v, sinks, key_lengths, plan)
+    out, *others = _attend(q, k, v, sinks, key_lengths, indices, plan)
     if key_lengths is not None:
         out.masked_fill_(~_are_equal(key_lengths.to(q.device), plan.mesh), torch.nan)
     return [out, *others]
@@ -151,7 +189,7 @@ def mesh_op(
 
 @mesh_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
-    mesh, problem, *_ = Plan.unpack(*plan[2:])
+    mesh, problem, *_ = Plan.unpack(*plan[3:])
     place = mesh.queries.index, mesh.keys.index
     chunk = problem.queries(*place).shape[0], problem.keys(*place).shape[0]
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
@@ -164,20 +202,22 @@ def mesh_backward_op(
     outputs: Sequence[Tensor],
     dout: Tensor,
     key_lengths: Tensor | None,
+    indices: Tensor | None,
     names: str,
     numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens from its (q, k, v) and (out, lse)."""
-    return _backward(Plan.unpack(names, numbers), key_lengths, *inputs, *outputs, dout)
+    return _backward(Plan.unpack(names, numbers), key_lengths, indices, *inputs, *outputs, dout)
 
 
 @mesh_backward_op.register_fake
 def _(
-    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, _: Any, *plan: Any
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], dout: Tensor, key_lengths: Any, indices: Any, *plan: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     (q, k, v), (mesh, problem, *_) = inputs, Plan.unpack(*plan)
     heads = dout.shape[1] * k.shape[1] // q.shape[1]
-    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, mesh.shard).shape[0]
+    shard = problem.shard(mesh.shard)
+    tokens = problem.key_layout.positions(problem.key_length, problem.shape.ranks, shard).shape[0]
     return empty_length_major(dout, q.shape[3]), empty_tokens(k, heads, tokens), empty_tokens(v, heads, tokens)
 
 

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.executor import Task
-from attnmesh.comm.topology import surroundings
+from attnmesh.comm.topology import share_numbers, surroundings
 from attnmesh.core.layout import Contiguous, Packed, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.kernels.driver import choose
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads, schedule
+from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.kinds import Kinds
@@ -31,10 +32,12 @@ class Plan(NamedTuple):
     exchange: str
     kernel: str
     logits: Logits
+    block: int = 0
+    """Keys per index of a selection; 0 if there is none."""
 
     def pack(self) -> tuple[str, list[int]]:
         """Return the plan as names and numbers, which compiled graphs keep as constants."""
-        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, self.logits)]
+        names = [*self.mesh.group_names, self.exchange, self.kernel, *map(repr, (*self.logits, self.block))]
         places = [*self.mesh.shape, *(axis.index for axis in self.mesh.axes)]
         return ",".join(names), [*places, *self.problem.encode()]
 
@@ -70,9 +73,19 @@ class Plan(NamedTuple):
 
 @cached_per_world(1024)
 def _unpack(names: str, numbers: tuple[int, ...]) -> Plan:
-    *groups, exchange, kernel, scale, softcap = names.split(",")
+    *groups, exchange, kernel, scale, softcap, block = names.split(",")
     mesh = Mesh.named(numbers[:3], numbers[3:6], groups)
-    return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, Logits(float(scale), float(softcap)))
+    logits = Logits(float(scale), float(softcap))
+    return Plan(mesh, Problem.decode(mesh.shape, numbers[6:]), exchange, kernel, logits, int(block))
+
+
+@cached_per_world()
+def one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 
 @cached_per_world()

@@ -56,13 +56,14 @@ class KVCache(PagedCache, SavedCache):
         checked: True compares ranks at every call, False never, None as above.
         copies: Ranks that hold each token. With 2 the next host, or on one host the next rank, holds a copy: see
             `attnmesh.recover`.
-        values: "separate", or "prefix" for values that are the first columns of the keys, which alone are stored.
+        values: "separate"; "prefix" for values that are the first columns of the keys, which alone are stored; "none"
+            for keys alone, such as an indexer's, which `decode` refuses.
         mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
             sees are forgotten: memory is that of the window. None keeps every token.
         keep: Tokens that `truncate` may remove from a cache that forgets, counted from its longest length so far.
 
     Raises:
-        ArgumentError: `values` is neither.
+        ArgumentError: `values` is none of them.
         ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
         MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
@@ -96,7 +97,8 @@ class KVCache(PagedCache, SavedCache):
         mask: Mask | None = None,
         keep: int = 0,
     ) -> None:
-        widths = head_dim, head_dim if value_dim is None else value_dim
+        columns = 0 if values == "none" else head_dim
+        widths = head_dim, columns if value_dim is None else value_dim
         sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
@@ -169,11 +171,12 @@ class KVCache(PagedCache, SavedCache):
 
         Args:
             k: Keys with all heads, (batch, kv_heads, tokens, head_dim).
-            v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys.
+            v: Values with all heads, (batch, kv_heads, tokens, value_dim); None if they are a prefix of the keys, or if
+                there are none.
             token_mask: False for padding, (batch, tokens); None if all tokens are real.
 
         Raises:
-            ArgumentError: `v` is None, or is given to a cache whose values are a prefix of its keys.
+            ArgumentError: `v` is None, or is given to a cache that stores the keys alone.
             ShapeError: A shape does not fit the cache, or the tokens exceed the capacity.
             DtypeError: A dtype or a device is not the cache's.
             KernelError: A tensor requires gradients.

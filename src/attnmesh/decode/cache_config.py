@@ -21,8 +21,8 @@ NUMBERS = ("batch", "kv_heads", "head_dim", "value_dim", "capacity", "block")
 LARGEST = 2**48
 """The largest of these numbers: products of several fit 64 bits, or PyTorch says that they do not."""
 
-VALUES = ("separate", "prefix")
-"""Values of `values=`."""
+VALUES = ("separate", "prefix", "none")
+"""Values of `values=`. A file holds their numbers."""
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,26 @@ class Sizes:
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of the tensors that are stored: keys, and values if they are separate."""
-        return (self.head_dim,) if self.values == "prefix" else (self.head_dim, self.value_dim)
+        return (self.head_dim, self.value_dim) if self.values == "separate" else (self.head_dim,)
 
     def check(self, heads_axis: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
         for name in NUMBERS:
-            number = check_whole(f"KVCache {name}", getattr(self, name), 1, "count it as an int")
+            least = 0 if name == "value_dim" and self.values == "none" else 1
+            number = check_whole(f"KVCache {name}", getattr(self, name), least, "count it as an int")
             expected, fix = f"at most {LARGEST:,}", "pass a smaller one"
             require(number <= LARGEST, ShapeError, f"KVCache {name}", expected, f"{number:,}", fix)
         known = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
         expected, fix = f"one of {', '.join(DTYPES)}", "pass the model's dtype"
         require(known, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
-        expected, fix = f"one of {', '.join(VALUES)}", 'leave it out, or pass "prefix" for latents'
+        expected = f"one of {', '.join(VALUES)}"
+        fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
         require(self.values in VALUES, ArgumentError, "KVCache values", expected, repr(self.values), fix)
         if self.values == "prefix" and self.value_dim > self.head_dim:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
+        if self.values == "none" and self.value_dim:
+            raise ShapeError("KVCache value_dim", "None for keys alone", f"{self.value_dim}", 'leave out values="none"')
         check_window(self.mask, self.keep)
         divides, fix = self.kv_heads % heads_axis == 0, "give its ranks to the keys axis"
         given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
@@ -98,12 +102,12 @@ class Sizes:
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
         """Raise unless k and v are new tokens with all heads."""
-        if v is not None and self.values == "prefix":
+        if v is not None and self.values != "separate":
             given = f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__
-            expected = "None, for values are columns of k"
+            expected = "None, for values are columns of k" if self.values == "prefix" else "None in a cache of keys"
             raise ArgumentError(f"{subject} v", expected, given, "pass the keys alone")
         if v is None and self.values == "separate":
-            fix = 'pass v, or make the cache with values="prefix" if values are columns of the keys'
+            fix = 'pass v, or make the cache with values="prefix" if they are columns of the keys, "none" without any'
             raise ArgumentError(f"{subject} v", "a tensor of values", "None", fix)
         named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
         check_same_kind(subject, named)

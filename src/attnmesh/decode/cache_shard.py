@@ -45,7 +45,7 @@ SLACK = 2
 class CacheShard:
     """Keys and values of one rank's tokens and heads; `index` is the rank's index along the tokens axis.
 
-    `stored` has the keys, and the values unless they are the first columns of the keys. In a forked cache, `shared` has
+    `stored` has the keys, and the values if they are separate. In a forked cache, `shared` has
     the first tokens and `stored` those after them.
     """
 

@@ -8,15 +8,17 @@ from torch import Tensor
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
+from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.step import DecodeStep, reads_length_on_device
 from attnmesh.decode.window import is_within
-from attnmesh.errors import DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
+from attnmesh.errors import ArgumentError, DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
 from attnmesh.guard.checks import (
     check_key_lengths,
     check_most_keys,
     check_same_kind,
+    check_selection,
     check_sinks,
     check_unknown_options,
     swap_first,
@@ -33,11 +35,14 @@ def check_step(
     key_lengths: Tensor | None,
     step: DecodeStep,
     unsupported: Mapping[str, Never],
+    selected: Selection | None = None,
 ) -> DecodeStep:
     """Return the step with its logits, or raise unless each argument can be served."""
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})
     check_unknown_options("decode", unsupported)
+    fix = 'append values too, to a cache without values="none"'
+    require(sizes.values != "none", ArgumentError, "decode cache", "a cache with values", "one of keys alone", fix)
     check_same_kind("decode", {"q": q})
     shape = (sizes.batch, "heads", "length", sizes.head_dim)
     if q.ndim != 4 or (q.shape[0], q.shape[3]) != (sizes.batch, sizes.head_dim) or not q.shape[2]:
@@ -62,6 +67,8 @@ def check_step(
     if cache.padding is not None and step.mask.ends:
         fix = "keep documents in sequences of their own"
         raise MaskError("decode mask", "no documents in a padded batch", f"{step.mask}", fix)
+    if selected is not None:
+        step = _with_selection(q, cache, selected, step)
     check_reproducible("decode reproducible", step.reproducible, step.tokens.size, step.merge)
     if step.reproducible and (cache.padding is not None or not cache.is_block_cyclic):
         given = "a padded batch" if cache.padding is not None else "tokens in the layout of a sharded prefill"
@@ -80,6 +87,15 @@ def check_step(
     if not on_device:
         check_most_keys("decode key_lengths", key_lengths, cache.length)
     return step
+
+
+def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: DecodeStep) -> DecodeStep:
+    """Return the step over selected tokens, or raise unless they are tokens of the cache."""
+    length = cache.length if may_compare(q.device) else None
+    check_selection("decode selected", selected, q, cache.sizes.kv_heads, step.kernel, length)
+    expected, fix = "no selected= beside reproducible=True", "leave one of them out"
+    require(step.reproducible is not True, KernelError, "decode reproducible", expected, "a Selection", fix)
+    return step._replace(index_block=selected.block)
 
 
 def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:

@@ -18,6 +18,7 @@ from attnmesh.core.digest import fingerprints
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import sum_dtype
+from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checks import check_step
 from attnmesh.decode.plan import StepPlan, call_of
@@ -32,8 +33,8 @@ from attnmesh.decode.step import (
 )
 from attnmesh.errors import DtypeError, InputError, KernelError, require
 from attnmesh.guard.checks import check_checked, warn_if_swapped
-from attnmesh.guard.consensus import asks, describe_call, may_compare
-from attnmesh.guard.merge_checks import MergeChecker
+from attnmesh.guard.consensus import describe_call
+from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
 
@@ -54,6 +55,7 @@ def decode(
     reproducible: bool = False,
     kernel: str = "auto",
     checked: bool | None = None,
+    selected: Selection | None = None,
     **unsupported: Never,
 ) -> Tensor:
     """Return attention of the cache's last tokens over all tokens of the cache, the same bits on every rank.
@@ -77,6 +79,9 @@ def decode(
         kernel: Kernel of one device: "auto", or a name of `attnmesh.kernels.driver.NAMES`.
         checked: When ranks compare their calls; the cache's own unless it is given: see `KVCache`. Ranks whose calls
             differ and are not compared get NaN.
+        selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
+            index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
+            the host reads no index, rows with an invalid one give NaN. None for all tokens.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:
@@ -104,7 +109,7 @@ def decode(
         except InputError as error:
             _report(error, cache, _unchecked_step(cache, *options[:-1]), checked)
             raise
-    plain = cache.mesh.heads.size == 1 and key_lengths is None and not unsupported
+    plain = cache.mesh.heads.size == 1 and key_lengths is None and selected is None and not unsupported
     plan = cache.step_plans.find(q, cache.shards, sinks, options) if plain else None
     out: Tensor | None = None
     if plan is not None and (out := _run_plan(q, cache, sinks, *plan, compares=checked is not False)) is not None:
@@ -112,14 +117,15 @@ def decode(
     step = _unchecked_step(cache, *options[:-1])
     try:
         check_checked("decode", checked)
-        step = check_step(q, cache, sinks, key_lengths, step, unsupported)
+        step = check_step(q, cache, sinks, key_lengths, step, unsupported, selected)
     except InputError as error:
         _report(error, cache, step, checked)
         raise
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
-        return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, *step.encode()))
+        indices = None if selected is None else selected.indices
+        return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, indices, *step.encode()))
     if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
         cache.shards.unshare()  # the kernel merges the blocks of one tensor
     if plain and plan is None and cache.step_plans.learn(q, cache.shards.own, sinks, options, step):
@@ -127,7 +133,7 @@ def decode(
         out = None if plan is None else _run_plan(q, cache, sinks, *plan, compares=checked is not False)
     if out is None:
         with torch.no_grad():
-            out = _run_compared(q, cache, sinks, key_lengths, step, checked)
+            out = _run_compared(q, cache, sinks, key_lengths, step, checked, selected)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
@@ -155,8 +161,7 @@ def _run_plan(
         number += 0 if sinks is None else digest_on_host(sinks)
         equal = merge.run(message, number)
         if not equal and compares:
-            text = functools.partial(_describe, q, cache, sinks, None, plan.step)
-            MergeChecker(cache.mesh, plan.step.merge, True, text).after(message[:2], "decode")
+            raise_unequal(cache.mesh, _describe(q, cache, sinks, None, plan.step, None), "decode")
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
@@ -169,40 +174,29 @@ def _run_compared(
     key_lengths: Tensor | None,
     step: DecodeStep,
     checked: bool | None,
+    selected: Selection | None,
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    kind, checker = call_of(q, step, sinks, key_lengths), cache.checker
-    stays, asking = _stays_on_device(cache, step), asks(cache.device)
-    wanted = (not stays or kind not in checker.kinds) if checked is None else checked
-    compares = wanted and may_compare(cache.device) and not checker.is_alone
-    agreement = MergeChecker(cache.mesh, step.merge, compares, lambda: _describe(q, cache, sinks, key_lengths, step))
-    if asking and compares and not checker.ask(agreement.describe()):
+    kind, stays = call_of(q, step, sinks, key_lengths, selected), _stays_on_device(cache, step)
+    describe = functools.partial(_describe, q, cache, sinks, key_lengths, step, selected)
+    checker = MergeChecker(cache.checker, cache.device, step.merge, checked, describe, kind, stays)
+    if not checker.before():
         return q.new_full(step.output_shape(q, cache.shard.values), torch.nan)
-    if not asking:
-        agreement.before()
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), cache.history_checksum)
-    out, checksum = run_step(q, cache.shard.view, sinks, step, number, key_lengths)
-    if checksum is None:
-        return out
-    if asking and kind != checker.last_kind:
+    indices = None if selected is None else selected.indices
+    out, checksum = run_step(q, cache.shard.view, sinks, step, number, key_lengths, indices)
+    if checksum is not None:
         ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, cache.sizes.value_dim)
-        checker.learn(kind, ask if stays else None)
-    if compares and not asking:
-        agreement.after(checksum, "decode")
+        checker.after(checksum, "decode", ask)
     return out
 
 
 def _report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
     """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
-    if cache.checker.is_alone or not may_compare(cache.device):
-        return
-    poison, compares = functools.partial(_send_poison, cache, step), checked is not False
-    if asks(cache.device):
-        cache.checker.report(error, poison, compares=compares)
-    else:
-        MergeChecker(cache.mesh, step.merge, compares, str).report(error, poison)
+    checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
+    checker.report(error, functools.partial(_send_poison, cache, step))
 
 
 @lru_cache(maxsize=64)
@@ -211,17 +205,27 @@ def _call_number(kind: tuple[Any, ...], history_checksum: int) -> int:
     return crc32(f"{kind} {history_checksum}".encode())
 
 
-def _describe(q: Tensor, cache: KVCache, sinks: Tensor | None, key_lengths: Tensor | None, step: DecodeStep) -> str:
+def _describe(
+    q: Tensor,
+    cache: KVCache,
+    sinks: Tensor | None,
+    key_lengths: Tensor | None,
+    step: DecodeStep,
+    selected: Selection | None,
+) -> str:
     """Return the text of the call that ranks compare."""
     options = dict(zip(step._fields[4:], step.options, strict=True)) | step.logits._asdict()
     del options["logits"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
+    tensors = {"q": q, "sinks": sinks, "selected": None if selected is None else selected.indices}
     contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-    return describe_call("decode", **options, **fingerprints({"q": q, "sinks": sinks}), **contents)
+    return describe_call("decode", **options, **fingerprints(tensors), **contents)
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     """Return whether the host reads nothing of the device during the step; of a wrong kernel, as with "auto"."""
+    if step.index_block is not None:
+        return cache.device.type != "cpu" and step.merge not in COLLECTIVE
     try:
         on_device = reads_length_on_device(cache.shard.view, step.kernel)
     except InputError:

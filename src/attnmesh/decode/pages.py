@@ -65,7 +65,7 @@ class PagedCache(CacheProperties):
 
         Args:
             keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim).
-            values: Pool of value blocks; None if values are a prefix of the keys.
+            values: Pool of value blocks; None if the cache stores the keys alone.
             block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
 
         Raises:
@@ -148,7 +148,7 @@ def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     sizes, heads = shard.sizes, shard.sizes.kv_heads // shard.heads.size
     fix = "append the pages first, or make a new cache"
     require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)
-    count, fix = len(sizes.widths), "pass values unless the cache has values='prefix'"
+    count, fix = len(sizes.widths), "pass values unless the cache has values='prefix' or 'none'"
     require(len(pools) == count, ShapeError, "append_pages values", f"{count} pools", f"{len(pools)}", fix)
     for name, pool, width in zip(("keys", "values"), pools, sizes.widths, strict=False):
         check_tensor(f"append_pages {name}", pool)

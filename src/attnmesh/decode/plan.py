@@ -12,6 +12,7 @@ from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.merge_messages import chosen_merge
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.core.selection import Selection
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored
 from attnmesh.decode.replicas import Shards
@@ -159,9 +160,12 @@ class StepPlans:
         return True
 
 
-def call_of(q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None) -> tuple[Any, ...]:
+def call_of(
+    q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None, selected: Selection | None = None
+) -> tuple[Any, ...]:
     """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
-    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None
+    indices = None if selected is None else selected.indices.shape
+    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None, indices
 
 
 def _kind(q: Tensor, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -15,6 +15,8 @@ from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Band, Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
+from attnmesh.core.selection import Selection
+from attnmesh.decode.selected import attend_selected
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import choose_for_cache, forward, visible_counts
@@ -38,6 +40,7 @@ class DecodeStep(NamedTuple):
     output: str
     reproducible: bool
     kernel: str
+    index_block: int | None = None  # tokens that an index selects; None if nothing is selected
 
     @property
     def options(self) -> tuple[Any, ...]:
@@ -48,7 +51,7 @@ class DecodeStep(NamedTuple):
         """Return the step as names and numbers, which the schema of an operator can carry."""
         names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
         axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        numbers = [*axes, self.block, self.capacity, int(self.reproducible), *self.mask.encode()]
+        numbers = [*axes, self.block, self.capacity, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
         return ",".join([*names, *map(repr, self.logits)]), numbers
 
     @staticmethod
@@ -69,9 +72,10 @@ class DecodeStep(NamedTuple):
 def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
-    block, capacity, reproducible, *mask = numbers[4:]
+    block, capacity, reproducible, index_block, *mask = numbers[4:]
     logits = Logits(float(scale), float(softcap))
-    return DecodeStep(*axes, block, capacity, Mask.decode(mask), logits, merge, output, bool(reproducible), kernel)
+    step = DecodeStep(*axes, block, capacity, Mask.decode(mask), logits, merge, output, bool(reproducible), kernel)
+    return step._replace(index_block=index_block or None)
 
 
 def run_step(
@@ -81,6 +85,7 @@ def run_step(
     step: DecodeStep,
     call_number: int,
     key_lengths: Tensor | None = None,
+    indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks.
 
@@ -88,7 +93,8 @@ def run_step(
     """
     heads = step.heads.share_of(q.shape[1])
     rank_q, alone = q[:, heads], step.tokens.size == 1
-    kernel = choose_for_cache(step.kernel, q, view.keys, view.values, step.logits.capped)
+    name = step.kernel if indices is None else "reference"
+    kernel = choose_for_cache(name, q, view.keys, view.values, step.logits.capped)
     shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, Triton) and not alone:  # the kernel writes into the message
@@ -103,10 +109,16 @@ def run_step(
     on_device = key_lengths is not None and key_lengths.device.type != "cpu"
     key_lengths = None if key_lengths is None else key_lengths.to(q.device)
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
-    partial = attend_cache(query, view, kernel)
+    if indices is None:
+        partial = attend_cache(query, view, kernel)
+    else:
+        selection = Selection(indices, step.index_block or 1)
+        if selection.heads > 1:
+            selection = selection.of_heads(step.heads.share_of(selection.heads))
+        partial = attend_selected(query, view, selection, kernel)
     if not alone or step.heads.size > 1:
         counted = key_lengths if on_device else None  # else part of the number
-        tensors = [x for x in (q, sinks, counted) if x is not None]
+        tensors = [x for x in (q, sinks, counted, indices) if x is not None]
         checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
         partial, checksum = _merge(partial, checksum, step, message)
     if step.reproducible:
@@ -183,13 +195,14 @@ def decode_op(
     cache: Sequence[Tensor],
     sinks: Tensor | None,
     key_lengths: Tensor | None,
+    indices: Tensor | None,
     names: str,
     numbers: Sequence[int],
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
     step, view = DecodeStep.decode(names, numbers), view_of(cache)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, _ = run_step(q, view, sinks, step, call_number, key_lengths)
+    out, _ = run_step(q, view, sinks, step, call_number, key_lengths, indices)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 

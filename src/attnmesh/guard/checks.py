@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
 from attnmesh.core.partial import DTYPES
+from attnmesh.core.selection import Selection
 from attnmesh.errors import (
     ArgumentError,
     DeviceError,
@@ -28,6 +29,8 @@ MAX_HEADS = 256
 
 MAX_SWAPPED_LENGTH = 128
 """The longest q that may be swapped: beyond it, a length is too large to be a number of heads."""
+
+WRAP = "pass am.Selection(indices), indices of dtype torch.int32"
 
 _SCORE_FIX = "bring what is added to logits into q and k, or use a mask of positions"
 _MASK_FIX = "pass mask=, a function of positions: Causal(), Window(left), Documents(lengths)"
@@ -171,6 +174,37 @@ def check_most_keys(subject: str, key_lengths: Tensor | None, keys: int) -> None
     if key_lengths is not None and len(key_lengths) and not torch.compiler.is_compiling():
         most = int(key_lengths.max())
         require(most <= keys, ShapeError, subject, f"at most {keys}, the number of keys", str(most), "count real keys")
+
+
+def check_selection(
+    subject: str, selected: Selection | None, q: Tensor, kv_heads: int, kernel: str, keys: int | None = None
+) -> None:
+    """Raise unless selected is None or fits q and the key heads.
+
+    On a CPU rows are read: no index is below 0, twice in a row, or beyond the last of `keys`, if their number is given.
+    On other devices, and in a graph, rows that are faulty become NaN instead.
+    """
+    if selected is None:
+        return
+    require(isinstance(selected, Selection), DtypeError, subject, "a Selection", type(selected).__name__, WRAP)
+    x = selected.indices
+    plain = isinstance(x, Tensor) and type(x).__name__ != "DTensor" and x.layout == torch.strided and not x.is_nested
+    given = str(x.dtype) if plain else type(x).__name__
+    require(plain and x.dtype == torch.int32, DtypeError, f"{subject} indices", "a tensor of torch.int32", given, WRAP)
+    shapes, fix = (len(q), (1, kv_heads), q.shape[2]), "select at least one key for each query, 2**31 - 1 for none"
+    fits = x.ndim == 4 and x.shape[0] == shapes[0] and x.shape[1] in shapes[1] and x.shape[2] == shapes[2]
+    expected = f"shape ({shapes[0]}, 1 or {kv_heads}, {shapes[2]}, 1 or more)"
+    fits = fits and x.shape[3] > 0
+    require(fits, ShapeError, f"{subject} indices", expected, f"shape {tuple(x.shape)}", fix)
+    check_one_device(subject, {"indices": x, "q": q})
+    fix = 'leave it at "auto": selected keys have a kernel of their own'
+    require(kernel in ("auto", "reference"), KernelError, f"{subject} with kernel", "auto or reference", kernel, fix)
+    if x.device.type == "cpu" and not torch.compiler.is_compiling() and bool((faulty := selected.faulty(keys)).any()):
+        lowest, highest, fix = int(x[faulty].min()), selected.highest(), "fill rows up with 2**31 - 1, for none"
+        beyond = keys is not None and highest * selected.block >= keys
+        given = str(lowest) if lowest < 0 else str(highest) if beyond else "an index twice in a row"
+        expected = "indices of 0 or more, each once in a row" + f", of {keys} keys" * beyond
+        raise ShapeError(f"{subject} indices", expected, given, fix)
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:

@@ -1,13 +1,15 @@
 """Checks of a merge across ranks: its arguments, and the comparison of the ranks' calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from attnmesh.comm.merge_messages import fastest_merge
 from attnmesh.errors import InputError, MeshError, check_choice
-from attnmesh.guard.consensus import agree, describe_call, drop_messages
+from attnmesh.guard.consensus import CallChecker, agree, asks, describe_call, drop_messages, may_compare
 from attnmesh.mesh.axes import Axis, Mesh, mesh_of
 from attnmesh.mesh.merges import COLLECTIVE, MERGE_CHOICES, OUTPUTS
 from attnmesh.runtime.world import cached_per_world
@@ -29,33 +31,59 @@ def prepare_merges(axis: Axis) -> None:
     fastest_merge(axis)
 
 
-class MergeChecker:
-    """Comparison of one call on all ranks by the checksum that its merge carries, at no cost of its own.
+def raise_unequal(mesh: Mesh, call: str, subject: str) -> NoReturn:
+    """Raise on all ranks, whose checksums differ."""
+    agree(mesh, call)
+    drop_messages(mesh)  # of a call that some rank broke off
+    given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
+    raise MeshError(subject, "the same checksum on every rank", given, fix)
 
-    Collectives hang or crash on messages of unequal sizes, so ranks compare their calls before them.
+
+@dataclass
+class MergeChecker:
+    """Comparison of one call on all ranks around its merge, which carries a checksum of the call.
+
+    On a CPU the merged checksum shows at no cost if calls differ; they are compared before collectives, which hang or
+    crash on messages of unequal sizes. Ranks that may not look at the checksum ask instead: see `CallChecker`.
     """
 
-    def __init__(self, mesh: Mesh, merge: str, compares: bool, describe: Callable[[], str]) -> None:
-        self.mesh, self.merge, self.compares, self.describe = mesh, merge, compares, describe
+    checker: CallChecker
+    device: torch.device
+    merge: str
+    checked: bool | None
+    describe: Callable[[], str] = str
+    kind: Hashable = None
+    stays: bool = False  # no host looks at the messages of a call of this kind
 
-    def before(self) -> None:
-        """Compare the call before a collective."""
+    def __post_init__(self) -> None:
+        self.asks = asks(self.device) or self.checker.last_exchange is not None
+        self.may = not self.checker.is_alone and may_compare(self.device)
+        is_new = not (self.asks and self.stays and self.kind in self.checker.kinds)
+        self.compares = self.may and (is_new if self.checked is None else self.checked)
+
+    def before(self) -> bool:
+        """Compare the call before messages that need it. Return False if some rank knows its own: all get NaN then."""
+        if self.compares and self.asks:
+            return self.checker.ask(self.describe())
         if self.compares and self.merge in COLLECTIVE:
-            agree(self.mesh, self.describe())
+            agree(self.checker.mesh, self.describe())
+        return True
 
-    def after(self, checksum: Tensor, subject: str) -> None:
-        """Raise on all ranks if the checksums differ."""
-        if float(checksum.sum()) != 0:
-            agree(self.mesh, self.describe())
-            drop_messages(self.mesh)  # of a call that some rank broke off
-            given, fix = "different checksums of equal calls", "report this bug, with the arguments of each rank"
-            raise MeshError(subject, "the same checksum on every rank", given, fix)
+    def after(self, checksum: Tensor, subject: str, ask: Callable[[], Tensor]) -> None:
+        """Raise on all ranks if the checksums differ. Where ranks ask, keep how to repeat the messages instead."""
+        if self.asks:
+            if self.kind != self.checker.last_kind:
+                self.checker.learn(self.kind, ask if self.stays else None)
+        elif self.compares and float(checksum.sum()) != 0:
+            raise_unequal(self.checker.mesh, self.describe(), subject)
 
     def report(self, error: InputError, poison: Callable[[], object]) -> None:
         """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls."""
-        if torch.compiler.is_compiling() or self.mesh.shape.ranks == 1:
-            return
-        if self.merge not in COLLECTIVE:
-            poison()
-        if self.compares:
-            agree(self.mesh, error)
+        compares = self.checked is not False
+        if self.may and self.asks:
+            self.checker.report(error, poison, compares=compares)
+        elif self.may:
+            if self.merge not in COLLECTIVE:
+                poison()
+            if compares:
+                agree(self.checker.mesh, error)

@@ -3,6 +3,7 @@
 A call is one of four: training on shards, sharded prefill, decoding, or ordinary attention on one device.
 """
 
+from dataclasses import replace
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -13,17 +14,18 @@ from torch.nn.functional import pad
 from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.layout import Striped
 from attnmesh.core.logits import Logits, check_scale
 from attnmesh.core.mask import Mask
+from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError
-from attnmesh.hf.cache.layer import PendingKV
+from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.checks import check_cached_padding, check_same_weights, checked_mask
 from attnmesh.hf.latent import LatentStates
-from attnmesh.hf.mask import MaskSpec, check_covers, spec_of
+from attnmesh.hf.mask import MaskSpec, check_covers
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.blocks import selected_blocks
 from attnmesh.hf.traced import TracedMask, attend_traced
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.traced import autocast, without_autocast
@@ -37,6 +39,7 @@ class LayerCall(NamedTuple):
     scale: float | None
     sinks: Tensor | None
     softcap: float | None
+    selected: Selection | None
 
 
 def attention_function(
@@ -51,23 +54,31 @@ def attention_function(
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
+    block_indices: Any = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
-        attention_mask = spec_of(attention_mask)
+        attention_mask = attention_mask.spec()
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
+    selected = spec.selected if isinstance(spec, MaskSpec) else None
+    if indices is not None:
+        selected = Selection(indices[:, None])
+    elif block_indices is not None:
+        selected = selected_blocks(module, block_indices, spec)
     k, v = (key.k, key.v) if isinstance(key, PendingKV) else (key, value)
     q, k, v = autocast(query, k, v)  # type: ignore[arg-type] # ropes leave q and k in float32, v is bfloat16
     if isinstance(spec, TracedMask):
         with without_autocast(q):
-            out = attend_traced(q, k, v, spec.visible, Logits.of(SUBJECT, scaling, softcap, q.shape[-1]), s_aux)
+            visible = spec.visible if selected is None else spec.visible & _picked(selected, q.shape[1], k.shape[2])
+            out = attend_traced(q, k, v, visible, Logits.of(SUBJECT, scaling, softcap, q.shape[-1]), s_aux)
         return out.transpose(1, 2).contiguous(), None
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
-    layer = LayerCall(spec.mask, scaling, s_aux, softcap)
+    layer = LayerCall(spec.mask, scaling, s_aux, softcap, selected)
     q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
     with without_autocast(q):
         if isinstance(key, PendingKV):
@@ -79,6 +90,15 @@ def attention_function(
         else:
             out = _attend_shards(q, k, v, layer, spec.shards)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _picked(selected: Selection, heads: int, keys: int) -> Tensor:
+    """Return which keys each query selects, (batch, 1 or heads, queries, keys)."""
+    indices = selected.indices
+    found = selected.positions(indices, slice(0, indices.shape[-1] * selected.block))
+    none = indices.new_zeros(*indices.shape[:3], keys + 1, dtype=torch.bool)
+    picked = none.scatter(-1, found.where((found >= 0) & (found < keys), keys), True)[..., :-1]
+    return picked if selected.heads == 1 else picked.repeat_interleave(heads // selected.heads, 1)
 
 
 def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
@@ -131,25 +151,17 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     if not shards.has_prefix:
         how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
-        call = Call(q, pending.k, pending.v, layer.sinks, None, options)
+        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected)
         out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
     if is_new:
-        _store_shard(pending, kv, shards)
+        store_shard(kv, *pending.stored, shards)
     if not shards.has_prefix:
         return out
     all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
+    if layer.selected is not None:
+        indices = unshard(layer.selected.indices, shards.mesh, layout=shards.layout, length=shards.length)
+        layer = layer._replace(selected=replace(layer.selected, indices=indices))
     return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
-
-
-def _store_shard(pending: PendingKV, kv: KVCache, shards: Shards) -> None:
-    """Store the keys of all ranks, each rank those of its blocks."""
-    if isinstance(shards.layout, Striped):
-        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
-        kv.append_shard(*pending.stored, shards.positions(), token_mask=shards.token_mask, queries=queries)
-        return
-    keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in pending.stored)
-    assert keys is not None
-    kv.append(keys, values, token_mask=shards.token_mask)
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
@@ -177,13 +189,15 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
     for number, tokens in enumerate(token_mask):  # padding differs between sequences
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
+        selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
+        own = layer._replace(selected=selected)
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
         positions = queries + shift, keys[kept.cpu()] + shift
-        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], layer, *positions))
+        rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
     return torch.cat(rows)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
-    logits = Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1])
-    return run_attend(AttendCall(q, k, v, layer.mask, logits, "auto", layer.sinks, None, queries, keys))[0]
+    layer_args = layer.mask, Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1]), "auto", layer.sinks
+    return run_attend(AttendCall(q, k, v, *layer_args, None, queries, keys, layer.selected))[0]

@@ -26,6 +26,7 @@ from attnmesh.hf.finite import NanWatch
 from attnmesh.hf.models import forget_images, rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
 from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
+from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
 
@@ -78,6 +79,7 @@ def generate(
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}
     agree_on_call(place, model, input_ids, attention_mask, cache, {**named, **options})
     forget_images(model)
+    prepare_indexers(model)
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]

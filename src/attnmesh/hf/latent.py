@@ -50,14 +50,15 @@ def latent_states(c: Tensor, rotated: Tensor, layer: Any) -> tuple[LatentStates,
     return LatentStates.of(c, **origin), LatentStates.of(rotated, **origin)
 
 
-def latent_widths(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Return the columns of a latent that a model projects, and its rotated ones; None if it caches keys and values.
+def latent_widths(config: PreTrainedConfig, layer: int = 0) -> tuple[int, int] | None:
+    """Return the columns of a latent that a layer projects, and its rotated ones; None if it caches keys and values.
 
     >>> from transformers import DeepseekV3Config, LlamaConfig
     >>> latent_widths(DeepseekV3Config()), latent_widths(LlamaConfig())
     ((512, 64), None)
     """
     config = config.get_text_config(decoder=True)
+    config = config.per_layer_config[layer] if config.is_heterogeneous else config
     rank, rotated = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     return None if not rank or not rotated else (rank, rotated)
 

@@ -6,13 +6,16 @@ masks, causal sliding windows and chunks from the function's values, and raises 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
 from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
+from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.models import SUBJECT, check_layers
 from attnmesh.hf.shards import ShardMask, Shards
@@ -38,19 +41,35 @@ class MaskSpec(LayerMask):
     """Keys that the given `attention_mask` covers, if fewer than there are; else None."""
     left_padding: Tensor | None = None
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
+    selected: Selection | None = None
+    """The keys that each query selects, of those that it sees; None for all."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 
-    def __getitem__(self, key: Any) -> "MaskSpec":
-        """Return the mask of the last queries: `mask[:, :, -n:, :]`, for models that keep few logits."""
+    def __getitem__(self, key: Any) -> Any:
+        """Return the mask of the last queries, `mask[:, :, -n:, :]`, for models of few logits; or `mask[:, 0]`."""
         whole = slice(None)
         rows = key[2] if isinstance(key, tuple) and len(key) == 4 and (*key[:2], key[3]) == (whole,) * 3 else None
         first, stop, step = rows.indices(self.q_length) if isinstance(rows, slice) else (0, 0, 0)
         in_prefill = self.shards is not None and self.shards.cached  # the logits of a prefill are discarded
+        if rows is None:
+            return super().__getitem__(key)
         if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
             self._raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
         return replace(self, q_offset=offset, q_length=length, discarded=bool(first) and in_prefill)
+
+    def spec(self) -> "MaskSpec":
+        """Return itself."""
+        return self
+
+    def seen(self, keys: int) -> Tensor:
+        """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
+        places = torch.arange(keys) + self.kv_offset
+        seen = self.mask.visible(torch.arange(self.q_length) + self.q_offset, places)[None]
+        if self.token_mask is None:
+            return seen
+        return seen.to(self.token_mask.device) & pad(self.token_mask, (0, keys - self.token_mask.shape[1]))[:, None]
 
 
 SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
@@ -72,7 +91,7 @@ def mask_function(**arguments: Any) -> MaskSpec | TracedMask:
     if not in_trace(arguments):
         covered = None if given is None else given.shape[-1]
         check_covers(covered, int(arguments["q_offset"]) + arguments["q_length"])
-    return TracedMask.of(arguments)
+    return TracedMask.of(arguments, partial(spec_of, arguments))
 
 
 def check_covers(covered: int | None, tokens: int) -> None:
@@ -82,9 +101,9 @@ def check_covers(covered: int | None, tokens: int) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator] # a cache of shards reads positions, which a graph cannot
-def spec_of(mask: TracedMask) -> MaskSpec:
-    """Return the `MaskSpec` of the same mask."""
-    return mask_spec(**mask.arguments)
+def spec_of(arguments: dict[str, Any]) -> MaskSpec:
+    """Return the mask that transformers describes, as positions."""
+    return mask_spec(**arguments)
 
 
 def mask_spec(

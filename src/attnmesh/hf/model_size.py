@@ -10,7 +10,15 @@ from attnmesh.core.mask import Mask, Window
 from attnmesh.errors import ModelError, require
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
-from attnmesh.hf.models import NAME, OTHER_LAYERS, RECURRENT_LAYERS, WINDOWED_LAYERS, cached_layers, layer_kinds
+from attnmesh.hf.models import (
+    HYBRID_LAYERS,
+    NAME,
+    OTHER_LAYERS,
+    RECURRENT_LAYERS,
+    WINDOWED_LAYERS,
+    cached_layers,
+    layer_kinds,
+)
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.planner.serving import Model
 from attnmesh.planner.workload import Workload
@@ -64,7 +72,9 @@ def other_layers(config: PreTrainedConfig) -> dict[str, int]:
 def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     """Return the layers that keep keys of all tokens, and those that keep keys of a window or chunk."""
     kinds = layer_kinds(config)[: cached_layers(config)]
-    kinds = [kind for kind in kinds if kind not in OTHER_LAYERS and (kind == "hybrid" or kind not in RECURRENT_LAYERS)]
+    kinds = [
+        kind for kind in kinds if kind not in OTHER_LAYERS and (kind in HYBRID_LAYERS or kind not in RECURRENT_LAYERS)
+    ]
     windows = sum(kind in WINDOWED_LAYERS for kind in kinds)
     return len(kinds) - windows, windows
 

@@ -35,18 +35,29 @@ SUPPORTED_LAYERS = ("full_attention", *WINDOWED_LAYERS)
 UNLISTED_RECURRENT = ("rwkv", "xlstm")
 """Model types with recurrent layers and without `config.layer_types`. They are not supported."""
 
-RECURRENT_LAYERS = ("linear_attention", "conv", "hybrid")
-"""Values of `config.layer_types` for layers that keep a state; "hybrid" ones also attend."""
+INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
+"""Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
+
+HYBRID_LAYERS = ("hybrid", "hybrid_sliding")
+"""Values of `config.layer_types` for layers that attend and keep a state."""
+
+RECURRENT_LAYERS = ("linear_attention", "conv", *HYBRID_LAYERS)
+"""Values of `config.layer_types` for layers that keep a state."""
 
 OTHER_LAYERS = ("mlp", "moe")
 """Values of `config.layer_types` for layers that mix no tokens."""
 
 RECURRENT_MODELS = (
-    *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
-    *("mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-    *("recurrent_gemma", "zamba", "zamba2"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
+    *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya"),
 )
 """Model types whose recurrent layers can run on shards."""
+
+INDEXED_MODELS = (
+    *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text"),
+)
+"""Model types in which an indexer selects the keys of each query."""
 
 
 class Opaque:
@@ -119,9 +130,13 @@ def check_layers(config: PreTrainedConfig) -> None:
     known = {*SUPPORTED_LAYERS}
     if is_recurrent(config):
         known |= {*RECURRENT_LAYERS, *OTHER_LAYERS}
+    if config.model_type in INDEXED_MODELS:
+        known |= {*INDEXED_LAYERS}
     unsupported = sorted({*layer_types} - known)
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
+    if getattr(config, "ple_layer_ids", None):
+        unsupported.append("embeddings of several tokens")
     if config.model_type in UNLISTED_RECURRENT:
         unsupported.append("recurrent states")
     if unsupported:
@@ -144,7 +159,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
+    return any(kind in (*WINDOWED_LAYERS, "hybrid_sliding") for kind in layer_kinds(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
@@ -160,7 +175,7 @@ def attends(config: PreTrainedConfig) -> bool:
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     kinds = layer_kinds(config)
-    return sum(kind not in OTHER_LAYERS for kind in kinds) + kinds.count("hybrid")
+    return sum(kind not in OTHER_LAYERS for kind in kinds) + sum(kind in HYBRID_LAYERS for kind in kinds)
 
 
 def recurrent_layers(config: PreTrainedConfig) -> int:
@@ -179,6 +194,14 @@ def check_keys(config: PreTrainedConfig) -> None:
     expected, given = "a model in which only the last layers share keys", f"{config.model_type} with shared keys"
     first = config.num_hidden_layers - modes.count("reuse")
     require("reuse" not in modes[:first] and not unknown, KernelError, SUBJECT, expected, given, USE_SUPPORTED)
+
+
+def indexed_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of the layers with an indexer of their own. Others select what an earlier layer selected."""
+    config = config.get_text_config(decoder=True)
+    kinds = layer_kinds(config)
+    own = getattr(config, "indexer_types", None) or ["full"] * len(kinds)
+    return [n for n, kind in enumerate(kinds) if kind in INDEXED_LAYERS and own[n] == "full"]
 
 
 def cached_layers(config: PreTrainedConfig) -> int:

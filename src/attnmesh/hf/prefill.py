@@ -18,6 +18,7 @@ from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_
 from attnmesh.hf.options import agree_on_call
 from attnmesh.hf.recurrent.prepare import prepared
 from attnmesh.hf.shards import ShardMask, ShardPositions, Shards
+from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
@@ -68,6 +69,7 @@ def prefill(
     place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
     forget_images(model)
+    prepare_indexers(model)
     crop_to_shared_prefix(model, cache, input_ids, attention_mask)
     prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after)
 

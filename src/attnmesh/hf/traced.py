@@ -5,7 +5,8 @@ model gets the mask as a tensor of (queries, keys), as with "sdpa": `torch.compi
 transformers compiles steps with a static cache by itself, and makes their masks before it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.partial import sum_dtype
+from attnmesh.core.selection import Selection
 from attnmesh.hf.models import Opaque
+from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.scores import IndexMask
 from attnmesh.hf.upstream import is_tracing, sdpa_mask
 from attnmesh.kernels.traced import is_traced
 
@@ -24,6 +28,29 @@ class LayerMask(Opaque):
 
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
+
+    dtype = torch.bool
+    """Dtype for models that join their mask with a selection."""
+
+    shards: Shards | None = None
+    """Tokens of this rank; None if every rank has all tokens."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return `mask[:, 0]`, which hides keys from the scores of an indexer."""
+        whole = slice(None)
+        if key not in ((whole, 0), (whole, 0, whole, whole)):
+            self._raise_read("getitem")
+        return IndexMask(self)
+
+    def spec(self) -> Any:
+        """Return the mask as a `MaskSpec`."""
+        raise NotImplementedError
+
+    def __and__(self, selected: Any) -> Any:
+        """Return the mask of what is selected, of what it shows."""
+        if not isinstance(selected, Selection):
+            self._raise_read("and")
+        return replace(self.spec(), selected=selected)
 
     def contiguous(self) -> Self:
         """Return itself: it has no memory layout, or transformers has made it contiguous."""
@@ -36,13 +63,26 @@ class TracedMask(LayerMask):
 
     visible: Tensor
     """(batch, 1, queries, keys), True where a query sees a key."""
-    arguments: dict[str, Any]
-    """Arguments that transformers describes the mask with."""
+    describe: Callable[[], Any]
+    """Return the `MaskSpec` of the same mask."""
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> "TracedMask":
+    def of(cls, arguments: dict[str, Any], spec: Callable[[], Any]) -> "TracedMask":
         """Return the mask that transformers describes."""
-        return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), arguments)
+        return cls(sdpa_mask(**{**arguments, "allow_is_causal_skip": False}), spec)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return `mask[:, 0]`, in a trace as a tensor."""
+        found = super().__getitem__(key)
+        return self.visible[:, 0] if is_traced() else found
+
+    def spec(self) -> Any:
+        """Return the mask as a `MaskSpec`."""
+        return self.describe()
+
+    def seen(self, keys: int) -> Tensor:
+        """Return which keys each query sees, (1 or batch, queries, keys)."""
+        return self.visible[:, 0]
 
 
 def in_trace(arguments: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ Importing this file checks the names that every model needs. `RECURRENT` is chec
 runs on shards; `TRAINER` and `ACCELERATE` when they are first used.
 """
 
+from inspect import signature, unwrap
 from typing import Any, NamedTuple
 
 from attnmesh.runtime.upstream import Upstream
@@ -23,6 +24,8 @@ TRANSFORMERS = Upstream(
         "transformers:AttentionMaskInterface.register",
         "transformers:PreTrainedConfig.get_text_config",
         "transformers:PreTrainedConfig._attn_implementation",
+        "transformers:PreTrainedConfig.is_heterogeneous",
+        "transformers:PreTrainedConfig.per_layer_config",
         "transformers:PreTrainedModel.is_activation_checkpointing",
         "transformers:PreTrainedModel.is_backend_compatible",
         "transformers:PreTrainedModel.tp_plan",
@@ -88,6 +91,44 @@ def check_trainer(trainer: type) -> None:
         TRL.check()
 
 
+def code_of(kind: str) -> str:
+    """Return the module of transformers with the code of a model type."""
+    name = kind.removesuffix("_text")
+    return f"transformers.models.{name}.modeling_{name}"
+
+
+def is_indexer(module: Any) -> bool:
+    """Return whether a module scores keys that its cache returns: its `forward` calls `update_indexer`."""
+    if type(module).__name__ in INDEXERS:
+        return False
+    forward = unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    return code is not None and "update_indexer" in code.co_names
+
+
+INDEXERS = {
+    "MiniMaxM3VLIndexer": (
+        *("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+        *("apply_rotary_pos_emb", "update_index"),
+    ),
+    "Qwen4ExpTextQSAIndexer": (
+        *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+        *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+        *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+    ),
+}
+"""Classes of indexers that score keys before they know the mask, or in a loop: five arguments, and names they read."""
+
+
+def is_known_indexer(module: Any) -> bool:
+    """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
+    kind, names = type(module), INDEXERS.get(type(module).__name__)
+    if names is None or not kind.__module__.startswith("transformers"):
+        return False
+    return {*names[5:]} <= {*kind.forward.__code__.co_names} and (*signature(kind.forward).parameters,) == names[:5]
+
+
 class RecurrentKind(NamedTuple):
     """Names that a class of recurrent layers must have to run on shards. All of them are replaced there."""
 
@@ -97,6 +138,8 @@ class RecurrentKind(NamedTuple):
     """Attributes that its `forward` reads."""
     convolution: str | None = None
     """Name of its causal `nn.Conv1d`, if `forward` calls that instead of a function."""
+    outputs: int = 1
+    """Tensors of one value per token that it returns first."""
 
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -113,8 +156,17 @@ LIGHTNING = RecurrentKind(
         *("query_decay", "key_decay", "diagonal_decay"),
     )
 )
+COMPRESSED = RecurrentKind(
+    ("repeat_kv",),
+    (
+        *("q_proj", "k_proj", "v_proj_current", "v_proj_delayed", "conv_qk_depthwise", "conv_qk_grouped"),
+        *("conv_kernel_size", "num_key_value_groups", "head_dim", "hidden_size"),
+    ),
+    outputs=3,
+)
 
 RECURRENT: dict[str, RecurrentKind] = {
+    "BailingHybridDeltaAttention": KIMI_DELTA,
     "BambaMixer": MAMBA2,
     "FalconH1Mixer": MAMBA2,
     "FalconMambaMixer": FUSED_MAMBA1,
@@ -123,6 +175,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "KimiLinearDeltaAttention": KIMI_DELTA,
     "Lfm2MoeShortConv": SHORT_CONVOLUTION,
     "Lfm2ShortConv": SHORT_CONVOLUTION,
+    "Lfm3ShortConv": SHORT_CONVOLUTION,
     "Mamba2Mixer": MAMBA2,
     "MambaMixer": FUSED_MAMBA1,
     "MiniMaxLightningAttention": LIGHTNING,
@@ -131,10 +184,12 @@ RECURRENT: dict[str, RecurrentKind] = {
     "Qwen3NextGatedDeltaNet": GATED_DELTA,
     "Qwen3_5GatedDeltaNet": GATED_DELTA,
     "Qwen3_5MoeGatedDeltaNet": GATED_DELTA,
+    "Qwen4ExpTextGatedDeltaNet": GATED_DELTA,
     "RecurrentGemmaRecurrentBlock": RecurrentKind(reads=("rg_lru",), convolution="conv_1d"),
     "RecurrentGemmaRglru": RGLRU,
     "Zamba2MambaMixer": MAMBA2,
     "ZambaMambaMixer": MAMBA1,
+    "ZayaCCAProjection": COMPRESSED,
 }
 """Classes of recurrent layers, by name. The modules of transformers are loaded by the models that have them."""
 
@@ -166,7 +221,10 @@ UNCHANGED = (
 )
 """Functions that a recurrent layer may call as they are: none of them mixes the tokens of a shard."""
 
-PER_TOKEN = ("hidden_states", "input_states", "position_ids", "attention_mask")
+MASKS = ("attention_mask", "conv_mask")
+"""Names of the padding among the arguments of recurrent layers."""
+
+PER_TOKEN = ("hidden_states", "input_states", "position_ids", *MASKS)
 """Arguments of recurrent layers with one value per token, along dim 1."""
 
 CACHES = ("cache_params", "past_key_values")

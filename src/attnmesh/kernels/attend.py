@@ -13,10 +13,12 @@ from torch import Tensor
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Band, Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
+from attnmesh.core.selection import Selection
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.blocks import BackwardInputs
 from attnmesh.kernels.driver import backward, choose, forward, visible_counts
 from attnmesh.kernels.plans import LocalPlan, empty_length_major, length_major, whole_band
+from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 
 
@@ -33,26 +35,29 @@ class AttendCall(NamedTuple):
     key_lengths: Tensor | None = None
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
+    selected: Selection | None = None
 
 
 def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     """Return (out, lse), by an operator where PyTorch traces or transforms calls."""
-    q, k, v, mask, logits, kernel, sinks, key_lengths, *positions = call
+    q, k, v, mask, logits, kernel, sinks, key_lengths, q_positions, k_positions, selected = call
+    indices, block = (None, 1) if selected is None else (selected.indices, selected.block)
+    tensors = q, k, v, sinks, q_positions, k_positions, key_lengths
     if needs_operator(q, k, v, sinks):
-        out, lse = attend_op(q, k, v, sinks, *positions, key_lengths, mask.encode(), logits, kernel)
+        out, lse = attend_op(*tensors, mask.encode(), logits, kernel, indices, block)
         return out, lse
     if is_learned(q, k, v, sinks):
-        out, lse = _attend_learned(q, k, v, sinks, *positions, key_lengths, mask, logits, kernel)
+        out, lse = _attend_learned(*tensors, mask, logits, kernel, indices, block)
         return out, lse
     return _attend(call)
 
 
 def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
-    q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions = call
-    if q_positions is k_positions is key_lengths is None:
+    q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions, selected = call
+    if q_positions is k_positions is key_lengths is None and selected is None:
         return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
     kernel = choose(name, q, k, v, logits.capped)
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
     return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
@@ -70,10 +75,12 @@ def attend_op(
     mask: Sequence[int],
     logits: Sequence[float],
     kernel: str,
+    indices: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse)."""
-    kind = Mask.decode(mask), Logits(*logits), kernel
-    return _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions))
+    kind, selected = (Mask.decode(mask), Logits(*logits), kernel), _selection(indices, block)
+    return _attend(AttendCall(q, k, v, *kind, sinks, key_lengths, q_positions, k_positions, selected))
 
 
 @attend_op.register_fake
@@ -95,17 +102,20 @@ def attend_backward_op(
     mask: Sequence[int],
     logits: Sequence[float],
     kernel: str,
+    indices: Tensor | None = None,
+    block: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), given out and lse over all keys."""
-    places = q_positions, k_positions, key_lengths
-    return _backward(q, k, v, out, lse, dout, *places, Mask.decode(mask), Logits(*logits), kernel)
+    options = q_positions, k_positions, key_lengths, Mask.decode(mask), Logits(*logits), kernel, indices, block
+    return _backward(q, k, v, out, lse, dout, *options)
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_positions, k_positions, key_lengths, mask, logits, kernel = options
-    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask)
+    q_positions, k_positions, key_lengths, mask, logits, kernel, indices, block = options
+    selected = _selection(indices, block)
+    band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     gradients = backward(choose(kernel, q, k, v, logits.capped), *qkv, saved, band, logits, counts)
@@ -121,14 +131,14 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, *output)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block = inputs
+    ctx.save_for_backward(q, k, v, sinks, q_positions, k_positions, key_lengths, indices, *output)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, q_positions, k_positions, key_lengths, out, lse = ctx.saved_tensors
-    options = (q_positions, k_positions, key_lengths, *ctx.options)
+    q, k, v, sinks, q_positions, k_positions, key_lengths, indices, out, lse = ctx.saved_tensors
+    options = (q_positions, k_positions, key_lengths, *ctx.options, indices, ctx.block)
     dout = torch.zeros_like(out) if dout is None else dout
     dq, dk, dv = _run_backward(q, k, v, out, lse, dout, *options)
     if dlse is not None:
@@ -138,12 +148,12 @@ def _gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tens
     if sinks is not None:
         given = sinks, out, lse, dout, dlse
         dsinks = once(sink_gradient, *given) if isinstance(ctx.options[0], Mask) else sink_gradient(*given)
-    return dq, dk, dv, dsinks, None, None, None, None, None, None
+    return dq, dk, dv, dsinks, *[None] * 8
 
 
 def _run_backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), by an operator where the forward pass was one."""
-    is_operator = not isinstance(arguments[-3], Mask)
+    is_operator = not isinstance(arguments[-5], Mask)
     dq, dk, dv = attend_backward_op(*arguments) if is_operator else once(_backward, *arguments)
     return dq, dk, dv
 
@@ -176,8 +186,9 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel = inputs
-        return _attend(AttendCall(q, k, v, mask, logits, kernel, sinks, key_lengths, q_positions, k_positions))
+        q, k, v, sinks, q_positions, k_positions, key_lengths, mask, logits, kernel, *selection = inputs
+        places = key_lengths, q_positions, k_positions, _selection(*selection)
+        return _attend(AttendCall(q, k, v, mask, logits, kernel, sinks, *places))
 
     setup_context = staticmethod(_save)
     backward = staticmethod(_gradients)
@@ -193,16 +204,30 @@ def _band(
     k_positions: Tensor | None,
     key_lengths: Tensor | None,
     mask: Mask,
-) -> tuple[Band, list[int] | None, Tensor | None, Tensor | None]:
-    """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys."""
+    selected: Selection | None,
+) -> tuple[Band | SelectedKeys, list[int] | None, Tensor | None, Tensor | None]:
+    """Return the band over sorted tokens, the first keys per sequence, and the orders that sort queries and keys.
+
+    Selected keys come instead of the band. They need no order of the queries.
+    """
     queries, q_order = _sort_positions("attend q_positions", q_positions, mask)
     keys, k_order = _sort_positions("attend k_positions", k_positions, mask)
+    if selected is not None:
+        if keys is not None and bool((keys.diff() == 0).any()):
+            fix = "pass each key once, or selections without k_positions"
+            raise LayoutError("attend k_positions", "each position once, for selected keys", "one twice", fix)
+        places = torch.arange(q.shape[2], device=q.device) if q_positions is None else q_positions
+        return SelectedKeys.of(selected, mask, places, keys, key_lengths), None, None, k_order
     positions = torch.arange(k.shape[2]) if keys is None and key_lengths is not None else keys
     counts = None if positions is None else visible_counts(positions, key_lengths)
     if queries is None and keys is None:
         return whole_band(mask, q.shape[2], k.shape[2]), counts, q_order, k_order
     queries = torch.arange(q.shape[2]) if queries is None else queries
     return Band.of(mask, queries, k.shape[2] if keys is None else keys), counts, q_order, k_order
+
+
+def _selection(indices: Tensor | None, block: int) -> Selection | None:
+    return None if indices is None else Selection(indices, block)
 
 
 def _sort_positions(name: str, positions: Tensor | None, mask: Mask) -> tuple[Tensor | None, Tensor | None]:

@@ -13,6 +13,9 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 
+NOWHERE = 2**63 - 1
+"""Position of a slot without a token, which no query sees."""
+
 
 class Padding(NamedTuple):
     """Padding of a batch: which tokens are real, and their positions. Updated in place as the cache grows."""
@@ -84,6 +87,20 @@ class CacheView(NamedTuple):
     def places(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""
         return self.token_index[None] if self.padding is None else self.padding.places
+
+    def held(self) -> "CacheView":
+        """Return the slots that hold tokens, without those of `shared`.
+
+        On a device all slots stay, for the host does not read how many hold tokens: the others are at `NOWHERE`.
+        """
+        if self.state.device.type == "cpu":
+            used = int(self.state.tolist()[1])
+            padding = self.padding and self.padding._replace(places=self.padding.places[:, :used])
+            tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
+            return CacheView(*tensors, self.state, padding)
+        held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
+        padding = self.padding and self.padding._replace(places=self.padding.places.where(held, NOWHERE))
+        return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())
 
     def bounds(self, rows: int, mask: Mask) -> tuple[Tensor, Tensor]:
         """Return the first and the last position that each of the last `rows` queries sees, (1 or batch, rows)."""

@@ -21,6 +21,9 @@ from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import Reference
+from attnmesh.kernels.selected import SelectedKeys
+from attnmesh.kernels.selected import backward as backward_selected
+from attnmesh.kernels.selected import forward as attend_selected
 from attnmesh.kernels.traced import without_autocast
 from attnmesh.kernels.triton import Triton
 from attnmesh.runtime.kept import KEPT
@@ -85,12 +88,21 @@ def _sequences(counts: Sequence[int]) -> list[tuple[slice, int]]:
 
 
 def forward(
-    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, band: Band | None, logits: Logits, counts: Counts = None
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band | SelectedKeys | None,
+    logits: Logits,
+    counts: Counts = None,
 ) -> Partial:
     """Return attention over the band, in q's dtype or wider; empty rows give the identity `(0, -inf)`.
 
-    Without a band, and then without counts, every row sees every key.
+    Without a band, and then without counts, every row sees every key. Selected keys are attended on any kernel alike.
     """
+    if isinstance(band, SelectedKeys):
+        with without_autocast(q):
+            return attend_selected(q, k, v, band, logits)
     if counts:
         assert band is not None
         parts = [
@@ -113,11 +125,14 @@ def backward(
     k: Tensor,
     v: Tensor,
     saved: BackwardInputs,
-    band: Band,
+    band: Band | SelectedKeys,
     logits: Logits,
     counts: Counts = None,
 ) -> Gradients:
     """Return the gradients over the band, in the inputs' dtype or wider."""
+    if isinstance(band, SelectedKeys):
+        with without_autocast(q):
+            return backward_selected(q, k, v, _without_empty_rows(saved), band, logits)
     if counts:
         parts = [
             backward(kernel, q[some], k[some], v[some], saved.sequences(some), band.first(count), logits)

@@ -44,7 +44,7 @@ class Reference:
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Block) -> Partial:
             hidden = _hidden(tile, q, k)
             heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
-            partials = [_attend(rows, keys, values, hidden, logits) for rows, keys, values in heads]
+            partials = [attend_rows(rows, keys, values, hidden, logits) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
 
@@ -59,7 +59,7 @@ class Reference:
             hidden = _hidden(tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
-            parts = [_backward(rows, keys, values, more, hidden, logits) for keys, values, rows, *more in heads]
+            parts = [backward_rows(rows, keys, values, more, hidden, logits) for keys, values, rows, *more in heads]
             gradients = (torch.cat(x) for x in zip(*parts, strict=True))
             return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
 
@@ -67,7 +67,7 @@ class Reference:
         return backward_blocks(backward_tile, q, k, v, saved, _tiles(block, q, k))
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, logits: Logits) -> Partial:
+def attend_rows(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, logits: Logits) -> Partial:
     """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
     weights = _logits(rows, _widen(keys), logits)
     if logits.capped:
@@ -83,7 +83,7 @@ def _attend(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, l
     return Partial(out, peak.add_(total.log()))
 
 
-def _backward(
+def backward_rows(
     rows: Tensor, keys: Tensor, values: Tensor, saved: Sequence[Tensor], hidden: Tensor | None, logits: Logits
 ) -> Gradients:
     """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.

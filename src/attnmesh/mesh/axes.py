@@ -102,6 +102,8 @@ class Mesh:
     heads: Axis
     queries: Axis
     keys: Axis
+    device_mesh: DeviceMesh | None = field(default=None, compare=False)
+    """The mesh of PyTorch, where it is known."""
 
     @property
     def kind(self) -> str:
@@ -126,7 +128,8 @@ class Mesh:
     def named(sizes: Sequence[int], indices: Sequence[int], group_names: Sequence[str]) -> "Mesh":
         """Return the mesh of these axes, from what the schema of an operator can carry."""
         places = zip(sizes, indices, group_names, AXES, strict=True)
-        return Mesh(*(Axis(size, index, group_named(group), name) for size, index, group, name in places))
+        heads, queries, keys = (Axis(size, index, group_named(group), name) for size, index, group, name in places)
+        return Mesh(heads, queries, keys)
 
     @property
     def row(self) -> Axis:
@@ -187,7 +190,8 @@ def _place_in(device_mesh: DeviceMesh) -> Mesh:
     if device_mesh.get_coordinate() is None:
         fix = "call it on the ranks of the mesh alone"
         raise MeshError("mesh", "a mesh that holds this rank", str(device_mesh), fix)
-    return Mesh(*(_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES))
+    heads, queries, keys = (_axis(device_mesh, name, dims[name]) if name in dims else Axis() for name in AXES)
+    return Mesh(heads, queries, keys, device_mesh)
 
 
 def attention_dims(device_mesh: DeviceMesh) -> dict[str, int]:

@@ -128,18 +128,25 @@ class Problem:
     key_layout: Layout
     length: int
     key_length: int
+    order: tuple[int, ...] = ()
+    """Shard that each rank holds, in order of place; empty if rank i holds shard i."""
 
     def encode(self) -> list[int]:
         """Return all but the shape as integers, for the schema of an operator."""
         layouts = *encode_layout(self.layout), *encode_layout(self.key_layout)
-        return [*layouts, self.length, self.key_length, *self.mask.encode()]
+        return [*layouts, self.length, self.key_length, len(self.order), *self.order, *self.mask.encode()]
 
     @staticmethod
     def decode(shape: Shape, code: Sequence[int]) -> "Problem":
         """Return the problem of a code from `encode`."""
         layout, code = decode_layout(code)
-        key_layout, (length, key_length, *mask) = decode_layout(code)
-        return Problem(Mask.decode(mask), shape, layout, key_layout, length, key_length)
+        key_layout, (length, key_length, count, *rest) = decode_layout(code)
+        mask, order = Mask.decode(rest[count:]), tuple(rest[:count])
+        return Problem(mask, shape, layout, key_layout, length, key_length, order)
+
+    def shard(self, place: int) -> int:
+        """Return the shard of a rank at a place of the mesh, places being counted as shards are."""
+        return self.order[place] if self.order else place
 
     def queries(self, r: int, c: int) -> Tensor:
         """Return the positions of the query chunk at (r, c), ascending."""
@@ -151,7 +158,7 @@ class Problem:
 
     def shards(self, layout: Layout, length: int, r: int, c: int) -> list[Tensor]:
         """Return the positions that each rank along the heads axis has of the chunk at (r, c), in a layout."""
-        shards = (self.shape.shard(h, r, c) for h in range(self.shape.heads))
+        shards = (self.shard(self.shape.shard(h, r, c)) for h in range(self.shape.heads))
         return [layout.positions(length, self.shape.ranks, shard) for shard in shards]
 
     def row_queries(self, r: int) -> Tensor:

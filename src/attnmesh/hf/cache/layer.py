@@ -1,6 +1,6 @@
 """One layer of a `ShardedCache`, and the settings that its layers share."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from attnmesh.attention.latent import Latents, Projection
+from attnmesh.attention.sharding import unshard
+from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checks import check_reproducible
@@ -18,7 +20,8 @@ from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import agree
 from attnmesh.guard.merge_checks import check_merge
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
-from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers
+from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers, indexed_layers
+from attnmesh.hf.shards import Shards
 from attnmesh.hf.upstream import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
@@ -55,6 +58,9 @@ class PendingKV(Opaque):
 class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of one layer of a `ShardedCache`: a `KVCache`, made when the first tokens are stored."""
 
+    caches = 1
+    """Caches that the layer makes."""
+
     is_croppable = True
     supports_early_init = False
 
@@ -64,7 +70,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.cache = cache  # the ShardedCache, whose file imports this one
         self.kv: KVCache | None = None
         self.projection: Projection | None = None
-        self.latent_widths = latent_widths(cache.config)
+        self.latent_widths: tuple[int, int] | None = None
+        """`latent_widths` of the layer, which `make_layers` sets."""
 
     def __repr__(self) -> str:
         """Return the sizes of the `KVCache`."""
@@ -96,7 +103,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         k, v = pending.stored
         kv = self._extended_by(pending)
         if kv is None:
-            capacity = self.cache.capacity or _growth_capacity(tokens)
+            capacity = self.cache.capacity or growth_capacity(tokens)
             sizes = {"batch": k.shape[0], "kv_heads": k.shape[1], "head_dim": k.shape[3]}
             options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
             if v is not None:
@@ -109,9 +116,22 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
             self.is_initialized = True
-        elif self._must_grow(kv, tokens):
-            kv.reserve(_growth_capacity(kv.length + tokens))
+        elif self.must_grow(kv, tokens):
+            kv.reserve(growth_capacity(kv.length + tokens))
         return kv
+
+    @property
+    def kvs(self) -> list[KVCache]:
+        """The caches of the layer that have been made."""
+        return [] if self.kv is None else [self.kv]
+
+    def fill(self, kvs: Sequence[KVCache]) -> None:
+        """Set the caches of the layer."""
+        (self.kv,), self.is_initialized = kvs, True
+
+    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
+        """Replace each cache by a function of it."""
+        self.kv = None if self.kv is None else function(self.kv)
 
     @property
     def cached(self) -> KVCache:
@@ -125,7 +145,8 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         replaced = kv is not None and kv.sizes.batch != pending.k.shape[0] and not kv.length
         return None if replaced else kv
 
-    def _must_grow(self, kv: KVCache, tokens: int) -> bool:
+    def must_grow(self, kv: KVCache, tokens: int) -> bool:
+        """Return whether a cache has no space for more tokens, and may get some."""
         return self.cache.capacity is None and kv.length + tokens > kv.sizes.capacity
 
     def raise_agreed(
@@ -140,7 +161,7 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             raise error
 
         kv = self._extended_by(pending)
-        if kv is None or compares or (self.cache.checked is not False and self._must_grow(kv, tokens)):
+        if kv is None or compares or (self.cache.checked is not False and self.must_grow(kv, tokens)):
             agree(Mesh.of(self.cache.mesh), error)
         elif compares is None:
             kv.checker.check("append", check, dict)
@@ -175,15 +196,27 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         self.kv.checker.check("crop", check, lambda: {"by": tokens_to_remove})
         if tokens_to_remove < 0:
-            self.kv.truncate(max(0, self.kv.length + tokens_to_remove))
+            for kv in self.kvs:
+                kv.truncate(max(0, kv.length + tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        if self.kv is not None:
-            self.kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
+        for kv in self.kvs:
+            kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
 
 
-def _growth_capacity(tokens: int) -> int:
+def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> None:
+    """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
+    if isinstance(shards.layout, Striped):
+        queries = shards.length if shards.has_prefix else 1  # without a prefix, attention is done
+        kv.append_shard(k, v, shards.positions(), token_mask=shards.token_mask, queries=queries)
+        return
+    keys, values = (x if x is None else unshard(x, shards.mesh, layout=shards.layout) for x in (k, v))
+    assert keys is not None
+    kv.append(keys, values, token_mask=shards.token_mask)
+
+
+def growth_capacity(tokens: int) -> int:
     """Return a quarter more tokens, so that a cache is seldom copied to grow."""
     return tokens + tokens // 4 + 128
 
@@ -195,12 +228,15 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
     check_layers(config)
     check_keys(config)
-    fits, fix = latent_widths(config) is None or shape.heads == 1, "give its ranks to the keys axis"
-    expected, given = "a mesh without a heads axis for latents, which have one head", f"a heads axis of {shape.heads}"
+    one_head = latent_widths(config) is not None or bool(indexed_layers(config))
+    fits, fix = not one_head or shape.heads == 1, "give its ranks to the keys axis"
+    expected = "a mesh without a heads axis for latents or index keys, which have one head"
+    given = f"a heads axis of {shape.heads}"
     require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
     check_merge("ShardedCache", options["merge"], options["output"])
-    fits, fix = options["output"] == "replicated" or latent_widths(config) is None, 'pass output="replicated"'
-    require(fits, KernelError, "ShardedCache output", "keys and values with heads", "latents, which have none", fix)
+    fits, fix = options["output"] == "replicated" or not one_head, 'pass output="replicated"'
+    given = "latents or index keys, which have none"
+    require(fits, KernelError, "ShardedCache output", "keys and values with heads", given, fix)
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
     check_checked("ShardedCache", options["checked"])

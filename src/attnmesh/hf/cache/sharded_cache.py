@@ -144,7 +144,7 @@ class ShardedCache(StoredLayers):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(layer.kv.shard.token_bytes for layer in self.attention_layers if layer.kv is not None)
+        keys = sum(kv.shard.token_bytes for kv in self.kvs)
         return keys + sum(x.numel() * x.element_size() for x in states_of(self.layers).values())
 
     def truncate_to_shortest(self) -> None:
@@ -152,9 +152,8 @@ class ShardedCache(StoredLayers):
 
         Layers that have forgotten what they need there drop all tokens, and so do the others.
         """
-        layers = self.attention_layers
-        kvs = [layer.kv for layer in layers if layer.kv is not None]
-        lengths = [kv.length for kv in kvs] + [0] * (len(layers) - len(kvs))
+        kvs, unmade = self.kvs, [layer for layer in self.attention_layers if layer.kv is None]
+        lengths = [kv.length for kv in kvs] + [0] * len(unmade)
         if self.state_layers and (not self.intact or len(set(lengths)) > 1):
             self.reset()
         elif len(set(lengths)) > 1:
@@ -166,8 +165,7 @@ class ShardedCache(StoredLayers):
         """Return the number of tokens, at most `length`, that all layers can go back to: `length`, or else none."""
         if self.state_layers:
             return length if length == self.get_seq_length() else 0
-        kvs = (layer.kv for layer in self.attention_layers)
-        return length if all(kv is None or kv.shards.serves(length) for kv in kvs) else 0
+        return length if all(kv.shards.serves(length) for kv in self.kvs) else 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of all layers.
@@ -214,10 +212,9 @@ class ShardedCache(StoredLayers):
             repeats: How often each sequence stands in the new batch.
         """
         if self.get_seq_length() and repeats > 1:
-            kvs = [layer.cached for layer in self.attention_layers]
-            if kvs and kvs[0].sizes.batch == 1 and kvs[0].saved.at_rest:
-                for layer, kv in zip(self.attention_layers, kvs, strict=True):
-                    layer.kv = kv.fork()
+            if self.kvs and self.kvs[0].sizes.batch == 1 and self.kvs[0].saved.at_rest:
+                for layer in self.attention_layers:
+                    layer.replace(KVCache.fork)
             self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -257,9 +254,9 @@ class ShardedCache(StoredLayers):
         """
         recovered = cls(config, mesh, **options)
         run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, recovered), "ShardedCache.recover")
-        kvs: list[Any] = [] if cache is None else [layer.kv for layer in cache.attention_layers]
-        left = kvs if None not in kvs else []  # a prefill interrupted in its first chunk leaves layers without a cache
-        recovered._fill(recover(left or None, mesh, device=device, **recovered._kv_options))
+        kvs = [] if cache is None else cache.kvs
+        left = len(kvs) == recovered.caches  # a prefill interrupted in its first chunk leaves layers without a cache
+        recovered._fill(recover(kvs if left else None, mesh, device=device, **recovered._kv_options))
         recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.attention_layers[0].cached)
         return recovered
 
@@ -287,7 +284,8 @@ class ShardedCache(StoredLayers):
         for layer in self.layers:
             other = copy(layer)
             if isinstance(layer, ShardedLayer):
-                other.cache, other.kv = copied, None if layer.kv is None else copy_layer(layer.kv)
+                other.cache = copied
+                other.replace(copy_layer)
             if isinstance(layer, StateLayer):
                 other.set_tensors(layer.tensors)
             copied.layers.append(other)

@@ -8,9 +8,22 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import KernelError, require
+from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
 from attnmesh.hf.cache.layer import ShardedLayer
-from attnmesh.hf.models import OTHER_LAYERS, RECURRENT_LAYERS, cached_layers, is_recurrent, layer_kinds
+from attnmesh.hf.latent import latent_widths
+from attnmesh.hf.models import (
+    HYBRID_LAYERS,
+    OTHER_LAYERS,
+    RECURRENT_LAYERS,
+    cached_layers,
+    indexed_layers,
+    is_recurrent,
+    layer_kinds,
+)
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
+
+INDEXED = "indexed"
+"""Kind of layers with the keys of an indexer."""
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -71,28 +84,36 @@ class HybridLayer(StateLayer, ShardedLayer):
 
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
-    kinds = layer_kinds(config) if is_recurrent(config) else ["full_attention"] * cached_layers(config)
-    return [_make_layer(kind, cache) for kind in kinds]
+    indexed, kinds = indexed_layers(config), layer_kinds(config)
+    if not indexed and not is_recurrent(config):
+        kinds = ["full_attention"] * cached_layers(config)
+    layers = [_make_layer(kind if n not in indexed else INDEXED, cache) for n, kind in enumerate(kinds)]
+    for number, layer in enumerate(layers):
+        if isinstance(layer, ShardedLayer):
+            layer.latent_widths = latent_widths(config, number)
+    return layers
 
 
 def _make_layer(kind: str, cache: Any) -> Any:
     if kind in OTHER_LAYERS:
         return DummyLayer()
+    if kind == INDEXED:
+        return PooledLayer(cache) if is_recurrent(cache.config) else IndexedLayer(cache)
     if kind not in RECURRENT_LAYERS:
         return ShardedLayer(cache)
-    return HybridLayer(cache) if kind == "hybrid" else StateLayer()
+    return HybridLayer(cache) if kind in HYBRID_LAYERS else StateLayer()
 
 
 def states_of(layers: Iterable[Any]) -> dict[str, Tensor]:
     """Return the states of all layers by number of the layer and name."""
-    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, StateLayer)]
+    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, (StateLayer, PooledLayer))]
     return {f"{number}.{name}": x for number, layer in states for name, x in layer.tensors.items()}
 
 
 def set_states(layers: list[Any], states: dict[str, Tensor], device: torch.device) -> None:
     """Replace the states of all layers."""
     for number, layer in enumerate(layers):
-        if isinstance(layer, StateLayer):
+        if isinstance(layer, (StateLayer, PooledLayer)):
             prefix = f"{number}."
             named = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
             layer.set_tensors({name: x.to(device) for name, x in named.items()})

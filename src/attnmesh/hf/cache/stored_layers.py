@@ -40,6 +40,16 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return [layer for layer in self.layers if isinstance(layer, ShardedLayer)]
 
     @property
+    def kvs(self) -> list[KVCache]:
+        """The caches of all layers that have been made."""
+        return [kv for layer in self.attention_layers for kv in layer.kvs]
+
+    @property
+    def caches(self) -> int:
+        """The number of these caches when all have been made."""
+        return sum(layer.caches for layer in self.attention_layers)
+
+    @property
     def state_layers(self) -> list[StateLayer]:
         """Layers that hold recurrent states."""
         return [layer for layer in self.layers if isinstance(layer, StateLayer)]
@@ -61,13 +71,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
         Raises:
             InputError: A layer is empty, the folder cannot be written, or ranks differ.
         """
-        kvs: list[Any] = [layer.kv for layer in self.attention_layers]
+        kvs = self.kvs
 
         def check() -> None:
             check_more({} if more is None else more)
             expected, fix = "a cache with layers of attention", "prefill again instead"
-            require(bool(kvs), KernelError, "ShardedCache save", expected, "recurrent states alone", fix)
-            filled = all(kv is not None and kv.length for kv in kvs)
+            require(
+                bool(self.attention_layers), KernelError, "ShardedCache save", expected, "recurrent states alone", fix
+            )
+            filled = len(kvs) == self.caches and all(kv.length for kv in kvs)
             expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
             require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
             taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
@@ -96,8 +108,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        layers = len(self.attention_layers)
-        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=layers, device=device, **options)
+        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=self.caches, device=device, **options)
         states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
         states = {name.removeprefix(STATES): x for name, x in states.items()}
         self._fill(kvs)
@@ -113,6 +124,7 @@ class StoredLayers(Cache):  # type: ignore[misc]
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the `KVCache` of each layer."""
-        for layer, kv in zip(self.attention_layers, kvs, strict=True):
-            layer.kv, layer.is_initialized = kv, True
+        given = iter(kvs)
+        for layer in self.attention_layers:
+            layer.fill([next(given) for _ in range(layer.caches)])
         self.block = kvs[0].sizes.block

@@ -15,11 +15,11 @@ from attnmesh.errors import KernelError
 from attnmesh.hf import upstream
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.recurrent.chain import HeadChain, current_chain
-from attnmesh.hf.recurrent.layers import lightning, run_links
+from attnmesh.hf.recurrent.layers import compressed, lightning, run_links
 from attnmesh.hf.recurrent.rules import RULES
 from attnmesh.hf.upstream import RecurrentKind
 
-WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning}
+WHOLE: dict[RecurrentKind, Callable[..., Any]] = {upstream.LIGHTNING: lightning, upstream.COMPRESSED: compressed}
 """Kinds of layers whose recurrence is no function, with the `forward` that replaces theirs."""
 
 

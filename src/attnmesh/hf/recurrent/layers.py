@@ -36,6 +36,29 @@ def lightning(layer: Any, hidden_states: Tensor, **_: Any) -> tuple[Tensor, Tens
     return layer.out_proj(torch.sigmoid(layer.output_gate(hidden_states)) * out), state
 
 
+def compressed(layer: Any, hidden_states: Tensor, conv_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, ...]:
+    """Return the queries, keys and values of `ZayaCCAProjection`."""
+    if conv_mask is not None:
+        hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
+    chain, shape = current_chain.get(), (*hidden_states.shape[:2], -1, layer.head_dim)
+    projected, groups = (layer.q_proj(hidden_states), layer.k_proj(hidden_states)), layer.num_key_value_groups
+    q, k = (x.view(shape) for x in projected)
+    mean = (q + k.repeat_interleave(groups, 2)) * 0.5
+    means = mean, mean.unflatten(2, (-1, groups)).mean(3)
+
+    def mix(x: Tensor) -> Tensor:
+        mixed: Tensor = layer.conv_qk_grouped(layer.conv_qk_depthwise(x))
+        return mixed
+
+    mixed = chain.convolve(torch.cat(projected, -1).mT, layer.conv_kernel_size, mix).mT
+    parts = mixed.split([x.shape[-1] for x in projected], -1)
+    blank = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))
+    delayed = chain.convolve((layer.v_proj_delayed(hidden_states) - blank).mT, 1, lambda x: x[:, :, :-1]).mT + blank
+    values = torch.cat([layer.v_proj_current(hidden_states), delayed], -1).view(shape)
+    queries, keys = (part.reshape(shape) + mean for part, mean in zip(parts, means, strict=True))
+    return queries, keys, values
+
+
 class ShardedRglru:
     """First base of a subclass of `RecurrentGemmaRglru`, whose state goes across ranks on shards."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnmesh.comm.failures import collective
 from attnmesh.hf.recurrent.chain import Chain
@@ -53,6 +54,26 @@ class PrefillStates:
             self.cache.update_conv_state(tail, self.layer.layer_idx, **self.conv)
         if self.state is not None:
             self.cache.update_recurrent_state(_of_last_rank(self.state, chain.axis, chain.last), self.layer.layer_idx)
+
+
+class CompressedStates(PrefillStates):
+    """States of `ZayaCCAProjection`: as many tokens as its convolutions read, and the projection of the last token."""
+
+    def entering(self) -> list[Tensor] | None:
+        """Return the cached states, each after a token that nobody reads; None if there are none."""
+        conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=0)
+        last = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=0)
+        if conv is None:
+            return None
+        blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
+        return [pad(conv, (1, 0)), pad((last - blank)[..., None], (1, 0))]
+
+    def store(self, chain: Chain) -> None:
+        """Store the states after the last part in the cache of every rank."""
+        conv, last = (_of_last_rank(x[..., 1:], chain.axis, chain.last) for x in chain.leaving)
+        blank = self.layer.v_proj_delayed(last.new_zeros(1, self.layer.hidden_size))
+        self.cache.update_conv_state(conv, self.layer.layer_idx)
+        self.cache.update_recurrent_state(last[..., 0] + blank, self.layer.layer_idx)
 
 
 def _of_last_rank(x: Tensor, axis: Axis, last: int) -> Tensor:

@@ -23,14 +23,12 @@ from attnmesh.hf.models import RECURRENT_MODELS, SUBJECT, mixing_layers, recurre
 from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, running
 from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
-from attnmesh.hf.recurrent.prefill_states import PrefillStates
+from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
-from attnmesh.hf.upstream import CACHES, PER_TOKEN, RGLRU, TRANSFORMERS
+from attnmesh.hf.sparse.prepare import restore_indexer
+from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, code_of
 
-CODE = [
-    f"transformers.models.{name}.modeling_{name}"
-    for name in sorted({x.removesuffix("_text") for x in RECURRENT_MODELS})
-]
+CODE = sorted({code_of(kind) for kind in RECURRENT_MODELS})
 """Modules of transformers with the code of models with recurrent layers."""
 
 
@@ -62,8 +60,12 @@ class RecurrentLayer:
         run = partial(forward_on_shards(stock), layer)
         if shards.cached:
             return _prefill(run, layer, named, shards)
-        named["attention_mask"] = None  # padding is on the right
-        return _train_by_heads(run, layer, named, shards) if shards.exchange == "heads" else _train(run, named, shards)
+        named[_mask_name(named)] = None  # padding is on the right
+        return (
+            _train_by_heads(run, layer, named, shards)
+            if shards.exchange == "heads"
+            else _train(run, layer, named, shards)
+        )
 
 
 class ModelCall:
@@ -95,16 +97,17 @@ REFUSED: WeakKeyDictionary[nn.Module, ModelCall] = WeakKeyDictionary()
 """Calls of models that cannot run on shards."""
 
 
-def _train(run: Callable[..., Any], named: dict[str, Any], shards: Shards) -> Any:
+def _train(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
     """Return the layer's output for this rank's tokens: of a zigzag layout the early part, then the late one."""
-    entering, outputs, first = None, [], 0
+    entering, outputs, first, per_token = None, [], 0, _outputs_per_token(layer)
     for parts in parts_of(shards.layout, shards.length, shards.mesh, shards.documents):
         with running(Chain(parts, entering)) as chain:
-            outputs.append(_run_part(run, named, first, chain.tokens))
+            outputs.append(_run_part(run, named, first, chain.tokens, per_token))
         first, entering = first + chain.tokens, chain.leaving
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs, 1)
-    return torch.cat([out[0] for out in outputs], 1), *outputs[0][1:]
+    joined = (torch.cat(parts, 1) for parts in zip(*(out[:per_token] for out in outputs), strict=True))
+    return *joined, *outputs[0][per_token:]
 
 
 def _train_by_heads(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards: Shards) -> Any:
@@ -118,16 +121,17 @@ def _prefill(run: Callable[..., Any], layer: Any, named: dict[str, Any], shards:
     """Return the layer's output for this rank's tokens. Every rank's cache gets the state after the last one's."""
     (parts,) = parts_of(shards.layout, shards.length, shards.mesh)
     name = next(name for name in CACHES if name in named)
-    states = PrefillStates(named[name], layer)
+    kind = kind_of(type(layer))
+    states = (CompressedStates if kind == COMPRESSED else PrefillStates)(named[name], layer)
     mask = None if shards.token_mask is None else shards.token_mask[:, shards.positions() - shards.start]
-    named |= {name: states, "attention_mask": mask}
+    named |= {name: states, _mask_name(named): mask}
     with running(Chain(parts, states.entering(), kept=1)) as chain:
-        out = _run_part(run, named, 0, chain.tokens)
+        out = _run_part(run, named, 0, chain.tokens, _outputs_per_token(layer))
     states.store(chain)
     return out
 
 
-def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens: int) -> Any:
+def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens: int, per_token: int) -> Any:
     """Return the layer's output for some of this rank's tokens. Without tokens, all ranks still exchange."""
     part = dict(named)
     for name in (name for name in PER_TOKEN if isinstance(named.get(name), Tensor)):
@@ -136,7 +140,18 @@ def _run_part(run: Callable[..., Any], named: dict[str, Any], first: int, tokens
     out = run(**part)
     if tokens:
         return out
-    return out[:, :0] if isinstance(out, Tensor) else (out[0][:, :0], *out[1:])
+    return out[:, :0] if isinstance(out, Tensor) else (*(x[:, :0] for x in out[:per_token]), *out[per_token:])
+
+
+def _mask_name(named: dict[str, Any]) -> str:
+    """Return the name of the padding among a layer's arguments."""
+    return next((name for name in MASKS if name in named), MASKS[0])
+
+
+def _outputs_per_token(layer: Any) -> int:
+    """Return how many tensors of one value per token a layer returns."""
+    kind = kind_of(type(layer))
+    return 1 if kind is None else kind.outputs
 
 
 def _shards_of(value: object) -> Shards | None:
@@ -201,18 +216,24 @@ def _forget_refusal(model: nn.Module) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Give the recurrent layers of a model their own classes back.
+    """Give the recurrent layers and the indexers of a model their own classes back.
 
-    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards. Call this
-    before the whole model is pickled.
+    A forward pass on shards gives them subclasses, which behave as before on tokens that are no shards, or hooks. Call
+    this before the whole model is pickled.
 
     Args:
-        model: A model that was called with a batch of `shard_batch`.
+        model: A model that was called with a batch of `shard_batch`, or by `generate`.
 
     >>> from transformers import AutoModelForCausalLM, MambaConfig
     >>> model = AutoModelForCausalLM.from_config(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     >>> restore(model)
     """
+    for module in model.modules():
+        restore_indexer(module)
+    _restore_layers(model)
+
+
+def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
         _forget_refusal(module)
@@ -235,7 +256,7 @@ def prepared(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if not was_prepared:
-            restore(model)
+            _restore_layers(model)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The model that a batch of shards was passed to, found while it embeds the batch's tokens.
 
-`shard_batch` is given no model, but recurrent layers have to be prepared for shards. A model embeds its tokens before
-its layers run, and Python's stack has the modules that are being called. So other models meet no hook.
+`shard_batch` is given no model, but recurrent layers and indexers have to be prepared for shards. A model embeds its
+tokens before its layers run, and Python's stack has the modules that are being called. So other models meet no hook.
 """
 
 import sys
@@ -11,18 +11,21 @@ from torch import nn
 
 from attnmesh.hf.recurrent.prepare import CODE, prepare_layers
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.prepare import CODE as INDEXER_CODE
+from attnmesh.hf.sparse.prepare import prepare_indexers
 
 CALL = nn.Module._call_impl.__name__
 """Function of PyTorch that calls a module."""
 
 
 def prepare_caller(shards: Shards) -> None:
-    """Prepare the recurrent layers of the modules that are being called. Models without such layers cost no time."""
-    if not any(name in sys.modules for name in CODE):
+    """Prepare the recurrent layers and indexers of the modules that are being called. Other models cost no time."""
+    if not any(name in sys.modules for name in (*CODE, *INDEXER_CODE)):
         return
     known: set[nn.Module] = set()
     for module in _running_modules():
         if module not in known:
+            prepare_indexers(module)
             for call in prepare_layers(module):  # the model's own hooks run from its next call on
                 call.begin(call.shards or shards)
             known.update(module.modules())

@@ -46,6 +46,7 @@ namespace {
 constexpr int W = WIDTH;
 constexpr int PAIR = 2 * W;              // columns that are read at a time
 constexpr int STREAMS = 4;               // keys that are read at a time
+constexpr int64_t AHEAD = 8;              // rows that are fetched before they are read, where they are scattered
 constexpr int64_t RUN = 2048;            // keys of a task
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
@@ -182,6 +183,8 @@ struct Problem {
     const void *q, *k, *v;
     float *out, *lse;           // lse may be null
     const int64_t *low, *high;  // keys that each query sees, [low, high); null where all see all
+    const int32_t* rows;        // (batch, keys), the keys of each sequence, by place in k and v; null for 0, 1, 2, ...
+    const int64_t* counts;      // how many of these a sequence has
     int64_t q_strides[4], k_strides[4], v_strides[4], keys, threads;
     // Fields of all calls of a kind.
     int64_t batch, kv_heads, group, length, dim, value_dim, dtype;
@@ -203,7 +206,7 @@ Shape shape_of(const Problem& p) {
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
     s.tile = std::clamp<int64_t>(TILE_BYTES / (4 * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
-    s.packs = p.dim % PAIR || p.value_dim % PAIR;
+    s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
     return s;
 }
 
@@ -308,14 +311,17 @@ inline void add_values(const float* weights, int64_t tile, const T* v, int64_t s
 }
 
 template <class T>
-void pack(const T* x, int64_t stride, int64_t n, int64_t dim, int64_t width, float* out) {
+void pack(const T* x, const int32_t* rows, int64_t stride, int64_t n, int64_t dim, int64_t width, float* out) {
+    Rows lines = rows_of(x, stride, dim);
     for (int64_t t = 0; t < n; t++) {
+        if (rows && t + AHEAD < n) lines.prefetch(rows[t + AHEAD], lines.bytes);
+        const T* from = x + (rows ? rows[t] : t) * stride;
         int64_t d = 0;
         for (; d + PAIR <= dim; d += PAIR) {
-            Pair both = load_pair(x + t * stride + d);
+            Pair both = load_pair(from + d);
             store(out + t * width + d, both.a), store(out + t * width + d + W, both.b);
         }
-        for (; d < width; d++) out[t * width + place_of<T>(d)] = d < dim ? value(x[t * stride + d]) : 0.0f;
+        for (; d < width; d++) out[t * width + place_of<T>(d)] = d < dim ? value(from[d]) : 0.0f;
     }
 }
 
@@ -427,13 +433,17 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
             if (p.low[i] < p.high[i]) least = std::min(least, p.low[i]), last = std::max(last, p.high[i]);
         first = std::max(first, least / s.tile * s.tile), stop = std::min(stop, last);
     }
+    const int32_t* rows = p.rows ? p.rows + row * p.keys : nullptr;
+    if (rows) stop = std::min(stop, p.counts[row]);
     for (int64_t at = first; at < stop; at += s.tile) {
         int64_t n = std::min(s.tile, stop - at);
         if (!is_seen(p, at, at + n)) continue;
-        const T *keys = k + at * p.k_strides[2], *values = v + at * p.v_strides[2];
+        int64_t place = rows ? 0 : at;
+        const T *keys = k + place * p.k_strides[2], *values = v + place * p.v_strides[2];
         if (s.packs) {
-            pack(keys, p.k_strides[2], n, p.dim, s.dim, memory.keys);
-            pack(values, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values);
+            const int32_t* some = rows ? rows + at : nullptr;
+            pack(keys, some, p.k_strides[2], n, p.dim, s.dim, memory.keys);
+            pack(values, some, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values);
             all_products(s, memory.q, memory.keys, s.dim, n, Rows(), memory.logits);
         } else {
             all_products(s, memory.q, keys, p.k_strides[2], n, rows_of(values, p.v_strides[2], p.value_dim), memory.logits);

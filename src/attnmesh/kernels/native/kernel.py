@@ -24,7 +24,7 @@ MOST_ROWS = 64
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-CALL, KIND = struct.Struct("7P14q"), struct.Struct("13q2d")
+CALL, KIND = struct.Struct("9P14q"), struct.Struct("13q2d")
 """Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
 
 
@@ -45,6 +45,11 @@ class Native:
         """Return True for few rows, where reading the keys is the cost."""
         few = q.device.type == "cpu" and q.shape[1] // max(1, k.shape[1]) * q.shape[2] <= MOST_ROWS
         return few and q.dtype in DTYPES and library().attend is not None
+
+    def reads_rows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether it reads scattered rows of keys and values in place."""
+        served = self.unsupported_reason(q, k, v) is None and min(q.numel(), k.numel(), v.numel()) > 0
+        return served and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the fewest blocks: rows may see different runs of keys."""
@@ -105,12 +110,25 @@ class NativeKind(NamedTuple):
         """
         return self.launch_at(q, k, v, (into.out.data_ptr(), into.lse.data_ptr()), bounds, 0, k.shape[2])
 
+    def launch_rows(self, q: Tensor, k: Tensor, v: Tensor, into: Partial, rows: Tensor, counts: Tensor) -> bool:
+        """Write the partial of the first `counts` of each sequence's rows of keys: int32, (batch, keys), contiguous."""
+        addresses = into.out.data_ptr(), into.lse.data_ptr()
+        return self.launch_at(q, k, v, addresses, None, 0, rows.shape[1], (rows.data_ptr(), counts.data_ptr()))
+
     def launch_at(
-        self, q: Tensor, k: Tensor, v: Tensor, into: tuple[int, int], bounds: Band | None, first: int, keys: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        into: tuple[int, int],
+        bounds: Band | None,
+        first: int,
+        keys: int,
+        rows: tuple[int, int] = (0, 0),
     ) -> bool:
         """Write the partial of `keys` keys, from index `first` on, to addresses of `out` and `lse`.
 
-        Bounds count from `first`.
+        Bounds count from `first`. `rows` are the addresses of rows of keys and of their counts, if not all are read.
         """
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
@@ -123,6 +141,7 @@ class NativeKind(NamedTuple):
             *into,
             low,
             high,
+            *rows,
             *q_strides,
             *k_strides,
             *v_strides,

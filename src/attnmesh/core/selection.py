@@ -1,0 +1,94 @@
+"""Selections: the keys that each query attends, of those that its mask lets it see, as indices.
+
+A selection is a set, and attention over disjoint sets merges. So a rank that holds some of the keys attends to those of
+a selection that it holds, and the partials of all ranks merge to attention over the selection.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import check_count
+
+NONE = 2**31 - 1
+"""Index that selects nothing, after those of all tokens."""
+
+ELEMENTS = 1 << 22
+"""Indices that are looked at together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """The keys that each query attends, by index: keys of the whole sequence, or blocks of them.
+
+    Args:
+        indices: int32, (batch, 1 or key heads, queries, k), each once in a row. 2^31 - 1 selects nothing.
+        block: Keys per index: index i selects the keys from `i * block` up to `(i + 1) * block`.
+
+    Raises:
+        ShapeError: If `block` is not a whole number, 1 or more.
+
+    >>> import attnmesh as am
+    >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
+    >>> last_two = am.Selection(torch.tensor([2, 3], dtype=torch.int32).expand(1, 1, 4, 2))
+    >>> out = am.attend(q, k, v, selected=last_two).out
+    >>> torch.allclose(out, am.attend(q, k[:, :, 2:], v[:, :, 2:]).out, atol=1e-6)
+    True
+    """
+
+    indices: Tensor
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        fix = "count the keys of an index as a Python int"
+        object.__setattr__(self, "block", check_count("Selection block", self.block, fix))
+
+    @property
+    def heads(self) -> int:
+        """Key heads with a selection of their own; 1 if all share one."""
+        return self.indices.shape[1]
+
+    def of_heads(self, heads: slice) -> "Selection":
+        """Return the selection of some key heads."""
+        return self if self.heads == 1 else Selection(self.indices[:, heads], self.block)
+
+    def of_queries(self, queries: Tensor) -> "Selection":
+        """Return the selection of some queries."""
+        return Selection(self.indices.index_select(2, queries), self.block)
+
+    def positions(self, rows: Tensor, keys: slice) -> Tensor:
+        """Return the positions of some of the keys that rows of indices select, or -1 for none: (..., keys)."""
+        if self.block == 1:
+            found = rows[..., keys].long()
+            return found.masked_fill(found == NONE, -1)
+        key = torch.arange(keys.start, keys.stop, device=rows.device)
+        found = rows.index_select(-1, key // self.block).long()
+        return (found * self.block + key % self.block).masked_fill(found == NONE, -1)
+
+    def highest(self) -> int:
+        """Return the highest index, or -1 if nothing is selected."""
+        parts = (int(rows.masked_fill(rows == NONE, -1).max()) for rows in self._parts())
+        return max(parts, default=-1)
+
+    def faulty(self, length: int | Tensor | None) -> Tensor:
+        """Return the rows with an index twice, below 0 or, of so many keys, beyond the last: (batch, heads, queries).
+
+        Memory for it does not grow with the selection.
+        """
+        blocks = NONE if length is None else -(-length // self.block)
+        found = []
+        for rows in self._parts():
+            ordered = rows.sort(-1).values
+            beyond = ordered >= blocks
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & ~beyond[..., 1:]
+            found.append(twice.any(-1) | (ordered[..., 0] < 0) | (beyond & (ordered != NONE)).any(-1))
+        shape = self.indices.shape[:-1]
+        return torch.cat(found).view(shape) if found else self.indices.new_zeros(shape, dtype=torch.bool)
+
+    def _parts(self) -> Iterator[Tensor]:
+        """Yield the rows of indices, (rows, k), a few at a time."""
+        size = self.indices.shape[-1]
+        if self.indices.numel():
+            yield from self.indices.reshape(-1, size).split(max(1, ELEMENTS // size))

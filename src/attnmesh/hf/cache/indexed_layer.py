@@ -1,0 +1,149 @@
+"""A layer of a `ShardedCache` whose queries select their keys: it also has the keys of the layer's indexer."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from attnmesh.attention.sharding import shard
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.errors import KernelError
+from attnmesh.hf.cache.layer import ShardedLayer, growth_capacity, store_shard
+from attnmesh.hf.models import SUBJECT
+from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.scores import IndexScores
+from attnmesh.hf.sparse.select import Scores, all_tokens, select_in_shards
+
+
+class IndexedLayer(ShardedLayer):
+    """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
+
+    caches = 2
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.index: KVCache | None = None
+        self.new_index: Tensor | None = None
+
+    @property
+    def kvs(self) -> list[KVCache]:
+        """The caches of the layer that have been made."""
+        return [*super().kvs, *([] if self.index is None else [self.index])]
+
+    def fill(self, kvs: Sequence[KVCache]) -> None:
+        """Set the caches of the layer."""
+        super().fill(kvs[:1])
+        (self.index,) = kvs[1:]
+
+    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
+        """Replace each cache by a function of it."""
+        super().replace(function)
+        self.index = None if self.index is None else function(self.index)
+
+    def update_indexer(self, keys: Tensor) -> IndexScores:
+        """Return the keys of the indexer, (batch, tokens, dim), for the model to score."""
+        self.new_index = keys
+        return IndexScores.keys(keys, self)
+
+    def update_index(self, keys: Tensor) -> NoReturn:
+        """Raise: an indexer that calls this scores all keys before it knows their mask."""
+        expected, given = "an indexer that is prepared for a mesh", "one that is not"
+        raise KernelError(f"{SUBJECT} indexer", expected, given, "call hf.generate or hf.prefill with the cache")
+
+    @torch.no_grad()
+    def select(self, scores: Scores, k: int) -> Tensor:
+        """Store the new keys of the indexer. Return the best k tokens of each query, (batch, queries, k).
+
+        Each rank scores its own keys for the queries of all ranks. In a prompt without earlier tokens the keys travel.
+        """
+        assert self.new_index is not None
+        new, spec = self.new_index[:, None], scores.spec
+        shards: Shards | None = spec.shards
+        tokens = new.shape[2] if shards is None else shards.length
+        index = self._index_for(new, tokens)
+        if shards is None:
+            index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
+            return self._best(scores, scores.operands, k)
+        if scores.whole:
+            index.append(new, token_mask=shards.token_mask)
+        else:
+            store_shard(index, new, None, shards)
+        if not shards.has_prefix:
+            return select_in_shards(scores, new[:, 0], shards, k)
+        operands = [all_tokens(x, shards, dim=1) for x in scores.operands]
+        return shard(self._best(scores, operands, k), shards.mesh, layout=shards.layout, dim=-2)
+
+    def _best(self, scores: Scores, operands: Sequence[Tensor], k: int) -> Tensor:
+        """Return the best k stored tokens of each query, of the operands of the last tokens."""
+        return top_k_tokens(self.cached_index, scores.run, operands, k, mask=scores.spec.mask, block=scores.block)
+
+    @property
+    def cached_index(self) -> KVCache:
+        """The cache of the indexer's keys, which has tokens."""
+        assert self.index is not None
+        return self.index
+
+    def _index_for(self, new: Tensor, tokens: int) -> KVCache:
+        """Return the cache of the indexer's keys with space for more tokens, counted over all ranks."""
+        index = self.index
+        if index is None or (index.sizes.batch != len(new) and not index.length):
+            options: dict[str, Any] = {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
+            options |= {"checked": self.cache.checked, "copies": self.cache.copies, "values": "none"}
+            capacity = self.cache.capacity or growth_capacity(tokens)
+            options |= {"batch": len(new), "kv_heads": 1, "head_dim": new.shape[3], "capacity": capacity}
+            index = self.index = KVCache(self.cache.mesh, **options)
+        elif self.must_grow(index, tokens):
+            index.reserve(growth_capacity(index.length + tokens))
+        return index
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.index = None
+
+
+class PooledLayer(IndexedLayer):
+    """The same with means of blocks as keys. The last tokens, of which the next means are made, are on all ranks."""
+
+    indexer_position_ids = property(lambda _: None, lambda *_: None)
+    """Positions of all tokens, which a model keeps here and reads. None: keys are rotated before they are stored."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.tensors: dict[str, Tensor] = {}
+
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the rows of the last tokens."""
+        self.tensors = dict(tensors)
+
+    @property
+    def lengths(self) -> Tensor | int:
+        """Tokens of each sequence."""
+        return 0 if self.index is None else self.index.lengths
+
+    def with_earlier(self, rows: Tensor, count: int) -> Tensor:
+        """Return rows of all new tokens (batch, tokens, width) after those of the tokens before them. Keep the last."""
+        earlier = self.tensors.get("rows", rows.new_zeros(len(rows), count, rows.shape[2]))
+        joined = torch.cat((earlier, rows), 1)
+        self.tensors = {"rows": joined[:, joined.shape[1] - count :]}
+        return joined
+
+    def queries(self, spec: Any, new: int) -> Tensor:
+        """Return the tokens of this rank's queries, the last of all tokens."""
+        return (
+            torch.arange(self.cached_index.length - new, self.cached_index.length)
+            if spec.shards is None
+            else spec.shards.positions()
+        )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
+        super().reorder_cache(beam_idx)
+        self.tensors = {name: x[beam_idx.long().to(x.device)] for name, x in self.tensors.items()}
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.tensors = {}

@@ -1,0 +1,1 @@
+"""Models that select their keys: scores of an indexer, recorded and run where the keys are."""

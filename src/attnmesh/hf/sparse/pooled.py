@@ -1,0 +1,93 @@
+"""The indexer of Qwen4-exp on a mesh: it scores means of whole blocks of keys, and always selects the last keys.
+
+Blocks begin at a sequence's first token. The model scores each query in a loop over all keys. A subclass keeps, for
+each token, the mean of the block that would end with it. Scores of tokens that end no block are -inf.
+"""
+
+import sys
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.selection import NONE, Selection
+from attnmesh.hf.sparse.select import all_tokens
+from attnmesh.hf.sparse.shard_keys import ShardKeys
+
+
+class PooledScores:
+    """Scores of the means of blocks, before they are computed."""
+
+    block, whole = 1, True
+
+    def __init__(self, q: Tensor, spec: Any) -> None:
+        self.operands, self.spec = (q,), spec
+
+    def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return the scores of some means for some queries, (batch, queries, keys)."""
+        q, means, hidden = operands[0], keys[:, None, :, :-1], keys[:, None, :, -1]
+        scores = (q.transpose(1, 2).float() @ means.float().mT).relu().sum(1)
+        return scores / sqrt(q.shape[-1]) + hidden
+
+
+class PooledIndexer:
+    """First base of a subclass of `Qwen4ExpTextQSAIndexer`, whose keys are sharded."""
+
+    @torch.no_grad()
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
+    ) -> Any:
+        """Return the tokens that each query selects."""
+        indexer: Any = self
+        spec, ratio = attention_mask.spec(), indexer.compress_ratio
+        layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+        source: Any = ShardKeys(spec.shards) if layer is None and spec.shards is not None else layer
+        if not hasattr(source, "with_earlier"):
+            args = hidden_states, position_embeddings, attention_mask, past_key_values
+            return super().forward(*args)  # type: ignore[misc]
+        cos, sin = position_embeddings
+        heads = (indexer.index_n_heads, indexer.index_kv_heads)
+        q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        rope = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+        q = rope(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2)
+        rows = torch.cat((keys.squeeze(2), cos, sin), -1)
+        rows = rows if spec.shards is None else all_tokens(rows, spec.shards, dim=1)
+        places = _places(source.lengths, rows, spec)
+        keys, cos, sin = source.with_earlier(rows, ratio - 1).split((keys.shape[-1], *[cos.shape[-1]] * 2), -1)
+        means = keys.unfold(1, ratio, 1).float().mean(-1).to(keys.dtype)
+        first = slice(0, means.shape[1])  # a mean stands where its block begins
+        means = rope(indexer.k_layernorm(means)[:, :, None], cos=cos[:, first], sin=sin[:, first], unsqueeze_dim=2)
+        ends = (places >= 0) & ((places + 1) % ratio == 0)
+        hidden = torch.zeros_like(means[..., 0]).masked_fill(~ends[..., None], -torch.inf)
+        source.new_index = torch.cat((means[:, :, 0], hidden), -1)
+        found = source.select(PooledScores(q, spec), indexer.block_topk)
+        tokens, own = source.queries(spec, len(places[0])), places
+        if spec.shards is not None:
+            own = places[:, spec.shards.positions() - spec.shards.start]
+        return Selection(_tokens(found, tokens.to(found), own, ratio)[:, None])
+
+
+def _places(lengths: Tensor | int, rows: Tensor, spec: Any) -> Tensor:
+    """Return the position of each new token in its sequence or document, (batch, tokens), -1 for padding."""
+    mask = spec.token_mask if spec.shards is None else spec.shards.token_mask
+    real = (
+        rows.new_ones(rows.shape[:2], dtype=torch.bool) if mask is None else mask[:, -rows.shape[1] :].to(rows.device)
+    )
+    earlier = lengths[:, None].to(rows.device) if isinstance(lengths, Tensor) else lengths
+    places = (earlier + real.cumsum(1) - 1).masked_fill(~real, -1)
+    if spec.shards is None or not spec.shards.documents.ends:
+        return places
+    first, _ = spec.shards.documents.bounds(torch.arange(places.shape[1]))
+    alone: Tensor = places - first.to(places.device)
+    return alone
+
+
+def _tokens(ends: Tensor, queries: Tensor, places: Tensor, ratio: int) -> Tensor:
+    """Return the tokens of blocks, of which the last are given, and those of each query's incomplete block."""
+    back = torch.arange(ratio, dtype=ends.dtype, device=ends.device)
+    blocks = (ends[..., None] - back).masked_fill((ends == NONE)[..., None], NONE).flatten(-2)
+    tail = (queries[:, None] - back[:-1]).expand(*places.shape, -1)
+    tail = tail.masked_fill(back[:-1] >= (places[..., None] + 1) % ratio, NONE)
+    return torch.cat((blocks, tail), -1)

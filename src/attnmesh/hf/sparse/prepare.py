@@ -1,0 +1,55 @@
+"""Indexers of transformers models on shards: hooks and subclasses that `restore_indexer` undoes."""
+
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from attnmesh.hf.models import INDEXED_MODELS
+from attnmesh.hf.sparse.blocks import BlockIndexer
+from attnmesh.hf.sparse.pooled import PooledIndexer
+from attnmesh.hf.sparse.scores import IndexMask
+from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.upstream import code_of, is_indexer, is_known_indexer
+
+CODE = [code_of(name) for name in INDEXED_MODELS]
+"""Modules of transformers with the code of models that select their keys."""
+
+BASES: dict[str, type] = {"MiniMaxM3VLIndexer": BlockIndexer, "Qwen4ExpTextQSAIndexer": PooledIndexer}
+"""First bases of the subclasses of indexers, by name."""
+
+HOOKS: WeakKeyDictionary[nn.Module, RemovableHandle] = WeakKeyDictionary()
+"""Hooks of the indexers that can run on shards."""
+
+
+def prepare_indexers(model: nn.Module) -> None:
+    """Make the indexers of a model able to run on a mesh, unless they are."""
+    for module in model.modules():
+        if is_indexer(module) and module not in HOOKS:
+            HOOKS[module] = module.register_forward_pre_hook(_before, with_kwargs=True)
+        elif is_known_indexer(module):
+            stock: type = type(module)
+            module.__class__ = _subclass(stock)
+
+
+def restore_indexer(module: nn.Module) -> None:
+    """Give an indexer back what it had."""
+    if module in HOOKS:
+        HOOKS.pop(module).remove()
+    if isinstance(module, (*BASES.values(),)):
+        module.__class__ = type(module).__mro__[2]
+
+
+def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Pass an indexer that is called without a cache the keys of its shards, also when it is recomputed."""
+    mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
+    if mask is None or mask.spec.shards is None or mask.spec.shards.cached:
+        return None
+    return args, {**kwargs, "past_key_values": ShardKeys(mask.spec.shards)}
+
+
+@cache
+def _subclass(indexer: type) -> Any:
+    return type(indexer.__name__, (BASES[indexer.__name__], indexer), {"__module__": indexer.__module__})

@@ -1,0 +1,157 @@
+"""Scores of an indexer, which no rank computes whole.
+
+A model's indexer scores all keys for each query and takes the best. Its cache returns `IndexScores` for the keys: they
+record the functions that the model calls on them, and `topk` runs these on the keys of a rank, a tile at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.models import SUBJECT, USE_SUPPORTED, Opaque
+from attnmesh.hf.shards import METADATA_FUNCTIONS, DispatchedTensor
+
+KEYS = 2**31
+"""Length of the dim of keys while scores are recorded."""
+
+KEYWISE = {"transpose", "float", "unsqueeze", "squeeze", "matmul", "mul", "relu"}
+"""Functions of PyTorch after which the score of a key depends on no other key."""
+
+
+class KeySource(Protocol):
+    """What holds the keys of an indexer."""
+
+    def select(self, scores: "IndexScores", k: int) -> Tensor:
+        """Return the best k keys of each query, (batch, queries, k) of int32."""
+
+
+class Found(NamedTuple):
+    """What `topk` returns to a model."""
+
+    indices: Tensor
+
+
+class IndexMask(Opaque):
+    """A mask of a layer without its dim of heads, `mask[:, 0]`: what an indexer hides from scores."""
+
+    dtype = torch.bool
+
+    def __init__(self, layer_mask: Any) -> None:
+        self.layer_mask = layer_mask  # a LayerMask, whose file imports this one
+
+    def __invert__(self) -> "IndexMask":
+        return self
+
+    @property
+    def spec(self) -> Any:
+        """The mask as a `MaskSpec`."""
+        return self.layer_mask.spec()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return scores of one device with -inf where a query does not see a key. Raise for other functions."""
+        if func.__name__ != "masked_fill" or type(args[0]) is not Tensor:
+            cls._raise_read(func.__name__)
+        scores, mask, value = args
+        expected, given = "an indexer that keeps its keys in the cache", "one that scores the keys of a shard alone"
+        require(mask.layer_mask.shards is None, KernelError, f"{SUBJECT} indexer", expected, given, USE_SUPPORTED)
+        return scores.masked_fill(~mask.layer_mask.seen(scores.shape[-1]).to(scores.device), value)
+
+
+class IndexScores(DispatchedTensor):
+    """Keys of an indexer, (batch, keys, dim), or scores of them, on no device."""
+
+    operands: tuple[Tensor, ...] = ()
+    """Tensors of the queries that were recorded, (batch, queries, ...)."""
+    recorded: Callable[[Tensor, Sequence[Tensor]], Any]
+    """Return the same for some keys and queries, of their operands."""
+    source: KeySource
+    block = 1
+    """Keys per index."""
+    whole = False
+    spec: Any = None
+    """The `MaskSpec` that hides keys; None before it is applied."""
+
+    @classmethod
+    def keys(cls, new: Tensor, source: KeySource) -> "IndexScores":
+        """Return keys of the width and dtype of new ones, (batch, tokens, dim)."""
+        blank = torch.empty(new.shape[0], KEYS, new.shape[2], dtype=new.dtype, device="meta")
+        return cls.of(blank, source=source, recorded=lambda keys, _: keys)
+
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a function that scores each key by itself. Raise for all others."""
+        if name in METADATA_FUNCTIONS and not isinstance(result := call(), Tensor):
+            return result
+        if name == "masked_fill" and self.spec is None and isinstance(args[1], IndexMask) and args[2] == -torch.inf:
+            return self.of(self.plain(), **{**vars(self), "spec": args[1].spec})
+        if name == "topk" and self.spec is not None and self.ndim == 3 and self.shape[2] == KEYS and _is_last(kwargs):
+            return Found(self.source.select(self, args[1]))
+        if name not in KEYWISE or any(isinstance(x, Tensor) for x in kwargs.values()):
+            Opaque._raise_read(name.strip("_"))
+        result = call(*(x.plain() if isinstance(x, IndexScores) else _described(x) for x in args))
+        operands, parts = _operands(args, result)
+
+        def recorded(keys: Tensor, given: Sequence[Tensor]) -> Any:
+            return call(*(part(keys, given) for part in parts))
+
+        return self.of(result, **{**vars(self), "operands": operands, "recorded": recorded})
+
+    def run(self, keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Return the scores (batch, queries, keys) of some keys (batch, keys, dim) for the queries of operands."""
+        scores: Tensor = self.recorded(keys, operands)
+        expected = len(keys), operands[0].shape[1], keys.shape[1]
+        given, fits = f"those of shape {tuple(scores.shape)}", scores.shape == expected
+        require(fits, KernelError, f"{SUBJECT} indexer", f"scores of shape {expected}", given, USE_SUPPORTED)
+        return scores
+
+
+def _is_last(options: dict[str, Any]) -> bool:
+    """Return whether `topk` was asked for the highest of the last dim."""
+    return options.get("dim", -1) == -1 and options.keys() <= {"dim", "sorted"}
+
+
+def _described(x: Any) -> Any:
+    """Return a tensor's shape and dtype, as a tensor on no device."""
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+Part = Callable[[Tensor, Sequence[Tensor]], Any]
+"""(keys, operands) -> an argument of a recorded function."""
+
+
+def _operands(args: Sequence[Any], result: Tensor) -> tuple[tuple[Tensor, ...], list[Part]]:
+    """Return the tensors of queries among the arguments of a function, and each argument as a function of them.
+
+    Queries are dim 1 of the function's result, and so of an argument of as many dims.
+    """
+    operands: list[Tensor] = []
+    parts: list[Part] = []
+    for x in args:
+        first = len(operands)
+        if isinstance(x, IndexScores):
+            operands += x.operands
+            parts.append(partial(_recorded, x.recorded, slice(first, len(operands))))
+        elif isinstance(x, Tensor) and x.ndim == result.ndim == 4 and x.shape[1] == result.shape[1]:
+            operands.append(x)
+            parts.append(partial(_operand, first))
+        else:
+            parts.append(partial(_constant, x))
+    return tuple(operands), parts
+
+
+def _recorded(recorded: Part, place: slice, keys: Tensor, given: Sequence[Tensor]) -> Any:
+    return recorded(keys, given[place])
+
+
+def _operand(number: int, _: Tensor, given: Sequence[Tensor]) -> Tensor:
+    return given[number]
+
+
+def _constant(x: Any, *_: Any) -> Any:
+    return x

@@ -1,0 +1,86 @@
+"""The best keys of each query by the scores of an indexer, which are computed a tile of queries and keys at a time.
+
+The best so far are candidates, which merge with those of the next tile. So memory grows with queries times k, and never
+with queries times keys. The formula of the scores is the model's own, such as the sum over heads of `w * relu(q.k)`.
+"""
+
+from collections.abc import Callable, Sequence
+from math import isqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.candidates import best, pack
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Scores of a tile, over all heads: few enough for a CPU's cache, enough to fill a GPU."""
+
+Score = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""Scores of some keys (batch, keys, dim) for some queries, (batch, queries, keys), or with key heads before queries.
+
+The queries are operands (batch, queries, ...).
+"""
+
+
+class IndexKeys(NamedTuple):
+    """Keys of an indexer, and where they stand."""
+
+    keys: Tensor  # (batch, keys, dim)
+    tokens: Tensor  # (keys,), number of each in the whole sequence
+    places: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
+
+
+def indexer_top_k(
+    score: Score, operands: Sequence[Tensor], keys: IndexKeys, first: Tensor, last: Tensor, k: int, block: int = 1
+) -> Tensor:
+    """Return the best k candidates of each query, (batch, queries, k), or with key heads before queries as the scores.
+
+    Args:
+        score: Scores of a tile.
+        operands: Tensors of all queries, which are cut into tiles for `score`.
+        keys: The keys, their numbers and their positions.
+        first: First position that each query sees, (1 or batch, queries).
+        last: Last position that each query sees.
+        k: Candidates of a query.
+        block: Keys per index. The score of a block is the highest of its keys that are seen.
+
+    >>> from attnmesh.core.candidates import unpack
+    >>> def score(keys, operands):
+    ...     q, weights = operands
+    ...     return torch.einsum("bqh,bhqn->bqn", weights, (q.transpose(1, 2) @ keys[:, None].mT).relu())
+    >>> q, weights, keys, index = torch.randn(1, 3, 2, 4), torch.rand(1, 3, 2), torch.randn(1, 9, 4), torch.arange(9)
+    >>> places = torch.arange(6, 9)[None]
+    >>> found = indexer_top_k(score, (q, weights), IndexKeys(keys, index, index[None]), 0 * places, places, 2)
+    >>> hidden = index > places[..., None]
+    >>> right = score(keys, (q, weights)).masked_fill(hidden, -torch.inf).topk(2)
+    >>> torch.allclose(unpack(found)[0], right.values)
+    True
+    """
+    rows, count = first.shape[1], keys.keys.shape[1]
+    queries, columns = _tile(operands, keys.keys, rows, k)
+    found = list[Tensor]()
+    for row in range(0, max(rows, 1), queries):
+        some, tiles = slice(row, row + queries), list[Tensor]()  # one at most: the best so far
+        given = [x[:, some] for x in operands]
+        for column in range(0, max(count, 1), columns):
+            part = slice(column, column + columns)
+            places = keys.places[:, None, part]
+            hidden = (places < first[:, some, None]) | (places > last[:, some, None])
+            if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
+                continue
+            scores = score(keys.keys[:, part], given)
+            scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
+            new = pack(scores, keys.tokens[part] // block)
+            tiles = [best(torch.cat((*tiles, new), -1), k, unique=block > 1)]
+        found += tiles
+    return torch.cat(found, -2)
+
+
+def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[int, int]:
+    """Return the queries and the keys of a tile. Fewer keys than k would make the merges dear."""
+    heads = max(1, *(x.shape[2:].numel() // keys.shape[-1] for x in operands))
+    area = max(1, ELEMENTS.get(keys.device.type, ELEMENTS["cuda"]) // (heads * max(1, len(keys))))
+    queries = max(1, min(rows, isqrt(area)))
+    columns = max(1, min(keys.shape[1], max(area // queries, 2 * k)))
+    return max(1, area // columns), columns

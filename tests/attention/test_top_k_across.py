@@ -1,0 +1,92 @@
+"""`top_k_across` on any number of ranks is the stable top-k of all keys, with the same bits on every rank."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.core.selection import NONE
+from attnmesh.mesh.reduction_tree import tree
+from attnmesh.runtime.counters import counted
+from tests.support.pool import Pool
+
+ROWS, KEYS = (2, 3), 50
+
+
+def scores_of_all(ties: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(*ROWS, KEYS, generator=generator)
+    scores = scores.mul(2).round() if ties else scores
+    return scores.masked_fill(torch.rand(*ROWS, KEYS, generator=generator) < 0.2, -torch.inf)
+
+
+def own(ranks: int) -> Tensor:
+    """Return the keys of this rank. The last of several ranks has none."""
+    owner = torch.randint(max(1, ranks - 1), (KEYS,), generator=torch.Generator().manual_seed(4))
+    return (owner == dist.get_rank()).nonzero().flatten()
+
+
+def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
+    mine = own(dist.get_world_size())
+    with counted() as received:
+        scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
+    return scores, indices, received.bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(("ties", "k"), [(False, 7), (True, 7), (True, 60)])
+def test_the_stable_top_k_of_all_ranks(pool: Pool, ranks: int, ties: bool, k: int) -> None:
+    scores, order = scores_of_all(ties).sort(dim=-1, descending=True, stable=True)
+    keys = order.masked_fill(scores == -torch.inf, NONE)
+    results = pool.run(ranks, found, ties, k)
+    for got_scores, got_keys, _ in results:
+        assert torch.equal(got_scores[..., :KEYS], scores[..., :k])
+        assert torch.equal(got_keys[..., :KEYS], keys[..., :k])
+        assert (got_scores[..., KEYS:] == -torch.inf).all()
+        assert (got_keys[..., KEYS:] == NONE).all()
+    assert max(received for *_, received in results) == math.ceil(math.log2(ranks)) * math.prod(ROWS) * k * 8
+
+
+def blocks_in_parts(k: int) -> tuple[Tensor, Tensor]:
+    mine = own(dist.get_world_size())
+    return am.top_k_across(scores_of_all(True)[..., mine], (mine // 4).int(), k, dist.group.WORLD, unique=True)
+
+
+def test_parts_of_blocks_on_several_ranks(pool: Pool) -> None:
+    blocks = torch.arange(KEYS).expand(*ROWS, -1) // 4
+    whole = torch.full((*ROWS, 13), -torch.inf).scatter_reduce(-1, blocks, scores_of_all(True), "amax")
+    right = am.top_k_across(whole, torch.arange(13), 5, None)
+    for ranks in (2, 4, 6):
+        for got in pool.run(ranks, blocks_in_parts, 5):
+            assert all(map(torch.equal, got, right))
+
+
+def of_each_dtype(dtype: torch.dtype) -> bool:
+    scores, mine = scores_of_all(False).to(dtype), own(dist.get_world_size())
+    with torch.no_grad():
+        compiled = torch.compile(
+            lambda x: am.top_k_across(x, mine, 4, dist.group.WORLD), fullgraph=True, backend="eager"
+        )
+        pairs = am.top_k_across(scores[..., mine], mine, 4, dist.group.WORLD), compiled(scores[..., mine])
+    right = am.top_k_across(scores.float(), torch.arange(KEYS), 4, None) if dist.get_world_size() == 1 else pairs[0]
+    return all(torch.equal(x, y) and x.dtype == z.dtype for x, y, z in zip(*pairs, right, strict=True))
+
+
+def test_scores_of_any_dtype_compile_to_one_graph(pool: Pool) -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        for ranks in (1, 2):
+            assert pool.run(ranks, of_each_dtype, dtype) == [True] * ranks
+
+
+def test_nan_is_returned_first() -> None:
+    scores, indices = am.top_k_across(torch.tensor([math.inf, math.nan]), torch.tensor([0, 1]), 2, None)
+    assert scores.isnan().tolist() == [True, False]
+    assert indices.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("ranks", range(1, 18))
+def test_rounds_of_the_tree(ranks: int) -> None:
+    assert max(map(len, tree([[*range(ranks)]]).values())) == math.ceil(math.log2(ranks))

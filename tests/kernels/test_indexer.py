@@ -1,0 +1,96 @@
+"""Scores of an indexer in tiles give the top-k of dense scores, for any tile, mask and padding."""
+
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.mask import Mask
+from attnmesh.kernels import indexer
+from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
+
+HEADS, WIDTH = 4, 8
+MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Documents([10, 30]))
+
+
+def score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return the sum over heads of w * relu(q.k), as of DeepSeek-V3.2."""
+    q, weights = operands
+    return torch.einsum("bqh,bqhn->bqn", weights, (q @ keys[:, None].mT).relu())
+
+
+def score_heads(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return scores of each head, as of MiniMax-M3."""
+    return operands[0].transpose(1, 2) @ keys[:, None].mT
+
+
+def dense(scores: Tensor, visible: Tensor, k: int, block: int) -> list[Tensor]:
+    """Return the stable top-k of the blocks' highest scores."""
+    scores = scores.masked_fill(~(visible if scores.ndim == 3 else visible[:, None]), -torch.inf)
+    blocks = torch.arange(scores.shape[-1]) // block
+    shape = *scores.shape[:-1], -(-scores.shape[-1] // block)
+    whole = torch.full(shape, -torch.inf).scatter_reduce(-1, blocks.expand_as(scores), scores, "amax")
+    return [*unpack(best(pack(whole, torch.arange(shape[-1])), k))]
+
+
+@given(
+    st.integers(0, 9),
+    st.sampled_from([(1, 1), (1, 40), (3, 7)]),
+    st.sampled_from([1, 5, 60]),
+    st.sampled_from([1, 4]),
+    st.sampled_from([40, 600, 1 << 22]),
+    st.sampled_from(MASKS),
+    st.booleans(),
+)
+def test_tiles_give_the_top_k_of_dense_scores(
+    seed: int, shape: tuple[int, int], k: int, block: int, elements: int, mask: Mask, by_head: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch, rows = shape
+    q = torch.randn(batch, rows, HEADS, WIDTH, generator=generator).round()  # with ties
+    weights, keys = (
+        torch.rand(batch, rows, HEADS, generator=generator),
+        torch.randn(batch, 40, WIDTH, generator=generator),
+    )
+    operands, function = ([q], score_heads) if by_head else ([q, weights], score)
+    tokens, queries = torch.arange(40), torch.arange(40 - rows, 40)
+    padding = torch.rand(batch, 40, generator=generator) < 0.2
+    places = tokens.expand(batch, -1).masked_fill(padding, -1)
+    first, last = mask.bounds(queries[None])
+    with mock.patch.dict(indexer.ELEMENTS, {"cpu": elements}):
+        found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, places), first, last, k, block))
+    right = dense(function(keys, operands), mask.visible(queries, tokens) & ~padding[:, None], k, block)
+    torch.testing.assert_close(found[0], right[0])
+    agree = found[1] == right[1]  # the products of a tile may round otherwise
+    assert agree.all() or (found[0] - right[0])[~agree & found[0].isfinite()].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("rows", "count"), [(0, 5), (2, 0)])
+def test_no_queries_or_no_keys(rows: int, count: int) -> None:
+    operands = torch.randn(1, rows, HEADS, WIDTH), torch.rand(1, rows, HEADS)
+    keys = IndexKeys(torch.randn(1, count, WIDTH), torch.arange(count), torch.arange(count)[None])
+    bounds = torch.zeros(1, rows, dtype=torch.int64), torch.full((1, rows), 9)
+    scores, _ = unpack(indexer_top_k(score, operands, keys, *bounds, 3))
+    assert torch.equal(scores, torch.full((1, rows, 3), -torch.inf))
+
+
+def test_tiles_are_small_and_hidden_ones_are_left_out() -> None:
+    sizes = []
+
+    def measured(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        sizes.append(keys.shape[1] * operands[0].shape[1] * HEADS)
+        return score(keys, operands)
+
+    operands = torch.randn(1, 4096, HEADS, 4), torch.rand(1, 4096, HEADS)
+    tokens = torch.arange(4096)
+    indexer_top_k(
+        measured, operands, IndexKeys(torch.randn(1, 4096, 4), tokens, tokens[None]), 0 * tokens[None], tokens[None], 8
+    )
+    assert max(sizes) <= indexer.ELEMENTS["cpu"]
+    assert sum(sizes) < 0.7 * HEADS * 4096**2, "tiles that no query sees are left out"
