@@ -29,9 +29,6 @@ class LayerMask(Opaque):
     ndim = 4
     """Dims of a finished mask: transformers passes a 4D mask on as it is."""
 
-    dtype = torch.bool
-    """Dtype for models that join their mask with a selection."""
-
     shards: Shards | None = None
     """Tokens of this rank; None if every rank has all tokens."""
 
@@ -45,6 +42,10 @@ class LayerMask(Opaque):
     def spec(self) -> Any:
         """Return the mask as a `MaskSpec`."""
         raise NotImplementedError
+
+    def allow_selection(self) -> None:
+        """Let a model read the dtype, which it does before it joins the mask with a selection."""
+        vars(self)["dtype"] = torch.bool
 
     def __and__(self, selected: Any) -> Any:
         """Return the mask of what is selected, of what it shows."""

@@ -235,7 +235,7 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
     check_merge("ShardedCache", options["merge"], options["output"])
     fits, fix = options["output"] == "replicated" or not one_head, 'pass output="replicated"'
-    given = "latents or index keys, which have none"
+    given = f"{'index keys' if latent_widths(config) is None else 'latents'}, which have none"
     require(fits, KernelError, "ShardedCache output", "keys and values with heads", given, fix)
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])

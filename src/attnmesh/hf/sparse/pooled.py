@@ -47,6 +47,7 @@ class PooledIndexer:
         if not hasattr(source, "with_earlier"):
             args = hidden_states, position_embeddings, attention_mask, past_key_values
             return super().forward(*args)  # type: ignore[misc]
+        attention_mask.allow_selection()
         cos, sin = position_embeddings
         heads = (indexer.index_n_heads, indexer.index_kv_heads)
         q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (sum(heads), -1)).split(heads, 2)
