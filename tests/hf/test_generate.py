@@ -214,6 +214,31 @@ def test_each_rank_keeps_its_share_within_a_block(shape: Shape, length: int, poo
         assert size == used * 3 * 2 * 2 // shape.heads * 8 * 4  # layers, keys and values, heads, width, float32
 
 
+def continued(shape: Shape, length: int, reproducible: bool) -> tuple[list[int], int, bool]:
+    """Return the new tokens after a prompt, the block of the cache, and whether its tokens lie in turns of blocks."""
+    model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
+    cache = hf.ShardedCache(model.config, mesh, reproducible=reproducible)
+    made = hf.generate(model, prompt(length), cache=cache, max_new_tokens=4, do_sample=False)
+    return made[0, length:].tolist(), cache.block, cache.layers[0].kv.is_block_cyclic
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "reproducible", "block"),
+    [
+        (Shape(1, 2, 1), 1537, False, 128),
+        (Shape(1, 1, 2), 1600, False, 128),
+        (Shape(1, 1, 2), 1536, False, 16),
+        (Shape(1, 1, 2), 1600, True, 16),  # bits that do not depend on the number of ranks
+    ],
+)
+def test_long_prompts_are_dealt_in_larger_blocks(
+    shape: Shape, length: int, reproducible: bool, block: int, pool: Pool
+) -> None:
+    made = families.model("llama", "sdpa").generate(prompt(length), max_new_tokens=4, do_sample=False)
+    expected = made[0, length:].tolist(), block, True
+    assert pool.run(shape.ranks, continued, shape, length, reproducible) == [expected] * shape.ranks
+
+
 def refusal(name: str, shape: Shape) -> str:
     """Return the error of an unsupported call on a rank."""
     mesh, model = named_mesh(shape, AXES), families.model("llama", "attnmesh")

@@ -98,7 +98,7 @@ def generate(
             checkpoint=None if checkpoint is None else str(checkpoint),
             every=every,
             deadline=deadline,
-            cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else 16},
+            cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else None},
             options=_sampling(temperature, top_k, top_p),
         )
         display = Display(status, prepared.tokenizer, len(prepared.ids), quiet=as_json)

@@ -95,6 +95,7 @@ def prefill_rest(
         positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
     last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
     recurrent = is_recurrent(cache.config)
+    cache.begin(end)
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
     if chunk_size is None and (start or token_mask is not None or cache.shares > 1):
         chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK

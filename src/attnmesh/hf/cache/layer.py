@@ -245,7 +245,8 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
-    check_count("ShardedCache block", options["block"], "leave it at 16")
+    if options["block"] is not None:
+        check_count("ShardedCache block", options["block"], "leave it out")
     ranks = shape.queries * shape.keys
     check_copies(options["copies"], ranks)
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

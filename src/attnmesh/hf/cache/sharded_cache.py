@@ -20,6 +20,12 @@ from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
 
+BLOCK, LONG_BLOCK = 16, 128
+"""Consecutive tokens that one rank holds, of a short and of a long prompt."""
+
+ROUNDS = 6
+"""Rounds of blocks in a long prompt, at least: ranks differ by less than a sixth of their tokens."""
+
 
 class ShardedCache(StoredLayers):
     """Sharded `past_key_values` of a model with `attn_implementation="attnmesh"`.
@@ -30,7 +36,8 @@ class ShardedCache(StoredLayers):
         config: The model's configuration.
         mesh: The mesh that shares the tokens; None for one device.
         capacity: Tokens to allocate for; None to grow as tokens come, by copying.
-        block: Consecutive tokens that one rank holds.
+        block: Consecutive tokens that one rank holds. By default 16, or 128 if the first prompt is long: runs of 128
+            tokens attend faster.
         merge: How `attnmesh.decode` merges partial results of ranks.
         output: "heads" if the same ranks share weights by `tensor_parallel(output="heads")`.
         reproducible: True for results that do not depend on the number of ranks, in `attnmesh.decode`.
@@ -57,7 +64,7 @@ class ShardedCache(StoredLayers):
         mesh: DeviceMesh | None = None,
         *,
         capacity: int | None = None,
-        block: int = 16,
+        block: int | None = None,
         merge: str = "auto",
         output: str = "replicated",
         reproducible: bool = False,
@@ -80,7 +87,8 @@ class ShardedCache(StoredLayers):
         )
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
         self.mesh, self.ranks = mesh, place.shape.ranks
-        self.capacity, self.block = None if capacity is None else int(capacity), int(block)
+        self.capacity, self.block = None if capacity is None else int(capacity), int(block or BLOCK)
+        self.block_is_free = block is None and not reproducible
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
         self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
@@ -119,6 +127,11 @@ class ShardedCache(StoredLayers):
     def shares(self) -> int:
         """Ranks that share the heads of an output; 1 if each rank gets those of its queries."""
         return self.ranks if self.output == "heads" else 1
+
+    def begin(self, tokens: int) -> None:
+        """Set the block, if it was not given, by the length of the first prompt."""
+        if self.block_is_free and not self.kvs:
+            self.block = LONG_BLOCK if tokens >= ROUNDS * LONG_BLOCK * self.ranks else BLOCK
 
     def count(self, tokens: int) -> None:
         """Set the number of cached tokens of a model without attention."""
