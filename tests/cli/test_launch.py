@@ -2,6 +2,8 @@
 
 import gc
 import os
+import platform
+import resource
 import signal
 import subprocess
 import sys
@@ -196,3 +198,20 @@ def groups_end() -> list[bool]:
 
 def test_no_group_outlives_python() -> None:
     assert run_on_ranks(4, groups_end) == [[True, True]] * 4
+
+
+def pages_of_layers() -> int:
+    """Return the new pages of memory that a rank waits for in the last 10 layers of a model, each of 96 MB."""
+    before = 0
+    for layer in range(20):
+        tensors = [torch.empty(24_000_000 // 4).fill_(layer) for _ in range(4)]
+        if layer == 9:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are those of glibc")
+def test_ranks_keep_the_memory_that_a_layer_frees() -> None:
+    (pages,) = run_on_ranks(1, pages_of_layers, spawned=True)
+    assert pages * resource.getpagesize() < 96_000_000
