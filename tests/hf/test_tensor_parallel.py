@@ -18,6 +18,7 @@ from attnmesh.hf.tensor_parallel import rank_weights
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
+from tests.tools.tiny_models import Case, build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}
@@ -121,6 +122,20 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
     stock.save_pretrained(tmp_path)
     expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
     assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
+
+
+def shared_projections(kind: str) -> list[Any]:
+    """Generate with a model whose plan shards the projections of latents, too."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
+    model = hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), whole["tp"])
+    return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm4_moe_lite", marks=pytest.mark.long)])
+def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
+    stock = build(Case(kind, kind), "eager", torch.float32)
+    expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
+    assert pool.run(4, shared_projections, kind) == [expected] * 4
 
 
 def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
