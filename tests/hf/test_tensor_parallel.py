@@ -181,6 +181,13 @@ def bad_call(name: str) -> str:
                 hf.tensor_parallel(other(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=97)), mesh)
             case "latents":
                 hf.tensor_parallel(other(latent()), mesh, output="heads")
+            case "projections of latents":
+                wide = init_device_mesh("cpu", (4,))
+                changes = {"num_attention_heads": 6, "num_key_value_heads": 6}
+                hf.tensor_parallel(build(Case("six heads", "deepseek_v32", changes), "attnmesh", torch.float32), wide)
+            case "latents of several widths" | "indexers":
+                kind, output = ("dots3_note_text", "replicated") if name[0] == "l" else ("minimax_m3_vl_text", "heads")
+                hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), mesh, output=output)
             case "latents in a cache":
                 hf.ShardedCache(latent(), whole["keys"], output="heads")
             case "stock attention":
@@ -217,6 +224,9 @@ BAD = {
     "output": "KernelError: tensor_parallel output: expected one of replicated, heads, given 'tokens'",
     "no plan": "KernelError: tensor_parallel: expected a model with a plan, given gpt2 without one. Fix: leave",
     "latents": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
+    "projections of latents": "ShapeError: tensor_parallel: expected whole heads on every rank, given 6 heads on 4",
+    "latents of several widths": "KernelError: tensor_parallel: expected latents of one width in all layers,",
+    "indexers": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
     "latents in a cache": "KernelError: ShardedCache output: expected keys and values with heads, given latents, which",
     "stock attention": "KernelError: ",
     "other prompts": "MeshError: generate: expected the same call on every rank, given:",
