@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -248,6 +248,23 @@ def test_gradients_are_those_of_one_device(
     for weight, expected in gradients.items():  # transformers computes norms and losses in float32
         found = torch.stack([each.get(weight, torch.zeros_like(expected)) for _, each in results]).mean(0)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
+
+
+def train_compiled(name: str) -> list[bool]:
+    """Return whether a compiled model has the loss and the gradients of one that is not."""
+    shape, results = Shape(1, 2, 1), []
+    for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
+        small = build(CASES[name], "attnmesh", torch.float64).train()
+        loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in small.parameters() if p.grad is not None)])
+    return [torch.allclose(some, other, rtol=1e-5, atol=1e-6) for some, other in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", pytest.param("qwen4", marks=pytest.mark.long)])
+def test_a_compiled_model_trains_as_one_that_is_not(name: str, pool: Pool) -> None:
+    for right in pool.run(2, train_compiled, name, deadline=60.0):
+        assert all(right)
 
 
 def test_blocks_begin_with_each_document(pool: Pool) -> None:

@@ -35,6 +35,7 @@ class PooledScores:
 class PooledIndexer:
     """First base of a subclass of `Qwen4ExpTextQSAIndexer`, whose keys are sharded."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
     @torch.no_grad()
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
