@@ -444,6 +444,15 @@ def test_hooks_are_removed_with_the_rest() -> None:
 # --- one device ---
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
+def test_other_attention_after_generation_on_shards(name: str) -> None:
+    small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    tokens = hf.generate(small, ids, mesh=None, **options)
+    small.set_attn_implementation("eager")
+    assert torch.equal(small.generate(ids, **options), tokens)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
 def test_one_device_with_caches_of_transformers(name: str) -> None:
     small, expected = model(name, "attnmesh", torch.float64), stock(name)["plain"][0]
