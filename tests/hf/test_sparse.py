@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -445,12 +447,16 @@ def test_hooks_are_removed_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
-def test_other_attention_after_generation_on_shards(name: str) -> None:
+def test_copies_and_other_attention_after_generation(name: str) -> None:
     small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
     options = {"max_new_tokens": 4, "do_sample": False}
     tokens = hf.generate(small, ids, mesh=None, **options)
-    small.set_attn_implementation("eager")
-    assert torch.equal(small.generate(ids, **options), tokens)
+    torch.save(small, file := BytesIO())
+    file.seek(0)
+    for other in (small, deepcopy(small), torch.load(file, weights_only=False)):
+        assert torch.equal(hf.generate(other, ids, mesh=None, **options), tokens)
+        other.set_attn_implementation("eager")
+        assert torch.equal(other.generate(ids, **options), tokens)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
