@@ -161,6 +161,21 @@ def test_numbers_of_keys_that_are_not_selected_do_not_matter() -> None:
     assert torch.equal(given.out[:, :, 1:], expected.out[:, :, 1:])
 
 
+def test_numbers_of_keys_that_are_not_selected_change_no_gradient() -> None:
+    q, k, v, dout = torch.randn(4, 1, 2, 6, 4, dtype=torch.float64).unbind()
+    rows = torch.tensor([[1, NONE], [NONE, NONE], [NONE, 2], [1, 5], [5, 4], [1, 2]], dtype=torch.int32)
+
+    def gradients() -> tuple[Tensor, ...]:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = am.attend(*inputs, mask=am.Causal(), selected=am.Selection(rows[None, None])).out
+        return torch.autograd.grad(out, inputs, dout)
+
+    expected = gradients()
+    k[:, :, [0, 3]], v[:, :, [0, 3]] = torch.nan, torch.inf
+    for found, right in zip(gradients(), expected, strict=True):
+        assert torch.equal(found, right)
+
+
 # --- meshes ---
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
+from copy import deepcopy
+from functools import lru_cache, partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -250,6 +252,23 @@ def test_gradients_are_those_of_one_device(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * largest, msg=weight)
 
 
+def train_compiled(name: str) -> list[bool]:
+    """Return whether a compiled model has the loss and the gradients of one that is not."""
+    shape, results = Shape(1, 2, 1), []
+    for wrap in (lambda model: model, partial(torch.compile, backend="eager")):
+        small = build(CASES[name], "attnmesh", torch.float64).train()
+        loss = wrap(small)(**hf.shard_batch(batch(False), named_mesh(shape, AXES))).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in small.parameters() if p.grad is not None)])
+    return [torch.allclose(some, other, rtol=1e-5, atol=1e-6) for some, other in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", pytest.param("qwen4", marks=pytest.mark.long)])
+def test_a_compiled_model_trains_as_one_that_is_not(name: str, pool: Pool) -> None:
+    for right in pool.run(2, train_compiled, name, deadline=60.0):
+        assert all(right)
+
+
 def test_blocks_begin_with_each_document(pool: Pool) -> None:
     """Stock recurrent layers mix documents, so the reference has each alone."""
     small, ids = model("qwen4", "eager", torch.float64), batch(True)["input_ids"]
@@ -425,6 +444,19 @@ def test_hooks_are_removed_with_the_rest() -> None:
 
 
 # --- one device ---
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
+def test_copies_and_other_attention_after_generation(name: str) -> None:
+    small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    tokens = hf.generate(small, ids, mesh=None, **options)
+    torch.save(small, file := BytesIO())
+    file.seek(0)
+    for other in (small, deepcopy(small), torch.load(file, weights_only=False)):
+        assert torch.equal(hf.generate(other, ids, mesh=None, **options), tokens)
+        other.set_attn_implementation("eager")
+        assert torch.equal(other.generate(ids, **options), tokens)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])

@@ -18,6 +18,7 @@ from attnmesh.hf.tensor_parallel import rank_weights
 from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.pool import Pool
+from tests.tools.tiny_models import Case, build
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "gpt-oss", "gemma2", "gemma4", "llama4")
 SIZES = {"num_attention_heads": 8, "hidden_size": 64}
@@ -123,6 +124,20 @@ def test_latents_stay_whole_while_other_weights_are_shared(pool: Pool, tmp_path:
     assert pool.run(4, latent_tokens, str(tmp_path)) == [[True, *expected]] * 4
 
 
+def shared_projections(kind: str) -> list[Any]:
+    """Generate with a model whose plan shards the projections of latents, too."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("keys", "tp"))
+    model = hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), whole["tp"])
+    return generate(model, lambda model, ids, **options: hf.generate(model, ids, mesh=whole["keys"], **options))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm4_moe_lite", marks=pytest.mark.long)])
+def test_projections_of_latents_are_shared(kind: str, pool: Pool) -> None:
+    stock = build(Case(kind, kind), "eager", torch.float32)
+    expected = generate(stock, lambda model, ids, **options: model.generate(ids, **options))
+    assert pool.run(4, shared_projections, kind) == [expected] * 4
+
+
 def held_weights(family: str, output: str, tie: bool) -> tuple[int, int]:
     """Return the bytes of weights that this rank holds, and the predicted ones."""
     model = families.model(family, "attnmesh", **SIZES, tie_word_embeddings=tie, vocab_size=96)
@@ -166,6 +181,13 @@ def bad_call(name: str) -> str:
                 hf.tensor_parallel(other(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=97)), mesh)
             case "latents":
                 hf.tensor_parallel(other(latent()), mesh, output="heads")
+            case "projections of latents":
+                wide = init_device_mesh("cpu", (4,))
+                changes = {"num_attention_heads": 6, "num_key_value_heads": 6}
+                hf.tensor_parallel(build(Case("six heads", "deepseek_v32", changes), "attnmesh", torch.float32), wide)
+            case "latents of several widths" | "indexers":
+                kind, output = ("dots3_note_text", "replicated") if name[0] == "l" else ("minimax_m3_vl_text", "heads")
+                hf.tensor_parallel(build(Case(kind, kind), "attnmesh", torch.float32), mesh, output=output)
             case "latents in a cache":
                 hf.ShardedCache(latent(), whole["keys"], output="heads")
             case "stock attention":
@@ -202,6 +224,9 @@ BAD = {
     "output": "KernelError: tensor_parallel output: expected one of replicated, heads, given 'tokens'",
     "no plan": "KernelError: tensor_parallel: expected a model with a plan, given gpt2 without one. Fix: leave",
     "latents": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
+    "projections of latents": "ShapeError: tensor_parallel: expected whole heads on every rank, given 6 heads on 4",
+    "latents of several widths": "KernelError: tensor_parallel: expected latents of one width in all layers,",
+    "indexers": "KernelError: tensor_parallel output: expected layers with q_proj, k_proj and o_proj, without gates or",
     "latents in a cache": "KernelError: ShardedCache output: expected keys and values with heads, given latents, which",
     "stock attention": "KernelError: ",
     "other prompts": "MeshError: generate: expected the same call on every rank, given:",

@@ -137,11 +137,17 @@ def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
     return q * ratio.to(q.device, q.dtype)[:, None]
 
 
+_attend_outside_graphs = torch.compiler.disable(attention)
+"""`attention` for selected keys. On several ranks it is refused inside a graph."""
+
+
 def _attend_shards(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, shards: Shards) -> Tensor:
     """Return attention of this rank's tokens to the tokens of all ranks, with gradients."""
     kind = layer._replace(mask=shards.mask_of(layer.mask))._asdict()
     length: dict[str, Any] = {"length": shards.length, "key_length": shards.length}
-    return attention(q, k, v, mesh=shards.mesh, layout=shards.layout, **length, **kind)
+    attend = attention if layer.selected is None else _attend_outside_graphs
+    out: Tensor = attend(q, k, v, mesh=shards.mesh, layout=shards.layout, **length, **kind)
+    return out
 
 
 def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is_new: bool) -> Tensor:

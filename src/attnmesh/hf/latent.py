@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
@@ -82,9 +83,10 @@ def check_projection(projection: Projection, k: Tensor, v: Tensor, latents: Tens
 
 
 def has_weight(module: nn.Module, latents: Tensor) -> bool:
-    """Return True if a layer's `kv_b_proj` is a plain linear layer, whose weight is on the device of the latents."""
-    project = getattr(module, "kv_b_proj", None)
-    return type(project) is nn.Linear and project.weight.device == latents.device
+    """Return True if a layer's `kv_b_proj` is a plain linear layer, whose whole weight is on the latents' device."""
+    project: Any = getattr(module, "kv_b_proj", None)
+    whole = type(project) is nn.Linear and not isinstance(project.weight, DTensor)
+    return whole and bool(project.weight.device == latents.device)
 
 
 def _matrix(module: nn.Module, rank: int, latents: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnmesh.errors import KernelError, MeshError, ModelError, ShapeError, check_choice, require, short
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.latent import latent_widths
-from attnmesh.hf.models import check_model, unwrap
+from attnmesh.hf.models import check_model, indexed_layers, unwrap
 from attnmesh.hf.upstream import apply_tensor_parallelism
 from attnmesh.mesh.merges import OUTPUTS
 from attnmesh.mesh.shapes import share_evenly
@@ -131,17 +131,31 @@ def _check(model: Any, mesh: DeviceMesh | None, output: str) -> None:
         return
     fix = "leave tensor parallelism out: give all ranks to the keys axis"
     require(bool(model.tp_plan), KernelError, SUBJECT, "a model with a plan", f"{config.model_type} without one", fix)
-    attentions, kind = _attentions(model, _plan_of(model)), f"{config.model_type}"
+    plan, kind = _plan_of(model), f"{config.model_type}"
+    attentions = _attentions(model, plan)
     if output == "heads":
         plain = attentions and latent_widths(config) is None and not any(map(_is_gated, attentions))
-        expected, fix = "layers with q_proj, k_proj and o_proj, without gates or latents", 'pass output="replicated"'
-        require(bool(plain), KernelError, f"{SUBJECT} output", expected, kind, fix)
+        expected = "layers with q_proj, k_proj and o_proj, without gates or latents or indexers"
+        fits = bool(plain) and not indexed_layers(config)
+        require(fits, KernelError, f"{SUBJECT} output", expected, kind, 'pass output="replicated"')
+    _check_latents(config, plan, ranks)
     for one in attentions:
         kv_heads = ranks if output == "heads" else one.kv_heads or ranks
         fits = one.q_heads % ranks == 0 and share_evenly(kv_heads, ranks)
         whole = fits or (output == "replicated" and not one.is_sharded)
         given = f"{one.q_heads} query and {one.kv_heads} key heads on {ranks} ranks, in {one.name}"
         require(whole, ShapeError, SUBJECT, "whole heads on every rank", given, "use a number that divides the heads")
+
+
+def _check_latents(config: PreTrainedConfig, plan: dict[str, str], ranks: int) -> None:
+    """Raise unless a plan that shards the projections of latents gives every rank whole heads."""
+    if not any(name.endswith("kv_b_proj") and style == "colwise" for name, style in plan.items()):
+        return
+    given, fix = f"{config.model_type}, whose layers differ", "leave it out: give all ranks to the keys axis"
+    require(not config.is_heterogeneous, KernelError, SUBJECT, "latents of one width in all layers", given, fix)
+    given, fix = f"{config.num_attention_heads} heads on {ranks} ranks", "use a number that divides the heads"
+    fits = config.num_attention_heads % ranks == 0
+    require(fits, ShapeError, SUBJECT, "whole heads on every rank", given, fix)
 
 
 def _is_gated(attention: _Attention) -> bool:

@@ -160,7 +160,11 @@ def backward(
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
         more = [tile.take(x, kv_heads) for x in (saved.lse.unsqueeze(-1), saved.dout, delta)]
-        part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, tile.mask(), logits)
+        hidden = tile.mask()
+        part = backward_rows(tile.take(q, kv_heads), tile.gather(k), tile.gather(v), more, hidden, logits)
+        nothing = hidden.all(-1, keepdim=True)  # such a query has rows of any key, with any numbers
+        part.q.masked_fill_(nothing, 0.0)
+        part.k.masked_fill_(nothing, 0.0)
         into = tile.view(total.q, kv_heads)
         into.add_(part.q.view(into.shape))
         index = tile.rows.flatten()

@@ -64,6 +64,7 @@ def _joined(local: Tensor, found: Tensor) -> Tensor:
 class BlockIndexer:
     """First base of a subclass of `MiniMaxM3VLIndexer`, whose keys are sharded."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
     ) -> Any:
@@ -85,6 +86,7 @@ class BlockIndexer:
         return BlockScores(indexer, q.transpose(1, 2), positions, source)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
 def selected_blocks(module: Any, blocks: Any, spec: Any) -> Selection:
     """Return the selection of a layer, from `BlockScores`, or on one device from the blocks that the model selected."""
     if isinstance(blocks, BlockScores):

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.hf.sparse.select import all_tokens
 from attnmesh.hf.sparse.shard_keys import ShardKeys
+from attnmesh.hf.traced import LayerMask
 
 
 class PooledScores:
@@ -35,16 +36,18 @@ class PooledScores:
 class PooledIndexer:
     """First base of a subclass of `Qwen4ExpTextQSAIndexer`, whose keys are sharded."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator] # it waits for ranks
     @torch.no_grad()
     def forward(
         self, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any
     ) -> Any:
         """Return the tokens that each query selects."""
         indexer: Any = self
-        spec, ratio = attention_mask.spec(), indexer.compress_ratio
+        ours, ratio = isinstance(attention_mask, LayerMask), indexer.compress_ratio  # else another attention is set
+        spec: Any = attention_mask.spec() if ours else None
         layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
-        source: Any = ShardKeys(spec.shards) if layer is None and spec.shards is not None else layer
-        if not hasattr(source, "with_earlier"):
+        source: Any = ShardKeys(spec.shards) if ours and layer is None and spec.shards is not None else layer
+        if not (ours and hasattr(source, "with_earlier")):
             args = hidden_states, position_embeddings, attention_mask, past_key_values
             return super().forward(*args)  # type: ignore[misc]
         attention_mask.allow_selection()

@@ -52,4 +52,12 @@ def _before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @cache
 def _subclass(indexer: type) -> Any:
-    return type(indexer.__name__, (BASES[indexer.__name__], indexer), {"__module__": indexer.__module__})
+    fields = {"__module__": indexer.__module__, "__reduce_ex__": _reduce}
+    return type(indexer.__name__, (BASES[indexer.__name__], indexer), fields)
+
+
+def _reduce(module: nn.Module, _: Any) -> tuple[Any, ...]:
+    """Return how to copy or pickle an indexer: as one of the class that it had, which any process can import."""
+    reduced: Any = nn.Module.__reduce_ex__(module, 1)  # later protocols compare the class with the module's
+    make, (_, *arguments), state = reduced
+    return make, (type(module).__mro__[2], *arguments), state
