@@ -271,6 +271,8 @@ def test_each_wrong_selection_has_an_error_of_its_kind() -> None:
         call(None, Shape(1, 1, 1), am.Selection(torch.zeros(1, 1, 5, 1).int()), rank=None, kernel="triton")
     with pytest.raises(ShapeError, match="Selection block: expected a whole number, 1 or more, given 0"):
         am.Selection(torch.zeros(1, 1, 5, 1).int(), block=0)
+    with pytest.raises(ShapeError, match="Selection block: expected at most 65536 keys an index, given 268435456"):
+        am.Selection(torch.zeros(1, 1, 5, 1).int(), block=2**28)
     q, places = torch.randn(1, 4, 5, 8), torch.zeros(5, dtype=torch.int64)
     with pytest.raises(LayoutError, match="each position once"):
         am.attend(q, q, q, k_positions=places, selected=am.Selection(torch.zeros(1, 1, 5, 1).int()))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.selection import NONE
+from attnmesh.errors import DtypeError
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.runtime.counters import counted
 from tests.support.pool import Pool
@@ -34,6 +35,14 @@ def found(ties: bool, k: int) -> tuple[Tensor, Tensor, int]:
     with counted() as received:
         scores, indices = am.top_k_across(scores_of_all(ties)[..., mine], mine, k, dist.group.WORLD)
     return scores, indices, received.bytes
+
+
+def test_the_lowest_numbers_of_float64_are_scores() -> None:
+    scores = torch.tensor([-torch.inf, -1e300, 1e300], dtype=torch.float64)
+    found, indices = am.top_k_across(scores, torch.arange(3), 3, None)
+    assert (indices.tolist(), found.isfinite().tolist()) == ([2, 1, 2**31 - 1], [False, True, False])
+    with pytest.raises(DtypeError, match="expected a tensor of floats, given"):
+        am.top_k_across(torch.zeros(3).to(torch.float8_e4m3fn), torch.arange(3), 1, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])

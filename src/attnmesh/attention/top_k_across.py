@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.candidates import best_across
 from attnmesh.core.candidates import best, pack, unpack
+from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import NONE
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_count, require, type_and_shape
 from attnmesh.guard.checks import check_one_device, check_tensor
@@ -74,7 +75,8 @@ def _(candidates: Tensor, *_: object) -> Tensor:
 def _check(scores: Tensor, indices: Tensor, k: int, unique: bool) -> None:
     """Raise unless `top_k_across` serves these arguments."""
     check_tensor("top_k_across scores", scores)
-    fits, fix = scores.is_floating_point() and scores.ndim > 0, "pass the scores of this rank's keys, (..., n)"
+    dtype, fix = str(scores.dtype).removeprefix("torch."), "pass the scores of this rank's keys, (..., n)"
+    fits = dtype in DTYPES and scores.ndim > 0
     require(fits, DtypeError, "top_k_across scores", "a tensor of floats", type_and_shape(scores), fix)
     fits, fix = not (torch.is_grad_enabled() and scores.requires_grad), "call it under torch.no_grad()"
     require(fits, KernelError, "top_k_across scores", "a tensor without gradients", "one with requires_grad=True", fix)

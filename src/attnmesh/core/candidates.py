@@ -19,6 +19,8 @@ EMPTY = torch.iinfo(torch.int64).min
 def pack(scores: Tensor, indices: Tensor) -> Tensor:
     """Return the candidates of keys. A score of -inf and an index of `NONE` stand for no key."""
     numbers = (scores.to(torch.float32) + 0.0).nan_to_num(torch.nan, torch.inf, -torch.inf)  # NaN of one sign
+    if scores.dtype == torch.float64:  # the lowest of float64 are finite, and stay so
+        numbers = numbers.masked_fill((numbers == -torch.inf) & (scores > -torch.inf), torch.finfo(torch.float32).min)
     ordered = _ordered(numbers.view(torch.int32))
     candidates = (ordered.to(torch.int64) << 32) | (NONE - indices.to(torch.int64))
     return candidates.masked_fill((numbers == -torch.inf) | (indices == NONE), EMPTY)

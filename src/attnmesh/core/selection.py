@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmesh.errors import check_count
+from attnmesh.errors import ShapeError, check_count, require
 
 NONE = 2**31 - 1
 """Index that selects nothing, after those of all tokens."""
+
+MOST_KEYS = 1 << 16
+"""Keys of an index at most: time grows with indices times keys."""
 
 ELEMENTS = 1 << 22
 """Indices that are looked at together."""
@@ -28,7 +31,7 @@ class Selection:
         block: Keys per index: index i selects the keys from `i * block` up to `(i + 1) * block`.
 
     Raises:
-        ShapeError: If `block` is not a whole number, 1 or more.
+        ShapeError: If `block` is not a whole number from 1 to 65,536.
 
     >>> import attnmesh as am
     >>> q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
@@ -44,6 +47,8 @@ class Selection:
     def __post_init__(self) -> None:
         fix = "count the keys of an index as a Python int"
         object.__setattr__(self, "block", check_count("Selection block", self.block, fix))
+        expected, fix = f"at most {MOST_KEYS} keys an index", "select smaller blocks"
+        require(self.block <= MOST_KEYS, ShapeError, "Selection block", expected, f"{self.block}", fix)
 
     @property
     def heads(self) -> int:
