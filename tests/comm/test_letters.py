@@ -36,7 +36,7 @@ def _exchange_in_any_order(seed: int) -> tuple[int, int]:
     common, own = Random(seed), Random(f"{seed} {axis.index}")
     under_way, wrong = [], 0
     for number in range(30):
-        size = common.choice((0, 1, 100, 5000, SLOT, SLOT + 1))
+        size = common.choice((0, 1, 100, 5000, SLOT, SLOT + 1, 2 * SLOT, 2 * SLOT + 1))
         peers = [peer for peer in range(axis.size) if peer != axis.index and common.random() < 2]
         sends = {peer: (_message(number, axis.index, peer, size),) for peer in peers}
         wanted = {peer: (torch.empty(size, dtype=torch.uint8, device="meta"),) for peer in peers}

@@ -1,7 +1,8 @@
 """Point-to-point exchanges along an axis: gather tokens, return results, swap heads, merge along a tree.
 
 `gather`, `return_to_owners`, `begin_swap` and `exchange_messages` begin at once and return a function that finishes
-them, so that a kernel can run in between. The other exchanges block. Messages hold only tokens that the schedule names.
+them, so that a kernel can run in between. The other exchanges block. Gathers and returns send only tokens that the
+schedule names.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,11 @@ from attnmesh.mesh.reduction_tree import Round
 from attnmesh.mesh.schedule import Step
 from attnmesh.runtime.counters import Tensors, bytes_of, count_messages, count_received
 from attnmesh.runtime.kept import on_device
+from attnmesh.runtime.ranges import EXCHANGE, is_profiled, named
 from attnmesh.runtime.world import cached_per_world
+
+PIECES = 2
+"""Letters of a message at most: 512 kB, which 256 tokens of a small model take."""
 
 Wait = Callable[[], None]
 """Waits until a message has come or gone, and raises RankFailure at the deadline."""
@@ -30,8 +35,11 @@ Wait = Callable[[], None]
 Post = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
+SHORT = 1 << 15
+"""Bytes of a message up to which it does not wait for its turn."""
 
-def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
+
+def gather(tensors: Tensors, step: Step, axis: Axis, *, in_turn: bool = False) -> Callable[[], Tensors]:
     """Begin to gather the tokens of a step. The result has the tokens kept and received, in order of position."""
     if not step.send and not step.receive:
         connect(axis, tensors[0].device)
@@ -43,7 +51,7 @@ def gather(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], Tensors]:
             parts[id(tokens)] = taken(tensors, tokens)
     wanted = {peer: tuple(map(meta_like, tensors, repeat(count))) for peer, count in step.receive}
     sends = {peer: parts[id(tokens)] for peer, tokens in step.send}
-    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering")
+    finish = exchange_messages(sends, wanted, axis, tensors[0].device, "gathering", in_turn=in_turn)
     source = [tensors] if len(step.keep) or not wanted else []  # else memory is freed before the messages arrive
 
     def finished() -> Tensors:
@@ -61,7 +69,9 @@ def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
     return torch.cat(pieces, dim=2)
 
 
-def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], list[tuple[Tensor, Tensors]]]:
+def return_to_owners(
+    tensors: Tensors, step: Step, axis: Axis, *, in_turn: bool = False
+) -> Callable[[], list[tuple[Tensor, Tensors]]]:
     """Begin to send results back to the ranks that own their tokens.
 
     The result lists, for each rank that computed some, this rank's tokens and the results for them.
@@ -75,7 +85,7 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
         for peer, tokens in step.return_from
         if peer != axis.index
     }
-    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results")
+    finish = exchange_messages(shares, wanted, axis, tensors[0].device, "returning results", in_turn=in_turn)
 
     def finished() -> list[tuple[Tensor, Tensors]]:
         arrived = finish()
@@ -88,14 +98,16 @@ def return_to_owners(tensors: Tensors, step: Step, axis: Axis) -> Callable[[], l
 
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
-    return begin_swap(parts, wanted, axis)()
+    return begin_swap(parts, wanted, axis, in_turn=True)()
 
 
-def begin_swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> Callable[[], list[Tensors]]:
+def begin_swap(
+    parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis, *, in_turn: bool = False
+) -> Callable[[], list[Tensors]]:
     """Begin to send `parts[p]` to each rank p. The result lists what comes from rank p, shaped like `wanted[p]`."""
     sends, receives = dict(enumerate(parts)), dict(enumerate(wanted))
     mine, _ = sends.pop(axis.index), receives.pop(axis.index)
-    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping")
+    finish = exchange_messages(sends, receives, axis, mine[0].device, "swapping", in_turn=in_turn)
 
     def finished() -> list[Tensors]:
         arrived = finish()
@@ -131,28 +143,47 @@ def taken(tensors: Tensors, tokens: Tensor, *, in_order: bool = True) -> Tensors
 
 
 def exchange_messages(
-    sends: Mapping[int, Tensors], wanted: Mapping[int, Tensors], axis: Axis, device: torch.device, what: str
+    sends: Mapping[int, Tensors],
+    wanted: Mapping[int, Tensors],
+    axis: Axis,
+    device: torch.device,
+    what: str,
+    *,
+    in_turn: bool = False,
 ) -> Callable[[], dict[int, Tensors]]:
     """Begin to send and receive one message per peer. `wanted` are shaped like the tensors to receive.
 
     Receives are posted first. Gloo announces a receive on the connection that carries this rank's own message; behind
     that message the announcement would wait, and the link would serve one direction at a time.
+
+    With `in_turn` gloo sends long messages to three or more ranks one after the other when the exchange is finished: to
+    the next rank, to the one after it, and so on. Each link then carries one message each way at a time. All at once
+    take longer, since what a rank acknowledges waits behind all that it sends. No other exchange along the axis may
+    begin before.
     """
     connect(axis, device)
     posts: list[Post] = []
+    turns: list[Post] = []
     for peer, shapes in wanted.items():
         posts.append((dist.irecv, peer, torch.empty(bytes_of(shapes), dtype=torch.uint8, device=device)))
     packed: dict[int, Tensor] = {}
     for peer, tensors in sends.items():
         if id(tensors) not in packed:  # the same for several peers is packed once
             packed[id(tensors)] = _pack(tensors)
-        posts.append((dist.isend, peer, packed[id(tensors)]))
+        message = packed[id(tensors)]
+        waits_its_turn = in_turn and len(sends) > 2 and _is_long(message, peer, axis)
+        (turns if waits_its_turn else posts).append((dist.isend, peer, message))
     packed.clear()
-    waits = post_messages(posts, axis, what, exact=True)
+    turns.sort(key=lambda turn: (turn[1] - axis.index) % axis.size)
+    post = named(EXCHANGE, post_messages) if is_profiled() else post_messages
+    waits = post(posts, axis, what, exact=True)
     count_received(wanted)
 
     def finished() -> dict[int, Tensors]:
         try:
+            while turns:
+                waits.extend(post([turns.pop(0)], axis, what, exact=True))
+                waits.pop()()
             while waits:
                 waits.pop()()
         except CallsDifferError as error:  # its messages are out of step with this rank's from now on
@@ -164,7 +195,7 @@ def exchange_messages(
         posts.clear()  # messages had to live until they were sent
         return arrived
 
-    return finished
+    return named(EXCHANGE, finished) if is_profiled() else finished
 
 
 def tree_exchange(message: Tensor, rounds: Sequence[Round], axis: Axis, merge: Callable[[Tensor], Tensor]) -> Tensor:
@@ -208,6 +239,13 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
         wait()
     count_messages(len(others), len(mine))
     return rows[:, : len(mine)]
+
+
+def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
+    """Return whether gloo sends a message, and it is long."""
+    mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
+    far = mailboxes is None or size > PIECES * SLOT or not mailboxes.serves(peer, min(size, SLOT))
+    return far and message.device.type == "cpu" and size > SHORT
 
 
 def room_for(peer: int, message: Tensor, axis: Axis) -> int:
@@ -255,14 +293,15 @@ def meta_like(x: Tensor, tokens: int, dim: int = 2) -> Tensor:
 def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool = False) -> list[Wait]:
     """Post messages all at once: short ones inside a host by its mailboxes, others by the process group.
 
-    Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, a letter of another size is
-    one of another call; else its checksum shows that.
+    Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, longer messages are cut in up
+    to `PIECES` letters, and a letter of another size is one of another call; else its checksum shows that.
     """
     operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
     mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
     for post, peer, x in posts:
-        if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes):
-            letters.append(Letter(mailboxes, peer, x, sends=post is dist.isend, exact=exact))
+        pieces = _pieces(x) if exact and x.nbytes > SLOT else (x,)
+        if mailboxes is not None and x.numel() and mailboxes.serves(peer, pieces[0].nbytes):
+            letters += [Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact) for part in pieces]
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
             filled.append((peer, x.device.type))
@@ -285,6 +324,11 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     for letter in letters:
         waits.append(partial(deliver, letter, axis, what))
     return waits
+
+
+def _pieces(message: Tensor) -> Sequence[Tensor]:
+    """Return a message in parts that are letters, or whole if these were more than `PIECES`."""
+    return message.split(SLOT) if message.nbytes <= PIECES * SLOT else (message,)
 
 
 def deliver(letter: Letter, axis: Axis, what: str) -> None:

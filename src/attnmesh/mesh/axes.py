@@ -207,7 +207,11 @@ def _axis(device_mesh: DeviceMesh, name: str, dim: int) -> Axis:
 
 
 def flat_axis(device_mesh: DeviceMesh | None, names: Sequence[str]) -> Axis:
-    """Return several axes of a mesh as one: the ranks that share an index along all other axes."""
+    """Return several axes of a mesh as one: the ranks that share an index along all other axes.
+
+    The group of two axes is made at the first call, in which every rank of the world takes part. PyTorch could make it
+    among its own ranks, but would name it by the number of groups that each of them knows, which may differ.
+    """
     if device_mesh is None:
         return Axis()
     dims = attention_dims(device_mesh)

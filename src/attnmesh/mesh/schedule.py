@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout, decode_layout, encode_layout
-from attnmesh.core.mask import Band, Mask
+from attnmesh.core.mask import Mask
 from attnmesh.errors import check_choice
 from attnmesh.mesh.shapes import Shape, share
 

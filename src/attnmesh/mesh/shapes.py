@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnmesh.errors import MeshError, require
+from attnmesh.errors import MeshError, ShapeError, require
 
 AXES = ("heads", "queries", "keys")
 
@@ -70,6 +70,14 @@ def check_heads(subject: str, ranks: int, q_heads: int, kv_heads: int) -> None:
     fits = all(type(n) is int and n >= 1 for n in (ranks, q_heads, kv_heads)) and q_heads % kv_heads == 0
     given, fix = f"{ranks!r} ranks, {q_heads!r} query heads, {kv_heads!r} key heads", "pass the model's head counts"
     require(fits, MeshError, subject, "at least one of each, whole groups of heads", given, fix)
+
+
+def check_heads_axis(subject: str, shape: Shape, kv_heads: int) -> None:
+    """Raise unless each rank along the heads axis gets a key head in prefill and training."""
+    given = f"{kv_heads} key heads and a heads axis of {shape.heads}"
+    fix = f"shorten it to at most {kv_heads} ranks, and give the others to the queries or the keys axis"
+    fits, expected = kv_heads >= shape.heads, "at least one key head a rank of the heads axis"
+    require(fits, ShapeError, subject, expected, given, fix)
 
 
 def share(count: int, parts: int, index: int) -> slice:

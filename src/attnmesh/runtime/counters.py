@@ -1,12 +1,15 @@
 """Counters of what a rank receives and of the time its merges take."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import perf_counter
 
 from torch import Tensor
+from torch.profiler import record_function
+
+from attnmesh.runtime.ranges import MERGE, is_profiled
 
 Tensors = tuple[Tensor, ...]
 
@@ -41,13 +44,12 @@ def counted() -> Iterator[Traffic]:
 
 @contextmanager
 def timed_merge() -> Iterator[None]:
-    """Record the seconds of the block as one merge, if traffic is counted."""
-    if (traffic := current_traffic.get()) is None:
+    """Record the seconds of the block as one merge, if traffic is counted, and its range, if a profiler runs."""
+    traffic, start = current_traffic.get(), perf_counter()
+    with record_function(MERGE) if is_profiled() else nullcontext():
         yield
-        return
-    start = perf_counter()
-    yield
-    traffic.merges.append(perf_counter() - start)
+    if traffic is not None:
+        traffic.merges.append(perf_counter() - start)
 
 
 def bytes_of(tensors: Tensors) -> int:
