@@ -76,6 +76,14 @@ class ModelError(InputError):
     """Raised when a model is missing, does not generate text, or does not accept the prompt."""
 
 
+class Busy(InputError):
+    """Raised when the queue of an engine is full. Submit again later."""
+
+
+class TooLong(InputError):
+    """Raised when a prompt and its answer can never fit an engine."""
+
+
 class StoreError(InputError):
     """Raised when files are damaged, or are not those of a cache."""
 

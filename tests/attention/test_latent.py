@@ -8,8 +8,8 @@ from attnmesh.attention import latent
 from attnmesh.attention.attention import attend_shards
 from attnmesh.attention.call import Call, Options
 from attnmesh.attention.latent import Latents, Projection
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.kernels.driver import choose
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape

@@ -1,6 +1,7 @@
 """Attention on meshes of ranks, forward and gradients, against float64; and what else is asked of it."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,28 +13,24 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import attnmesh as am
 from attnmesh import errors
 from attnmesh.attention.auto_layout import chosen_layout
+from attnmesh.comm import p2p
 from attnmesh.core.layout import Layout
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.shapes import AXES, Shape, elements
 from attnmesh.runtime.counters import Traffic, counted
 from tests.support.mesh_problems import MeshProblem, check, draw, named_mesh, run
 from tests.support.pool import Pool
-from tests.support.seeds import batches
+from tests.support.seeds import batches_by_ranks
 
 PER_WORLD = {1: (10, 10), 2: (20, 60), 3: (20, 60), 4: (40, 80), 6: (20, 80), 8: (40, 60)}
 """Problems for each number of ranks: a sample that has each shape, exchange and dtype, and all."""
 
-QUICK = (1, 2, 4)
-
 
 def cases() -> list[Any]:
     """Batches of problems, of which the first on few ranks are quick."""
-    found = []
-    for ranks, (few, many) in PER_WORLD.items():
-        for number, batch in enumerate(batches(few, many, 10)):
-            quick = [pytest.mark.quick] if number == 0 and ranks in QUICK else []
-            found.append(pytest.param(ranks, *batch.values, id=f"{ranks}-{batch.id}", marks=[*batch.marks, *quick]))
-    return found
+    quick = [f"{ranks}-0-9" for ranks in (1, 2, 4)]
+    every = batches_by_ranks(PER_WORLD)
+    return [each._replace(marks=[*each.marks, pytest.mark.quick]) if each.id in quick else each for each in every]
 
 
 SHAPES = [Shape(1, 4, 1), Shape(1, 1, 4), Shape(4, 1, 1), Shape(1, 2, 2), Shape(2, 1, 2), Shape(2, 2, 1)]
@@ -48,6 +45,31 @@ def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, se
     problems = [draw(seed * 100 + ranks, ranks) for seed in seeds]
     for problem, results in zip(problems, zip(*pool.run(ranks, run_each, problems), strict=True), strict=True):
         check(problem, list(results))
+
+
+def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
+    """Run problems with all messages sent by gloo, as between hosts, and taken for long ones. Count those in turn."""
+    turns, is_long = list[bool](), p2p._is_long
+
+    def counted(*message: Any) -> bool:
+        turns.append(is_long(*message))
+        return turns[-1]
+
+    with (
+        mock.patch.object(p2p, "SHORT", 0),
+        mock.patch.object(p2p, "mailboxes_of", return_value=None),
+        mock.patch.object(p2p, "_is_long", counted),
+    ):
+        return run_each(problems), sum(turns)
+
+
+@pytest.mark.parametrize(("ranks", "few"), [(4, range(10)), pytest.param(8, range(40), marks=pytest.mark.long)])
+def test_messages_may_be_sent_in_turn(pool: Pool, ranks: int, few: range) -> None:
+    problems = [problem for seed in few if max((problem := draw(seed * 100 + ranks, ranks)).shape) > 3]
+    results, turns = zip(*pool.run(ranks, run_in_turn, problems), strict=True)
+    assert all(turns)
+    for problem, found in zip(problems, zip(*results, strict=True), strict=True):
+        check(problem, list(found))
 
 
 @pytest.mark.quick

@@ -27,7 +27,7 @@ from tests.support.emulated_nccl import world
 from tests.support.live import LiveTensors
 from tests.support.mesh_problems import MeshProblem, check, draw_selected, named_mesh, run
 from tests.support.pool import Pool
-from tests.support.seeds import batches, seeds
+from tests.support.seeds import batches_by_ranks, seeds
 
 
 def check_alone(seed: int, longest: int) -> None:
@@ -130,7 +130,7 @@ def test_a_graph_gives_the_same_and_nan_where_indices_are_faulty() -> None:
     assert faulty.all(-1).all(1)[0].nonzero().flatten().tolist() == [3, 5, 7]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_memory_does_not_grow_with_queries_times_keys(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, width, most = 512, 2, 16, 1 << 11
     monkeypatch.setitem(kernel.ELEMENTS, "cpu", most)
@@ -183,15 +183,7 @@ def run_each(drawn: list[MeshProblem]) -> list[list[Tensor]]:
     return [run(problem) for problem in drawn]
 
 
-PER_WORLD = {1: (10, 20), 2: (30, 60), 3: (20, 60), 4: (40, 120)}
-
-
-def mesh_cases() -> list[object]:
-    found = []
-    for ranks, (few, many) in PER_WORLD.items():
-        for batch in batches(few, many, 10):
-            found.append(pytest.param(ranks, *batch.values, id=f"{ranks}-{batch.id}", marks=batch.marks))
-    return found
+PER_WORLD = {1: (10, 20), 2: (20, 60), 3: (20, 60), 4: (30, 120)}
 
 
 @pytest.mark.parametrize("ranks", PER_WORLD)
@@ -202,7 +194,7 @@ def test_the_sample_has_each_shape_exchange_and_dtype(ranks: int) -> None:
         assert {getattr(x, name) for x in some} == {getattr(x, name) for x in every}, name
 
 
-@pytest.mark.parametrize(("ranks", "of"), mesh_cases())
+@pytest.mark.parametrize(("ranks", "of"), batches_by_ranks(PER_WORLD))
 def test_random_problems_on_a_mesh_agree_with_float64(pool: Pool, ranks: int, of: range) -> None:
     drawn = [draw_selected(seed * 100 + ranks, ranks) for seed in of]
     for problem, results in zip(drawn, zip(*pool.run(ranks, run_each, drawn), strict=True), strict=True):

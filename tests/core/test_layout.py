@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import attnmesh as am
 from attnmesh import errors
+from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout, decode_layout, encode_layout
-from attnmesh.core.mask import Band
 from attnmesh.mesh.schedule import Problem, schedule
 
 pytestmark = pytest.mark.quick

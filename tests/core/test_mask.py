@@ -1,10 +1,14 @@
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 import attnmesh as am
-from attnmesh import Causal, Chunks, Documents, Full, Mask, Window, errors
+from attnmesh import Causal, Chunks, Documents, Full, Mask, Spans, Window, errors
+from attnmesh.core.mask import FAR
 
 pytestmark = pytest.mark.quick
 
@@ -23,11 +27,23 @@ def masks(draw: st.DrawFn) -> Mask:
         st.builds(Window, reach),
         lengths.map(Documents),
         st.integers(1, TOTAL + 3).map(Chunks),
+        st.builds(Spans, spans, st.one_of(reach, st.just(FAR))),
     )
     mask = Full()
     for part in draw(st.lists(one, max_size=4)):
-        mask = mask & part
+        mask = joined(mask, part)
     return mask
+
+
+spans = st.sets(st.integers(0, TOTAL), max_size=8).map(lambda edges: [*pairwise(sorted(edges))][::2])
+
+
+def joined(one: Mask, other: Mask) -> Mask:
+    """The intersection of two masks, if there is a mask for it."""
+    try:
+        return one & other
+    except errors.MaskError:
+        reject()
 
 
 def _filled(sizes: list[int]) -> list[int]:
@@ -41,11 +57,43 @@ def _filled(sizes: list[int]) -> list[int]:
 @given(masks(), masks())
 def test_and_is_the_intersection(one: Mask, other: Mask) -> None:
     tokens = torch.arange(TOTAL)
+    joined(one, other)
     assert torch.equal(
         (one & other).visible(tokens, tokens), one.visible(tokens, tokens) & other.visible(tokens, tokens)
     )
     assert one & other == other & one
     assert hash(one & other) == hash(other & one)
+
+
+@given(spans, st.integers(0, TOTAL), st.sampled_from([1, 4, 17]))
+def test_tokens_of_a_span_see_each_other(ranges: list[tuple[int, int]], left: int, size: int) -> None:
+    tokens = range(TOTAL)
+    numbers = {token: number for number, pair in enumerate(ranges) for token in range(*pair)}
+    expected = [
+        [k >= q - left and (k <= q or (q in numbers and numbers[q] == numbers.get(k))) for k in tokens] for q in tokens
+    ]
+    mask, places = Spans(ranges, left), torch.arange(TOTAL)
+    assert mask.visible(places, places).tolist() == expected
+    assert (Spans(ranges) & Window(left, FAR)) == mask
+    assert Mask.decode(mask.encode()) == mask
+    inside = mask & Chunks(size)
+    assert torch.equal(
+        inside.visible(places, places), mask.visible(places, places) & Chunks(size).visible(places, places)
+    )
+
+
+@pytest.mark.parametrize("ranges", [[(3, 2)], [(2, 4), (3, 5)], [(1,)], [(-1, 2)], 4, [("a", "b")], [(1.0, 2.0)]])
+def test_spans_are_in_order_and_apart(ranges: Any) -> None:
+    with pytest.raises(errors.MaskError, match=r"Spans: expected pairs of start and stop"):
+        Spans(ranges)
+
+
+def test_a_mask_of_spans_is_joined_with_those_that_show_all_later_tokens() -> None:
+    assert Spans([(1, 4)]) & Causal() == Causal()
+    assert Spans([(1, 4)]) & Documents([2, 5]) == Documents([2, 5]) & Spans([(1, 4)])
+    for other in (Window(3, 2), Spans([(1, 5)])):
+        with pytest.raises(errors.MaskError, match="the same spans"):
+            Spans([(1, 4)]) & other
 
 
 @given(masks())
@@ -56,7 +104,7 @@ def test_bounds_never_decrease(mask: Mask) -> None:
 
 @given(masks())
 def test_repr_and_code_restore_the_mask(mask: Mask) -> None:
-    names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents", "Chunks")}
+    names = {name: getattr(am, name) for name in ("Full", "Causal", "Window", "Documents", "Chunks", "Spans")}
     tokens = torch.arange(TOTAL)
     assert torch.equal(eval(repr(mask), names).visible(tokens, tokens), mask.visible(tokens, tokens))
     assert Mask.decode(mask.encode()) == mask

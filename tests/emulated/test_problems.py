@@ -15,8 +15,10 @@ from tests.support.emulated_nccl import BACKENDS, world
 from tests.support.mesh_problems import MeshProblem, check, draw, draw_selected
 
 SIZES = 2, 3, 4
-SAMPLE = 1, 2, 3, 4, 6, 7, 8, 9  # short ones
+SAMPLE = 1, 2, 3, 4, 6  # short ones
 ALL = [seed for seed in range(120) if seed not in SAMPLE]
+SELECTIONS = 2, 3, 4, 7, 8, 9, 13, 14
+MORE_SELECTIONS = [seed for seed in range(120) if seed not in SELECTIONS]
 
 
 def problem_of(seed: int) -> tuple[MeshProblem, str]:
@@ -34,7 +36,9 @@ def test_random_problems_agree_with_float64(seed: int):
     check(problem, outcome.results())
 
 
-@pytest.mark.parametrize("seed", [*SAMPLE, *(pytest.param(seed, marks=pytest.mark.long) for seed in ALL)])
+@pytest.mark.parametrize(
+    "seed", [*SELECTIONS, *(pytest.param(seed, marks=pytest.mark.long) for seed in MORE_SELECTIONS)]
+)
 def test_random_selections_agree_with_float64(seed: int):
     problem = draw_selected(seed, SIZES[seed % len(SIZES)])
     outcome = world(problem.shape.ranks, run, problem, "auto", (None, False)[seed % 2], backend=[*BACKENDS][seed % 2])

@@ -63,7 +63,10 @@ def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     return decoding_outcomes("cuda", *arguments)
 
 
-@pytest.mark.parametrize(("backend", "shape", "options", "before"), [(*STEPS[0], 0), *((*step, 2) for step in STEPS)])
+@pytest.mark.parametrize(
+    ("backend", "shape", "options", "before"),
+    [(*STEPS[0], 0), (*STEPS[1], 2), *(pytest.param(*STEPS[step], 2, marks=pytest.mark.long) for step in (0, 2))],
+)
 def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[str, Any], before: int) -> None:
     """First steps are compared by the hosts, as those of `test_steps` are."""
     ranks = shape[0] * shape[1] * shape[2]

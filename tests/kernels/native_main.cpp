@@ -27,15 +27,34 @@ std::vector<T> numbers(int64_t count) {
     return out;
 }
 
+// Keys or values; rows in 8 bits end in scales of 2^-7.
 template <class T>
-bool run(Dtype dtype) {
+std::vector<T> rows_of_numbers(int64_t rows, int64_t columns, int64_t width) {
+    if constexpr (STORED<T>) {
+        std::vector<T> out(rows * width);
+        for (int64_t i = 0; i < rows * width; i++) {
+            int64_t d = i % width;
+            out[i].bits = d < columns ? draw(-126, 126) : (d - columns) % 2 ? 0x3c : 0;
+        }
+        return out;
+    } else {
+        return numbers<T>(rows * columns);
+    }
+}
+
+template <class T, class Q = T>
+bool run(Dtype kv_dtype, Dtype dtype) {
     Problem p = {};
     p.batch = draw(1, 3), p.kv_heads = draw(1, 3), p.group = draw(1, 5), p.length = draw(1, 7), p.keys = draw(1, 5000);
     p.dim = draw(1, 150), p.value_dim = draw(0, 1) ? p.dim : draw(1, 150), p.threads = draw(1, 4), p.dtype = dtype;
+    if (draw(0, 1)) p.dim = p.value_dim = 64 * draw(1, 4);
+    p.kv_dtype = kv_dtype, p.k_scales = p.dim, p.v_scales = p.value_dim;
+    auto width = [](int64_t columns) { return columns + (STORED<T> ? 2 * ((columns + GROUP - 1) / GROUP) : 0); };
+    int64_t k_width = width(p.dim), v_width = width(p.value_dim);
     p.scale = 0.1, p.softcap = draw(0, 3) ? 0 : 5;
     int64_t heads = p.kv_heads * p.group;
-    auto q = numbers<T>(p.batch * heads * p.length * p.dim);
-    auto k = numbers<T>(p.batch * p.kv_heads * p.keys * p.dim), v = numbers<T>(p.batch * p.kv_heads * p.keys * p.value_dim);
+    auto q = numbers<Q>(p.batch * heads * p.length * p.dim);
+    auto k = rows_of_numbers<T>(p.batch * p.kv_heads * p.keys, p.dim, k_width), v = rows_of_numbers<T>(p.batch * p.kv_heads * p.keys, p.value_dim, v_width);
     std::vector<float> out(p.batch * heads * p.length * p.value_dim, NAN), lse(p.batch * heads * p.length, NAN);
     std::vector<int64_t> low(p.length), high(p.length);
     for (int64_t i = 0; i < p.length; i++) low[i] = draw(0, p.keys), high[i] = draw(0, p.keys);
@@ -44,8 +63,8 @@ bool run(Dtype dtype) {
     auto set = [](int64_t* strides, int64_t count, int64_t tokens, int64_t width) {
         strides[0] = count * tokens * width, strides[1] = tokens * width, strides[2] = width;
     };
-    set(p.q_strides, heads, p.length, p.dim), set(p.k_strides, p.kv_heads, p.keys, p.dim);
-    set(p.v_strides, p.kv_heads, p.keys, p.value_dim), set(p.out_strides, heads, p.length, p.value_dim);
+    set(p.q_strides, heads, p.length, p.dim), set(p.k_strides, p.kv_heads, p.keys, k_width);
+    set(p.v_strides, p.kv_heads, p.keys, v_width), set(p.out_strides, heads, p.length, p.value_dim);
     set(p.lse_strides, heads, p.length, 1);
     if (attnmesh_attend(&p)) return false;
     for (float x : out)
@@ -108,5 +127,8 @@ int main() {
     for (int i = 0; i < 20; i++)
         if (!appends()) return printf("append %d\n", i), 1;
     for (int i = 0; i < 60; i++)
-        if (!run<float>(FLOAT32) || !run<BFloat16>(BFLOAT16) || !run<Float16>(FLOAT16)) return printf("problem %d\n", i), 1;
+        if (!run<float>(FLOAT32, FLOAT32) || !run<BFloat16>(BFLOAT16, BFLOAT16) || !run<Float16>(FLOAT16, FLOAT16) ||
+            !run<Int8, float>(INT8, FLOAT32) || !run<Int8, BFloat16>(INT8, BFLOAT16) || !run<Float8, Float16>(FLOAT8, FLOAT16) ||
+            !run<Float8, BFloat16>(FLOAT8, BFLOAT16))
+            return printf("problem %d\n", i), 1;
 }

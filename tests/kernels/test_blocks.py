@@ -4,8 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnmesh as am
+from attnmesh.core.band import Band
 from attnmesh.core.layout import Layout
-from attnmesh.core.mask import Band, Mask
+from attnmesh.core.mask import Mask
 from attnmesh.kernels.blocks import TILE, Block, cut, tiles
 from tests.support.problems import draw
 

@@ -84,7 +84,7 @@ def test_infinite_and_invalid_inputs() -> None:
     assert torch.equal(unseen.lse[0, 0].isneginf(), torch.tensor([True, False, True]))
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+@pytest.mark.parametrize("kernel", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
 def test_memory_of_logits_is_that_of_one_tile(kernel: str) -> None:
     q, k, v = (torch.zeros(1, 2, 4000, 8) for _ in range(3))
     peak = peak_memory(lambda: am.attend(q, k, v, mask=am.Causal(), softcap=1.0, kernel=kernel), torch.device("cpu"))

@@ -8,8 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnmesh as am
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band, Mask
+from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial
 from attnmesh.kernels import cuda
 from attnmesh.kernels.blocks import BackwardInputs, Block, cut

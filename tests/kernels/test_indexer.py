@@ -14,6 +14,7 @@ from attnmesh.core.candidates import best, pack, unpack
 from attnmesh.core.mask import Mask
 from attnmesh.kernels import indexer
 from attnmesh.kernels.indexer import IndexKeys, indexer_top_k
+from tests.support.live import LiveTensors
 
 HEADS, WIDTH = 4, 8
 MASKS = (am.Causal(), am.Window(7), am.Full(), am.Causal() & am.Chunks(9), am.Documents([10, 30]))
@@ -44,12 +45,12 @@ def dense(scores: Tensor, visible: Tensor, k: int, block: int) -> list[Tensor]:
     st.sampled_from([(1, 1), (1, 40), (3, 7)]),
     st.sampled_from([1, 5, 60]),
     st.sampled_from([1, 4]),
-    st.sampled_from([40, 600, 1 << 22]),
+    st.sampled_from([(40, 40), (600, 90), (1 << 22, 600), (1 << 22, 1 << 22)]),
     st.sampled_from(MASKS),
     st.booleans(),
 )
 def test_tiles_give_the_top_k_of_dense_scores(
-    seed: int, shape: tuple[int, int], k: int, block: int, elements: int, mask: Mask, by_head: bool
+    seed: int, shape: tuple[int, int], k: int, block: int, elements: tuple[int, int], mask: Mask, by_head: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     batch, rows = shape
@@ -63,7 +64,8 @@ def test_tiles_give_the_top_k_of_dense_scores(
     padding = torch.rand(batch, 40, generator=generator) < 0.2
     places = tokens.expand(batch, -1).masked_fill(padding, -1)
     first, last = mask.bounds(queries[None])
-    with mock.patch.dict(indexer.ELEMENTS, {"cpu": elements}):
+    tile, at_once = elements
+    with mock.patch.dict(indexer.ELEMENTS, {"cpu": tile}), mock.patch.dict(indexer.AT_ONCE, {"cpu": at_once}):
         found = unpack(indexer_top_k(function, operands, IndexKeys(keys, tokens, places), first, last, k, block))
     right = dense(function(keys, operands), mask.visible(queries, tokens) & ~padding[:, None], k, block)
     torch.testing.assert_close(found[0], right[0])
@@ -89,8 +91,10 @@ def test_tiles_are_small_and_hidden_ones_are_left_out() -> None:
 
     operands = torch.randn(1, 4096, HEADS, 4), torch.rand(1, 4096, HEADS)
     tokens = torch.arange(4096)
-    indexer_top_k(
-        measured, operands, IndexKeys(torch.randn(1, 4096, 4), tokens, tokens[None]), 0 * tokens[None], tokens[None], 8
-    )
+    keys, bounds = IndexKeys(torch.randn(1, 4096, 4), tokens, tokens[None]), (0 * tokens[None], tokens[None])
+    with LiveTensors() as live:
+        indexer_top_k(measured, operands, keys, *bounds, 8)
+    candidates = 2 * 4096 * 8 * 8  # those of tiles, and joined
+    assert live.most < candidates + 12 * 4 * indexer.ELEMENTS["cpu"] < 4096**2 * 4
     assert max(sizes) <= indexer.ELEMENTS["cpu"]
     assert sum(sizes) < 0.7 * HEADS * 4096**2, "tiles that no query sees are left out"

@@ -10,7 +10,7 @@ import torch
 from benchmarks.timing import peak_memory
 
 import attnmesh as am
-from attnmesh.core.mask import Band
+from attnmesh.core.band import Band
 from attnmesh.kernels.blocks import cut, tiles
 from attnmesh.kernels.driver import KERNELS, choose
 from tests.support.dense import COARSE_EXPONENTIAL, truth

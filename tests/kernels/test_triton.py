@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,8 +23,8 @@ from attnmesh.core.partial import Partial, merge_stack, with_sinks
 from attnmesh.decode.step import DecodeStep, run_step
 from attnmesh.errors import KernelError
 from attnmesh.kernels import merge as merging
+from attnmesh.kernels import selected, triton_runtime
 from attnmesh.kernels import triton as kernel
-from attnmesh.kernels import triton_runtime
 from attnmesh.kernels.blocks import Block
 from attnmesh.mesh.axes import Axis
 from attnmesh.mesh.shapes import AXES, Shape
@@ -32,7 +33,7 @@ from tests.support.dense import truth
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
-from tests.support.problems import draw
+from tests.support.problems import draw, selection
 from tests.support.seeds import seeds
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,6 +54,21 @@ SLOW = {0, 1, 2, 14, 17, 19, 24, 25, 35, 59}
 @pytest.mark.parametrize("seed", seeds({*range(60)} - SLOW, 100))
 def test_random_problems_agree_with_float64(seed: int) -> None:
     draw(seed, ("triton",), DTYPES, longest=33).check()
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("rows were gathered")
+
+
+@pytest.mark.parametrize("seed", seeds(10, 60))
+def test_selected_rows_are_read_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selected.NATIVE, "reads_rows", lambda *_: False)
+    monkeypatch.setattr(selected, "attend_rows", refuse)
+    monkeypatch.setitem(selected.ELEMENTS, "cpu", 1 << 12)  # so few that queries and selected keys are cut
+    drawn = replace(draw(seed, ("auto",), DTYPES, longest=7), scale=None, memory="plain")
+    places = range(drawn.lengths[1]) if drawn.k_positions is None else drawn.k_positions.tolist()
+    sizes = (drawn.batch, drawn.heads[1]), drawn.lengths[0], max(places, default=-1) + 1
+    replace(drawn, selected=selection(Random(seed), *sizes)).check()
 
 
 WIDTHS = ((8, 8), (64, 64), (64, 40), (80, 80), (128, 128), (192, 128), (256, 256), (576, 512))
@@ -118,10 +134,10 @@ def test_a_step_reads_nothing_from_the_device(mask: Mask, padded: bool, reproduc
     q, sinks = torch.randn(2, 4, 3, 8), torch.randn(4)
     options = {"mask": mask, "sinks": sinks, "reproducible": reproducible, "kernel": "triton"}
     expected = am.decode(q, cache, **options)
-    held, where = cache.shard.view, (Axis(), Axis(), 16, 150)
+    held, where = cache.shard.view, (Axis(), Axis(), 16, 150, 8)
     step = DecodeStep(*where, mask, Logits(8**-0.5), "auto", "replicated", reproducible, "triton")
     with NoHostReads():
-        given, _ = run_step(q, held, sinks, step, 0)
+        given, _ = run_step(q, [held], sinks, step, 0)
     assert torch.equal(given, expected)
 
 
@@ -340,14 +356,15 @@ POINTERS["left"] = "i64"
 TILE = {"ROWS": 64, "KEYS": 64, "PRECISION": "ieee", "Q_0": 128, "Q_1": 64, "V_0": 128, "V_1": 0}
 POINTERS |= {"message": "*fp32", "memories": "*i64", "counter": "*i32"}
 DECODE = {"ROWS": 16, "WIDE": 1024, "MODULUS": 16777213, "SEND": True, "RECEIVE": True}
+PLAIN = {"K_ROW": 0, "V_ROW": 0, "FLOAT8": False}
 FLAGS = dict.fromkeys(("BOUNDED", "NEAR", "HAS_SINKS", "HAS_CHECKSUMS", "CAPPED"))
 capability = int(sys.argv[1])
 
-def compiled(room, name, flag):
-    program, given = getattr(room, name + "_program"), TILE | ({} if room is attend else DECODE)
-    given = given | dict.fromkeys(FLAGS, flag)
+def compiled(room, name, flag, stored={}):
+    program, given = getattr(room, name + "_program"), TILE | ({} if room is attend else DECODE | PLAIN)
+    given = given | dict.fromkeys(FLAGS, flag) | stored
     constants = {name: given[name] for name in program.arg_names if name in given}
-    types = POINTERS | dict.fromkeys(constants, "constexpr")
+    types = POINTERS | dict.fromkeys(("k", "v") if stored else (), "*i8") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(program, {name: types.get(name, "i32") for name in program.arg_names}, constants)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
     print(name, made.metadata.shared, len(made.asm["cubin"]))
@@ -358,6 +375,8 @@ for name in ("attend", "queries_backward", "keys_backward"):
 for name in ("attend_cache", "merge"):
     for flag in (True, False):
         compiled(decode, name, flag)
+for flag in (True, False):
+    compiled(decode, "attend_cache", flag, {"K_ROW": 192, "V_ROW": 128, "FLOAT8": flag, "KEYS": 32})
 compiled(decode, "checksum", False)
 compiled(peers, "one_shot", True)
 """
@@ -371,7 +390,7 @@ def test_the_programs_compile_for_other_gpus(capability: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert len(lines) == 12
+    assert len(lines) == 14
     for _, shared, size in lines:
         assert int(shared) <= 99 << 10
         assert int(size) > 1000

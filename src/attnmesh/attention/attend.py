@@ -4,12 +4,13 @@ from typing import Never
 
 from torch import Tensor
 
-from attnmesh.core.logits import Logits
+from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import FULL, Full, Mask, check_mask
 from attnmesh.core.partial import Partial
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError
 from attnmesh.guard.checks import (
+    check_distance_bias,
     check_key_lengths,
     check_most_keys,
     check_positions,
@@ -44,6 +45,7 @@ def attend(
     key_lengths: Tensor | None = None,
     kernel: str = "auto",
     selected: Selection | None = None,
+    distance_bias: Tensor | None = None,
     **more: Never,
 ) -> Partial:
     """Return attention of q over k and v on one device, as a partial `(out, lse)`.
@@ -64,6 +66,8 @@ def attend(
         kernel: A name of `attnmesh.kernels.driver.NAMES`. "auto" takes the best that supports q, k and v.
         selected: The keys that each query attends, of those that it sees under the mask: `Selection(indices)`, by
             position. Keys that are not in k add nothing, so partials of all parts of k merge. None for all keys.
+        distance_bias: Numbers to add to the logits of near keys, (batch, heads, q_len, distances), differentiable.
+            Column d is for the key d positions before the query. Keys farther away, or after it, have none.
         **more: Not supported. Options of other attention functions raise an error with a fix.
 
     Returns:
@@ -79,7 +83,7 @@ def attend(
     >>> torch.allclose(last.out, am.attend(q, k, v, mask=am.Causal()).out[:, :, -1:], atol=1e-6)
     True
     """
-    plain = q_positions is k_positions is key_lengths is None and selected is None and not more
+    plain = q_positions is k_positions is key_lengths is distance_bias is None and selected is None and not more
     options, kind = (mask, scale, softcap, kernel), None
     if plain:
         kind = kind_of(q, k, v, None, options, any_keys=mask is FULL, learned=False)
@@ -102,9 +106,11 @@ def attend(
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
     logits, places = Logits.of("attend", scale, softcap, q.shape[-1]), (q_positions, k_positions)
     check_kernel(kernel)
+    check_distance_bias("attend", distance_bias, q, logits, kernel, selected)
     warn_if_swapped("attend", q, k.shape[2])
     if kind is not None:
         return PLANS.keep(kind, LocalPlan.of(q, k, v, mask, logits, kernel)).attend(q, k, v, None)
+    q = with_distance_bias(q, distance_bias)
     with without_autocast(q):
         out, lse = run_attend(AttendCall(q, k, v, mask, logits, kernel, None, key_lengths, *places, selected))
         return Partial(without_faulty(out, selected), lse)

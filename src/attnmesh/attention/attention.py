@@ -7,9 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.operator import attend, attend_latents
+from attnmesh.attention.operator import attend, attend_further, attend_latents
 from attnmesh.core.layout import Layout
+from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import FULL, Mask
+from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped
 from attnmesh.kernels.attend import AttendCall, run_attend
@@ -44,6 +46,7 @@ def attention(
     key_length: int | None = None,
     checked: bool | None = None,
     selected: Selection | None = None,
+    distance_bias: Tensor | None = None,
     **unsupported: Never,
 ) -> Tensor:
     """Return attention of this rank's queries over the keys of all ranks of the mesh, with gradients.
@@ -78,6 +81,9 @@ def attention(
         selected: The keys that each of this rank's queries attends, of those that it sees under the mask, by index in
             the whole sequence: `Selection(indices)`. On any mesh queries then stay on their rank, and the keys of all
             ranks travel. None for all keys.
+        distance_bias: Numbers to add to the logits of near keys, (batch, heads, tokens, distances), for this rank's
+            queries, with gradients. Column d is for the key d positions before the query. Keys farther away, or after
+            it, have none.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:
@@ -97,14 +103,14 @@ def attention(
     key_layout = layout if key_layout is None else key_layout
     layouts, lengths = (layout, key_layout), (length, key_length)
     options = Options(mask, *layouts, exchange, kernel, scale, softcap, *lengths, unsupported or None)
-    call, kind = Call(q, k, v, sinks, key_lengths, options, selected), None
+    call, kind = Call(q, k, v, sinks, key_lengths, options, selected, distance_bias), None
     if "DTensor" in (type(q).__name__, type(k).__name__, type(v).__name__):
         from attnmesh.attention.dtensor import attend_dtensors  # DTensor is slow to import, and seldom used
 
         out = attend_dtensors(call, None if isinstance(mesh, NotGiven) else mesh, checked, attend_shards)
     else:
         mesh = given_mesh("attention", mesh, ALONE)
-        if mesh is None and key_lengths is None and selected is None and not unsupported:
+        if mesh is None and key_lengths is distance_bias is None and selected is None and not unsupported:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
         if (known := PLANS.find(kind)) is not None:
@@ -121,10 +127,13 @@ def attention(
     return out
 
 
-def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None) -> Tensor:
+def attend_shards(
+    call: Call, mesh: Mesh, checked: bool | None, latents: Latents | None = None, further: Partial | None = None
+) -> Tensor:
     """Return attention of one rank's shards.
 
-    With `latents`, these travel instead of the keys and values that are expanded from them, and there are no gradients.
+    With `latents`, these travel instead of the keys and values that are expanded from them. `further` is the partial of
+    this rank's queries over keys that do not travel. With either there are no gradients.
     """
     sinks, key_lengths, selected = call.sinks, call.key_lengths, call.selected
     q, k, v = autocast(call.q, call.k, call.v)
@@ -132,12 +141,18 @@ def attend_shards(call: Call, mesh: Mesh, checked: bool | None, latents: Latents
     plan = agree_on_plan(mesh, call, checked)
     check_most_keys("attention key_lengths", key_lengths, plan.problem.key_length)
     indices = None if selected is None else selected.indices
+    if call.distance_bias is not None:
+        q = with_distance_bias(q, call.distance_bias)
     with without_autocast(q):
         if mesh.shape.ranks == 1:
             kind = plan.problem.mask, plan.logits, plan.kernel
-            out = run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths, selected=selected))[0]
+            out, lse = run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths, selected=selected))
+            if further is not None:
+                out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
         elif latents is not None:
             out = attend_latents(q, k, v, latents, sinks, indices, plan)
+        elif further is not None:
+            out = attend_further(q, k, v, sinks, further, plan)
         else:
             out = attend(q, k, v, sinks, key_lengths, indices, plan)
     return without_faulty(out, selected, plan.problem.key_length)

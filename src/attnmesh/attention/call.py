@@ -17,6 +17,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import KernelError, LayoutError, MaskError, ShapeError, require
 from attnmesh.guard.checks import (
     check_checked,
+    check_distance_bias,
     check_key_lengths,
     check_qkv,
     check_selection,
@@ -30,6 +31,7 @@ from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
+from attnmesh.mesh.shapes import check_heads_axis
 from attnmesh.runtime.kinds import Kinds
 from attnmesh.runtime.world import cached_per_world
 
@@ -82,6 +84,7 @@ class Call(NamedTuple):
     key_lengths: Tensor | None
     options: Options
     selected: Selection | None = None
+    distance_bias: Tensor | None = None
 
     @property
     def heads_and_dim(self) -> Heads:
@@ -113,6 +116,8 @@ class Call(NamedTuple):
         fields = {"device": self.q.device.type, "dtype": self.q.dtype, **shapes, **self.options._asdict()}
         if self.key_lengths is not None:
             fields["key_lengths"] = self.key_lengths.tolist()
+        if self.distance_bias is not None:
+            fields["distance_bias"] = f"{self.distance_bias.shape[-1]} distances"
         if self.selected is not None:
             _, own, _, k = self.selected.indices.shape
             fields["selected"] = f"{k} blocks of {self.selected.block} for {own} key heads"
@@ -157,9 +162,9 @@ def _texts(mesh: Mesh) -> Kinds[str]:
 
 def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     """Return the text of a call that ranks compare, or raise unless each argument can be served."""
-    q, k, v, sinks, key_lengths, options, selected = call
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
     texts, kind = _texts(mesh), None
-    if key_lengths is None and selected is None and not options.unsupported:
+    if key_lengths is distance_bias is None and selected is None and not options.unsupported:
         kind = kind_of(q, k, v, sinks, (*options, checked))
     if kind is not None and (text := texts.find(kind)) is not None:
         return text
@@ -193,7 +198,7 @@ _known_plan = cached_per_world(1024)(_make_plan)
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
     """Raise unless each argument can be served on this mesh."""
-    q, k, v, sinks, key_lengths, options, selected = call
+    q, k, v, sinks, key_lengths, options, selected, distance_bias = call
     check_checked("attention", checked)
     try:
         check_unknown_options("attention", options.unsupported or {})
@@ -203,16 +208,15 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_exchange("attention exchange", options.exchange)
         _check_lengths(call, mesh.shape.ranks)
         check_kernel(options.kernel)
-        options.logits(q.shape[-1])
+        logits = options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
+        check_distance_bias("attention", distance_bias, q, logits, options.kernel, selected)
         check_key_lengths("attention key_lengths", key_lengths, q.shape[0])
         check_selection("attention selected", selected, q, k.shape[1], options.kernel)
         if selected is not None:
             _check_uncompiled(mesh)
-        elif k.shape[1] < mesh.shape.heads:
-            given = f"{k.shape[1]} key heads and a heads axis of {mesh.shape.heads}"
-            fix = f"shorten it to at most {k.shape[1]} ranks, and give the others to the queries or the keys axis"
-            raise ShapeError("attention", "at least one key head a rank of the heads axis", given, fix)
+        else:
+            check_heads_axis("attention", mesh.shape, k.shape[1])
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, heads_and_length(q), heads_and_length(k)) from None
 

@@ -6,7 +6,7 @@ Heads travel all together or in groups. The next exchange is always under way wh
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 from attnmesh.attention.heads import empty_tokens, some_heads, to_heads, to_tokens
 from attnmesh.attention.latent import Projection
 from attnmesh.comm.p2p import gather, return_to_owners
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.kernels.blocks import BackwardInputs, Gradients, Kernel
 from attnmesh.kernels.driver import Counts
@@ -28,6 +28,7 @@ from attnmesh.mesh.axes import Axis, Mesh
 from attnmesh.mesh.schedule import HeadGroup, Heads, Schedule, Step
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 Returned = list[tuple[Tensor, Tensors]]
 """Results for this rank's tokens: the indices of some tokens, and the results for them."""
@@ -38,18 +39,23 @@ Put = Callable[[Returned, Tensors], None]
 
 @dataclass(frozen=True)
 class Task:
-    """This rank's schedule, with the mesh, kernel and logits to run it."""
+    """This rank's schedule, with the mesh, the kernel of each step and logits to run it."""
 
     mesh: Mesh
     schedule: Schedule
     groups: Sequence[HeadGroup]
-    kernel: Kernel
+    kernels: Sequence[Kernel]
     logits: Logits
     counts: Sequence[Counts]  # of the keys of each step
     projection: Projection | None = None
     """Projection of latents, where these travel instead of keys and values."""
     selected: Sequence[SelectedKeys] = ()
     """Selected keys of each step, where queries do not attend to all that they see."""
+
+    @cached_property
+    def in_turn(self) -> bool:
+        """True if heads go in one group. Then exchanges along an axis follow each other, but a ring's have one peer."""
+        return len(self.groups) == 1
 
     def bands(self, group: HeadGroup) -> Sequence[Band | SelectedKeys]:
         """Return the keys of each step that the row's queries attend, in a group of heads."""
@@ -58,11 +64,11 @@ class Task:
         heads = group[self.mesh.heads.index].keys
         return [keys.of_heads(heads) for keys in self.selected]
 
-    def attend(self, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
+    def attend(self, kernel: Kernel, q: Tensor, kv: Tensors, band: Band | SelectedKeys, counts: Counts) -> Partial:
         """Return the partial of queries over keys and values, or over latents."""
         if self.projection is not None:
-            return self.projection.attend(self.kernel, q, kv[0], band, self.logits, counts)
-        return kernel_forward(self.kernel, q, kv[0], kv[1], band, self.logits, counts)
+            return self.projection.attend(kernel, q, kv[0], band, self.logits, counts)
+        return kernel_forward(kernel, q, kv[0], kv[1], band, self.logits, counts)
 
     def held(self, tensors: Tensors, group: HeadGroup) -> Tensors:
         """Return a group's heads of q, k and v, which have this rank's heads of all groups, as views."""
@@ -88,7 +94,8 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, hel
     """
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        return to_heads((q, *kv), 1, group, task.schedule, task.mesh.heads, task.held(held, group) if held else ())
+        into = task.held(held, group) if held else ()
+        return to_heads((q, *kv), 1, group, schedule, task.mesh.heads, into, in_turn=task.in_turn)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
     schedule, row, dtype = task.schedule, task.mesh.row, sum_dtype(q.dtype)
@@ -99,16 +106,16 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, hel
         out, lse = with_sinks(partial, None if sinks is None else sinks[group[task.mesh.heads.index].queries])
         made = out.to(q.dtype), lse
         del partial, out, lse
-        yield from to_tokens(made, total(), 2, group, schedule, task.mesh.heads)
+        yield from to_tokens(made, total(), 2, group, schedule, task.mesh.heads, in_turn=task.in_turn)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         mine = partial = _attend_heads(arrivals, task)
         returning: Iterable[None] = ()
-        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:
+        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:  # or some queries see no key here
             (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
             mine = identity(q.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
-            returning = _return(partial, schedule.query_step, row, _merge_in, mine)
+            returning = _return(partial, schedule.query_step, row, _merge_in, mine, task.in_turn)
         returns.add(chain(returning, swap_back(mine, arrivals.group)))
         del mine, partial, returning
     returns.finish()
@@ -119,22 +126,25 @@ def _attend_heads(arrivals: Arrivals, task: Task) -> Partial:
     """Return the partial of the row's queries over the column's keys, for one group of heads."""
     (q,) = arrivals.queries()
     total: Partial | None = None
-    for band, counts in zip(task.bands(arrivals.group), task.counts, strict=True):
+    attend = named(ATTENTION, task.attend) if is_profiled() else task.attend
+    merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+    for kernel, band, counts in zip(task.kernels, task.bands(arrivals.group), task.counts, strict=True):
         kv = next(arrivals.kv_by_step)
-        out, lse = task.attend(q, kv, band, counts)
+        out, lse = attend(kernel, q, kv, band, counts)
         del kv  # else it would live until the next keys have arrived
         partial = Partial(out.to(lse.dtype), lse)
-        total = partial if total is None else merge_unchecked([total, partial])
+        total = partial if total is None else merge([total, partial])
     assert total is not None  # every schedule has a step
     return total
 
 
-def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors) -> Iterator[None]:
+def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, in_turn: bool) -> Iterator[None]:
     """Return results to their owners. Results for this rank's tokens are put into `own` when they arrive."""
-    coming = return_to_owners(made, step, axis)
+    coming = return_to_owners(made, step, axis, in_turn=in_turn)
     del made
     if axis.size > 1:
         yield
+    put = named(MERGE, put) if is_profiled() else put
     put(coming(), own)
 
 
@@ -149,20 +159,20 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
         return Gradients(empty_length_major(saved.dout, q.shape[3]), *(empty_tokens(x, key_heads, keys) for x in kv))
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis)
+        finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis, in_turn=task.in_turn)
         some_q, *some_kv = task.held(held, group)
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
         made = tuple(x.to(q.dtype) for x in own)
         del own
-        yield from to_tokens(made, total(), 1, group, schedule, axis)
+        yield from to_tokens(made, total(), 1, group, schedule, axis, in_turn=task.in_turn)
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
         own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.held(held, arrivals.group)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
-        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1])
+        returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1], task.in_turn)
         returns.add(chain(returning, swap_back(own, arrivals.group)))
         del dq, own, returning
     returns.finish()
@@ -180,17 +190,18 @@ def _backward_heads(arrivals: Arrivals, task: Task, returns: "PendingReturns", m
     dq: Tensor | None = None
     coming: Callable[[], Tensors] | None = None  # gradients that earlier ranks computed for the keys of this step
     schedule = task.schedule
-    bands = task.bands(arrivals.group)
-    for band, counts, step, onward in zip(bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True):
+    bands, attend = task.bands(arrivals.group), named(ATTENTION, kernel_backward) if is_profiled() else kernel_backward
+    steps = zip(task.kernels, bands, task.counts, schedule.key_steps, schedule.gradient_steps, strict=True)
+    for kernel, band, counts, step, onward in steps:
         keys, values = next(arrivals.kv_by_step)
-        part = kernel_backward(task.kernel, q, keys, values, saved, band, task.logits, counts)
+        part = attend(kernel, q, keys, values, saved, band, task.logits, counts)
         del keys, values  # else they would live until the next keys have arrived
         dq = part.q.to(delta.dtype) if dq is None else dq.add_(part.q)
         made = part.k.to(dq.dtype), part.v.to(dq.dtype)
         del part
         if coming is not None:
             _add(made, coming())
-        returns.add(_return(made, step, task.mesh.column, _add_in, mine))
+        returns.add(_return(made, step, task.mesh.column, _add_in, mine, task.in_turn))
         coming = None if onward is None else gather(made, onward, task.mesh.column)
         del made
     assert dq is not None  # every schedule has a step
@@ -227,7 +238,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
             yield None
         tensors = swapped()
         queries = len(tensors) - (2 if task.projection is None else 1)
-        coming = gather(tensors[:queries], task.schedule.query_step, row)
+        coming = gather(tensors[:queries], task.schedule.query_step, row, in_turn=task.in_turn)
         kv_by_step = _kv_by_step(tensors[queries:], task)
         del swapped, tensors
         if gathers:
@@ -238,7 +249,7 @@ def _arrivals(swap_in: Callable[[HeadGroup], Callable[[], Tensors]], task: Task)
     for group in (*task.groups, *[None] * (swaps + gathers)):
         if group is not None:
             under_way.append(bring(group))
-        for each in reversed(under_way):  # the newest begins before others are awaited
+        for each in reversed(under_way):  # the newest begins before others are awaited; the oldest comes last
             arrived = next(each)
         if arrived is not None:
             del under_way[0]
@@ -251,7 +262,7 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     A ring's first step is this rank's own keys, so its first exchange is that of the second step.
     """
     steps, axis = task.schedule.key_steps, task.mesh.column
-    first = gather(kv, steps[0], axis)
+    first = gather(kv, steps[0], axis, in_turn=task.in_turn)
 
     def arrivals() -> Iterator[Tensors]:
         finish = first

@@ -27,7 +27,14 @@ def some_heads(tensors: Tensors, queries: int, heads: Heads) -> Tensors:
 
 
 def to_heads(
-    tensors: Tensors, queries: int, group: HeadGroup, schedule: Schedule, axis: Axis, into: Tensors = ()
+    tensors: Tensors,
+    queries: int,
+    group: HeadGroup,
+    schedule: Schedule,
+    axis: Axis,
+    into: Tensors = (),
+    *,
+    in_turn: bool,
 ) -> Callable[[], Tensors]:
     """Begin to swap tokens for this rank's heads of a group. The result is in `into`, or else in new memory."""
     mine = some_heads(tensors, queries, group[axis.index])
@@ -35,7 +42,7 @@ def to_heads(
         return lambda: mine
     shares = [schedule.query_shares] * queries + [schedule.key_shares] * (len(tensors) - queries)
     wanted = [tuple(map(meta_like, mine, map(len, places))) for places in zip(*shares, strict=True)]  # by rank
-    finish = begin_swap([some_heads(tensors, queries, heads) for heads in group], wanted, axis)
+    finish = begin_swap([some_heads(tensors, queries, heads) for heads in group], wanted, axis, in_turn=in_turn)
 
     def finished() -> Tensors:
         whole = into or tuple(
@@ -50,7 +57,14 @@ def to_heads(
 
 
 def to_tokens(
-    made: Tensors, results: Tensors, queries: int, group: HeadGroup, schedule: Schedule, axis: Axis
+    made: Tensors,
+    results: Tensors,
+    queries: int,
+    group: HeadGroup,
+    schedule: Schedule,
+    axis: Axis,
+    *,
+    in_turn: bool,
 ) -> Iterator[None]:
     """Swap heads for tokens: put results for this rank's tokens in place. It yields while the exchange is under way."""
     places = [some_heads(results, queries, heads) for heads in group]  # by rank
@@ -60,7 +74,7 @@ def to_tokens(
         for q_tokens, k_tokens in zip(schedule.query_shares, schedule.key_shares, strict=True):
             keys = taken(made[queries:], k_tokens) if len(made) > queries else ()
             parts.append(taken(made[:queries], q_tokens) + keys)
-        finish = begin_swap(parts, places, axis)
+        finish = begin_swap(parts, places, axis, in_turn=in_turn)
         del made, arrived, parts
         yield
         arrived = finish()

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import Counts, forward

@@ -16,7 +16,7 @@ from attnmesh.attention.heads import empty_tokens
 from attnmesh.attention.latent import Latents
 from attnmesh.attention.plan import Plan
 from attnmesh.comm.failures import collective
-from attnmesh.core.partial import sum_dtype
+from attnmesh.core.partial import Partial, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.kernels.attend import sink_gradient
 from attnmesh.kernels.blocks import BackwardInputs
@@ -126,6 +126,13 @@ def attend_latents(
     if indices is not None:
         task = replace(task, selected=_selected(plan, task.schedule, None, indices))
     return length_major(forward(q, (latents.tokens,), task, sinks).out, q.dtype)
+
+
+@torch.no_grad()
+def attend_further(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, further: Partial, plan: Plan) -> Tensor:
+    """Return attention of this rank's queries over the keys of all ranks, sinks, and keys that gave a partial."""
+    found = forward(q, (k, v), _task(plan, None, None, q.shape[1], q, k, v), sinks)
+    return length_major(merge_unchecked([found, further]).out, q.dtype)
 
 
 # --- gradients ---

@@ -11,7 +11,7 @@ from attnmesh.comm.topology import share_numbers, surroundings
 from attnmesh.core.layout import Contiguous, Packed, Split
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
-from attnmesh.kernels.driver import choose
+from attnmesh.kernels.driver import choose_for_places
 from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads, schedule
 from attnmesh.mesh.shapes import AXES
@@ -67,8 +67,9 @@ class Plan(NamedTuple):
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
         tokens = zip((q, k, v), (steps.chunk[0], *steps.chunk[1:] * 2), strict=True)  # those of the whole chunk
         q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in tokens)
-        kernel = choose(self.kernel, q, k, v, self.logits.capped)
-        return Task(mesh, steps, groups, kernel, self.logits, [None] * len(steps.key_steps))
+        queries, choice = steps.query_step.positions, (self.kernel, q, k, v, self.logits)
+        kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
+        return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))
 
 
 @cached_per_world(1024)

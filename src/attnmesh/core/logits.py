@@ -41,6 +41,14 @@ class Logits(NamedTuple):
         return 1.0 - torch.tanh(products / self.softcap).square() if self.capped else 1.0
 
 
+def with_distance_bias(q: Tensor, bias: Tensor | None) -> Tensor:
+    """Return queries that end with their bias, which so travels and has gradients as they do; rounded to their dtype.
+
+    Queries wider than keys have one: column d is added to the logit of the key d positions before.
+    """
+    return q if bias is None else torch.cat((q, bias.to(q.dtype)), -1)
+
+
 def check_softcap(subject: str, softcap: float | None) -> float:
     """Return the soft cap; inf for None. Its size must fit in float32, which kernels use."""
     if softcap is None:

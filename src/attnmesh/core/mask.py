@@ -1,8 +1,8 @@
 """Masks: functions of token positions. Each query sees one interval of positions, and the intervals move forward.
 
-Every mask is one value, `Mask(left, right, ends, chunks)`: the query at position p sees the keys from `p - left` to
-`p + right` inside its document and its chunk. Both bounds never decrease with p, and an intersection of masks is again
-a mask. A `Band` is a mask applied to the positions of some queries and keys.
+Every mask is one value, `Mask(left, right, ends, chunks, spans)`: the query at position p sees the keys from `p - left`
+to `p + right`, or to the end of its span, inside its document and its chunk. Both bounds never decrease with p, and an
+intersection of masks is again a mask, but for some with spans, which raise.
 
         Causal()          Window(2)         Documents([3, 5])   Causal() & Documents([3, 5])   Causal() & Chunks(3)
         # . . . . . . .   # . . . . . . .   # # # . . . . .     # . . . . . . .                # . . . . . . .
@@ -18,16 +18,14 @@ a mask. A `Band` is a mask applied to the positions of some queries and keys.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
-from attnmesh.core.layout import Layout, Packed, check_layout, check_shape
+from attnmesh.core.drawing import drawn
+from attnmesh.core.layout import Layout
 from attnmesh.errors import MaskError, check_count
-
-RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
-"""Characters of ranks in a drawing. They begin anew after the last."""
 
 FAR = 1 << 60
 """A distance beyond every position: no bound on that side."""
@@ -35,17 +33,20 @@ FAR = 1 << 60
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that each query sees. Make it with `Full`, `Causal`, `Window`, `Documents`, `Chunks`, and join with `&`.
+    """The keys that each query sees.
+
+    Make it with `Full`, `Causal`, `Window`, `Documents`, `Chunks` and `Spans`, and join with `&`.
 
     Args:
         left: How many positions before its own a query sees.
-        right: How many positions after its own a query sees.
+        right: How many after its own.
         ends: The end of each document, ascending. Empty if there are no documents.
         chunks: Sizes of chunks, ascending. A query sees the keys of its own chunk of each size.
+        spans: The start and the end of each span, one after the other. A query sees the keys up to the end of its span.
 
     Raises:
-        MaskError: If a value is no whole number, `left` or `right` is negative, `ends` does not ascend, or a chunk is
-            empty.
+        MaskError: If a value is no whole number, `left` or `right` is negative, `ends` or `spans` do not ascend, or a
+            chunk or span is empty.
 
     >>> import attnmesh as am
     >>> am.Causal() & am.Window(4, 4)
@@ -60,26 +61,31 @@ class Mask:
     right: int = FAR
     ends: tuple[int, ...] = ()
     chunks: tuple[int, ...] = ()
+    spans: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.ends, Iterable) and isinstance(self.chunks, Iterable):
-            object.__setattr__(self, "ends", tuple(self.ends))
-            object.__setattr__(self, "chunks", tuple(self.chunks))
+        for name in ("ends", "chunks", "spans"):
+            if isinstance(edges := getattr(self, name), Iterable):
+                object.__setattr__(self, name, tuple(edges))
         if not self._is_valid():
-            given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}"
-            fix = "make masks with Full, Causal, Window, Documents and Chunks"
+            spans = f", spans {self.spans}" if self.spans else ""
+            given = f"left {self.left}, right {self.right}, ends {self.ends}, chunks {self.chunks}{spans}"
+            fix = "make masks with Full, Causal, Window, Documents, Chunks and Spans"
             expected = "whole numbers: reaches of 0 or more, ascending ends and ascending chunks"
             raise MaskError("Mask", expected, given, fix)
 
     def _is_valid(self) -> bool:
         """Return whether the bounds are whole numbers, 0 or more, and the edges ascend."""
-        both = self.ends, self.chunks
-        if not all(isinstance(edges, tuple) for edges in both):
+        parts, spans = (self.ends, self.chunks, self.spans), self.spans
+        if not all(isinstance(edges, tuple) for edges in parts):
             return False
-        if not all(type(number) is int for number in (self.left, self.right, *self.ends, *self.chunks)):
+        if not all(type(number) is int for number in (self.left, self.right, *chain(*parts))):
             return False
-        ascending = all(start < stop for edges in both for start, stop in pairwise((0, *edges)))
-        return self.left >= 0 and self.right >= 0 and ascending
+        ascending = all(start < stop for edges in parts[:2] for start, stop in pairwise((0, *edges)))
+        causal = not spans or (not self.right and len(spans) % 2 == 0)
+        filled = all(start < stop for start, stop in zip(spans[::2], spans[1::2], strict=False))
+        ordered = all(start <= stop for start, stop in pairwise((0, *spans)))
+        return self.left >= 0 and self.right >= 0 and ascending and causal and filled and ordered
 
     @property
     def documents(self) -> tuple[int, ...]:
@@ -104,9 +110,13 @@ class Mask:
         (tensor([0, 0, 0, 1, 2]), tensor([0, 1, 2, 3, 4]))
         """
         first, last = (positions - self.left).clamp(min=0), positions + self.right
+        edges_of = _cached_edges if type(positions) is Tensor and positions.device.type == "cuda" else _edges
+        if self.spans:
+            edges = edges_of(self.spans, positions.device)
+            place = torch.searchsorted(edges[1:-1], positions, right=True)  # odd inside a span
+            last = torch.where(place % 2 == 1, torch.maximum(last, edges[place + 1] - 1), last)
         if self.ends:
-            on_gpu = type(positions) is Tensor and positions.device.type == "cuda"
-            edges = (_cached_edges if on_gpu else _edges)(self.ends, positions.device)
+            edges = edges_of(self.ends, positions.device)
             document = torch.searchsorted(edges[1:-1], positions, right=True)
             first = torch.maximum(first, edges[document])
             last = torch.minimum(last, edges[document + 1] - 1)
@@ -140,13 +150,14 @@ class Mask:
 
     def encode(self) -> list[int]:
         """Return the mask as integers, for the schema of an operator and for messages."""
-        return [self.left, self.right, len(self.chunks), *self.chunks, *self.ends]
+        return [self.left, self.right, len(self.chunks), *self.chunks, *self.ends, *(-1 - edge for edge in self.spans)]
 
     @staticmethod
     def decode(code: Sequence[int]) -> "Mask":
         """Return the mask of a code from `encode`."""
         left, right, chunks, *edges = code
-        return Mask(left, right, tuple(edges[chunks:]), tuple(edges[:chunks]))
+        ends = tuple(edge for edge in edges[chunks:] if edge >= 0)
+        return Mask(left, right, ends, tuple(edges[:chunks]), tuple(-1 - edge for edge in edges[chunks:] if edge < 0))
 
     def check_length(self, subject: str, length: int) -> None:
         """Raise unless the documents, if any, add up to `length` tokens."""
@@ -167,18 +178,7 @@ class Mask:
         ['0 . . . . .', '0 1 . . . .', '0 1 1 . . .', '0 1 1 0 . .', '. . . . 0 .', '. . . . . 1']
         """
         positions = torch.arange(_count("draw", length))
-        visible = self.visible(positions, positions)
-        if layout is None:
-            return [" ".join(".#"[seen] for seen in row) for row in visible.tolist()]
-        check_layout("draw layout", layout)
-        own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
-        heads, rows, columns = own if shape is None else check_shape("draw shape", shape)
-        cells = torch.empty(length, dtype=torch.long)
-        for shard in range(heads * rows * columns):
-            cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
-        ranks = cells[:, None] // columns * columns + cells % columns
-        drawn = (ranks % len(RANKS) + 1) * visible
-        return [" ".join(f".{RANKS}"[rank] for rank in row) for row in drawn.tolist()]
+        return drawn(self.visible(positions, positions), layout, shape)
 
     def __and__(self, other: "Mask") -> "Mask":
         """Return the intersection of two masks."""
@@ -188,13 +188,26 @@ class Mask:
             other.check_length("mask &", self.ends[-1])
         ends, sizes = tuple(sorted({*self.ends, *other.ends})), sorted({*self.chunks, *other.chunks})
         chunks = tuple(size for n, size in enumerate(sizes) if all(size % smaller for smaller in sizes[:n]))
-        return Mask(min(self.left, other.left), min(self.right, other.right), ends, chunks)
+        return Mask(min(self.left, other.left), min(self.right, other.right), ends, chunks, self._common_spans(other))
+
+    def _common_spans(self, other: "Mask") -> tuple[int, ...]:
+        """Return the spans of an intersection: none if queries see no later tokens in one mask. Raise if unknown."""
+        first, second = (self, other) if self.spans else (other, self)
+        if first.spans == second.spans or not (second.spans or second.right):
+            return second.spans
+        if not second.spans and second.right >= FAR:
+            return first.spans
+        expected, fix = "the same spans, or a mask that shows all later tokens", "pass a window as Spans(ranges, left)"
+        raise MaskError("mask &", expected, f"{self} & {other}", fix)
 
     def __repr__(self) -> str:
         """Return the calls that make the mask."""
         window = f"Window({self.left})" if self.right == 0 else f"Window({self.left}, {self.right})"
         if self.left >= FAR and not 0 < self.right < FAR:
             window = "Causal()" if self.right == 0 else ""
+        if self.spans:
+            pairs = [*zip(self.spans[::2], self.spans[1::2], strict=True)]
+            window = f"Spans({pairs})" if self.left >= FAR else f"Spans({pairs}, {self.left})"
         lengths = [stop - start for start, stop in pairwise((0, *self.ends))]
         documents = f"Documents({lengths})" if lengths else ""
         chunks = (f"Chunks({size})" for size in self.chunks)
@@ -288,10 +301,32 @@ def Chunks(size: int) -> Mask:
     return Mask(chunks=(size,)) if size < FAR else Mask()
 
 
+def Spans(ranges: Iterable[Sequence[int]], left: int = FAR) -> Mask:
+    """Return the causal mask under which the tokens of a span see each other both ways, as those of an image do.
+
+    Args:
+        ranges: The start and the stop of each span, in order and apart, as of a Python range.
+        left: Positions before the query's own, 0 or more.
+
+    Raises:
+        MaskError: If starts and stops are not whole numbers that ascend.
+
+    >>> import attnmesh as am
+    >>> am.Spans([(1, 4)], 1).draw(5)
+    ['# . . . .', '# # # # .', '. # # # .', '. . # # .', '. . . # #']
+    """
+    left = _count("Spans left", left)
+    try:
+        return Mask(left, 0, spans=tuple(edge for start, stop in ranges for edge in (start, stop)))
+    except (MaskError, TypeError, ValueError):
+        expected, fix = "pairs of start and stop, in order and apart", "pass spans such as [(3, 7), (9, 12)]"
+        raise MaskError("Spans", expected, repr(ranges), fix) from None
+
+
 def check_mask(subject: str, mask: Mask, *lengths: int) -> None:
     """Raise unless mask is a `Mask`, and its documents, if any, add up to each of the lengths."""
     if not isinstance(mask, Mask):
-        expected = "Full(), Causal(), Window(left), Documents(lengths), Chunks(size) or a & of them"
+        expected = "Full(), Causal(), Window(left), Documents(lengths), Chunks(size), Spans(ranges) or a & of them"
         if callable(mask) and hasattr(mask, "__name__"):
             raise MaskError(subject, expected, f"{mask.__name__} itself", f"call it: {mask.__name__}()")
         given = repr(mask) if mask is None or isinstance(mask, str) else type(mask).__name__
@@ -313,32 +348,3 @@ def _edges(ends: tuple[int, ...], device: torch.device) -> Tensor:
 
 _cached_edges = lru_cache(maxsize=64)(_edges)
 """As `_edges`. The cache avoids a copy to the GPU per call."""
-
-
-@dataclass(frozen=True)
-class Band:
-    """A run of key indices per query: query i sees the keys j with `low[i] <= j < high[i]`."""
-
-    low: Tensor
-    high: Tensor
-
-    @staticmethod
-    def of(mask: Mask, q_positions: Tensor, k_positions: Tensor | int) -> "Band":
-        """Return the band of a mask over ascending positions. An int n stands for the key positions 0..n-1."""
-        first, last = mask.bounds(q_positions)
-        if isinstance(k_positions, int):
-            return Band(first.clamp(max=k_positions), (last + 1).clamp(0, k_positions))
-        return Band(torch.searchsorted(k_positions, first), torch.searchsorted(k_positions, last, right=True))
-
-    def rows(self, start: int, stop: int, key: int) -> "Band":
-        """Return the band of the queries from start to stop, with key indices relative to `key`."""
-        return Band(self.low[start:stop] - key, self.high[start:stop] - key)
-
-    def first(self, keys: int) -> "Band":
-        """Return the band over the first keys alone."""
-        return Band(self.low, self.high.clamp(max=keys))
-
-    def visible(self, keys: int) -> Tensor:
-        """Return the dense mask, (queries, keys)."""
-        index = torch.arange(keys, device=self.low.device)
-        return (self.low[:, None] <= index) & (index < self.high[:, None])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
+from attnmesh.core.logits import Logits
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.selection import Selection
 from attnmesh.errors import (
@@ -39,7 +40,7 @@ UNSUPPORTED_OPTIONS = {
     "dropout": "leave it out, and drop elsewhere in the layer",
     "softcap": "pass softcap=",
     "score": _SCORE_FIX,
-    "bias": _SCORE_FIX,
+    "bias": f"pass distance_bias= for a bias by distance, or {_SCORE_FIX}",
     "alibi": _SCORE_FIX,
     "attn_mask": _MASK_FIX,
     "block_mask": _MASK_FIX,
@@ -205,6 +206,33 @@ def check_selection(
         given = str(lowest) if lowest < 0 else str(highest) if beyond else "an index twice in a row"
         expected = "indices of 0 or more, each once in a row" + f", of {keys} keys" * beyond
         raise ShapeError(f"{subject} indices", expected, given, fix)
+
+
+def check_distance_bias(
+    subject: str, bias: Tensor | None, q: Tensor, logits: Logits, kernel: str, selected: Selection | None = None
+) -> None:
+    """Raise unless bias is None or has a row for each query, and nothing else changes the logits."""
+    if bias is None:
+        return
+    subject = f"{subject} distance_bias"
+    check_tensor(subject, bias)
+    require(
+        bias.is_floating_point(), DtypeError, subject, "a tensor of floats", str(bias.dtype), "cast it to q's dtype"
+    )
+    plain, fix = type(bias).__name__ != "DTensor", "pass distance_bias.to_local(), the rows of this rank's queries"
+    require(plain, DtypeError, subject, "a plain tensor", "a DTensor", fix)
+    expected, given = f"shape {(*q.shape[:3], 'distances')}", f"{tuple(bias.shape)}"
+    fix = "expand a bias of each head: bias[None, :, None].expand(batch, -1, length, -1)"
+    fits = bias.ndim == 4 and bias.shape[:3] == q.shape[:3] and bias.shape[3] > 0
+    require(fits, ShapeError, subject, expected, given, fix)
+    check_one_device(subject, {"distance_bias": bias, "q": q})
+    for fits, expected, given in (
+        (kernel in ("auto", "reference"), 'kernel="auto" or "reference"', f"kernel={kernel!r}"),
+        (selected is None, "no selected= beside it", "a Selection"),
+        (not logits.capped, "no softcap= beside it", f"softcap={logits.softcap}"),
+        (logits.scale > 0, "a positive scale", f"{logits.scale}"),
+    ):
+        require(fits, KernelError, subject, expected, given, "leave one of them out")
 
 
 def check_dtype(subject: str, dtype: object, fix: str) -> None:

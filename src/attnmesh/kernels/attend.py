@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import FAR, Band, Mask
+from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.partial import sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.errors import LayoutError, MaskError
 from attnmesh.kernels.blocks import BackwardInputs
-from attnmesh.kernels.driver import backward, choose, forward, visible_counts
+from attnmesh.kernels.driver import backward, choose_for_places, forward, visible_counts
 from attnmesh.kernels.plans import LocalPlan, empty_length_major, length_major, whole_band
 from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
@@ -54,10 +55,11 @@ def run_attend(call: AttendCall) -> tuple[Tensor, Tensor]:
 
 def _attend(call: AttendCall) -> tuple[Tensor, Tensor]:
     q, k, v, mask, logits, name, sinks, key_lengths, q_positions, k_positions, selected = call
-    if q_positions is k_positions is key_lengths is None and selected is None:
+    plain = q_positions is k_positions is key_lengths is None and selected is None
+    if plain and q.shape[-1] == k.shape[-1]:
         return LocalPlan.of(q, k, v, mask, logits, name).attend(q, k, v, sinks)
-    kernel = choose(name, q, k, v, logits.capped)
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
+    kernel = choose_for_places(name, q, k, v, logits, (q_positions, k_positions))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
     out, lse = with_sinks(forward(kernel, *qkv, band, logits, counts), sinks)
     return length_major(_unsort(out, q_order), q.dtype), _unsort(lse, q_order).contiguous()
@@ -118,7 +120,8 @@ def _backward(
     band, counts, q_order, k_order = _band(q, k, q_positions, k_positions, key_lengths, mask, selected)
     saved = BackwardInputs(*(_sort(x, q_order) for x in (out, lse, dout)))
     qkv = _sort(q, q_order), _sort(k, k_order), _sort(v, k_order)
-    gradients = backward(choose(kernel, q, k, v, logits.capped), *qkv, saved, band, logits, counts)
+    chosen = choose_for_places(kernel, q, k, v, logits, (q_positions, k_positions))
+    gradients = backward(chosen, *qkv, saved, band, logits, counts)
     orders = (q_order, k_order, k_order)
     dq, dk, dv = (length_major(_unsort(dx, order), q.dtype) for dx, order in zip(gradients, orders, strict=True))
     return dq, dk, dv

@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 
 TILE = 128

@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
-from attnmesh.core.partial import Partial
+from attnmesh.core.partial import Partial, sum_dtype
+from attnmesh.core.storage import columns_of, storage_of
 
 NOWHERE = 2**63 - 1
 """Position of a slot without a token, which no query sees."""
@@ -73,20 +74,40 @@ class DecodeQuery(NamedTuple):
     into: Partial | None = None  # tensors for the result
     key_lengths: Tensor | None = None  # (batch,), real keys per sequence
 
+    def row(self, number: int) -> "DecodeQuery":
+        """Return the query of one row, which has a cache of its own."""
+        one = slice(number, number + 1)
+        into = None if self.into is None else Partial(*(x[one] for x in self.into))
+        return self._replace(q=self.q[one], into=into)
+
 
 class CacheView(NamedTuple):
     """Slots for tokens, the first of which are used, in the order of their tokens."""
 
-    keys: Tensor  # (batch, kv_heads, slots, dim)
-    values: Tensor  # (batch, kv_heads, slots, value_dim)
+    keys: Tensor  # (batch, kv_heads, slots, dim), or rows of `core.storage`
+    values: Tensor  # (batch, kv_heads, slots, value_dim), or rows: those of the keys if values are a prefix of them
     token_index: Tensor  # (slots,), the token in each slot
     state: Tensor  # tokens of all ranks, tokens in these slots; of a cache that forgets, also the blocks forgotten
     padding: Padding | None
+    value_dim: int
     shared: "tuple[CacheView, ...]" = ()  # earlier tokens of this rank, in memory that other caches read too
 
     def places(self) -> Tensor:
         """Return the position of each slot's token in its sequence, (1 or batch, slots), -1 for padding."""
         return self.token_index[None] if self.padding is None else self.padding.places
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values without the scales of rows in 8 bits, which follow them in memory."""
+        return self.keys[..., : columns_of(self.keys)], self.values[..., : self.value_dim]
+
+    def attended(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values as a kernel attends them, for its choice: of rows in 8 bits shape and dtype alone."""
+        if storage_of(self.keys) is None:
+            return self.keys, self.values
+        *shape, _ = self.keys.shape
+        like = torch.empty(1, dtype=sum_dtype(dtype), device=self.keys.device)
+        return like.expand(*shape, columns_of(self.keys)), like.expand(*shape, self.value_dim)
 
     def held(self) -> "CacheView":
         """Return the slots that hold tokens, without those of `shared`.
@@ -97,7 +118,7 @@ class CacheView(NamedTuple):
             used = int(self.state.tolist()[1])
             padding = self.padding and self.padding._replace(places=self.padding.places[:, :used])
             tensors = self.keys[:, :, :used], self.values[:, :, :used], self.token_index[:used]
-            return CacheView(*tensors, self.state, padding)
+            return CacheView(*tensors, self.state, padding, self.value_dim)
         held = torch.arange(self.keys.shape[2], device=self.state.device) < self.state[1]
         padding = self.padding and self.padding._replace(places=self.padding.places.where(held, NOWHERE))
         return self._replace(token_index=self.token_index.where(held, NOWHERE), padding=padding, shared=())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import TILE, BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.reference import Reference

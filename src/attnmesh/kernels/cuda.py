@@ -20,8 +20,8 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.reference import Reference

@@ -12,11 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
+from attnmesh.core.storage import storage_of
 from attnmesh.errors import KernelError, check_choice
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, Kernel, attend_blocks, backward_blocks
+from attnmesh.kernels.cache_view import CacheView
 from attnmesh.kernels.cpu import FlashCPU
 from attnmesh.kernels.cuda import CUDA
 from attnmesh.kernels.native.kernel import Native
@@ -57,11 +59,33 @@ def choose(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> 
     return kernel
 
 
+def choose_for_places(
+    name: str, q: Tensor, k: Tensor, v: Tensor, logits: Logits, places: tuple[Tensor | None, Tensor | None]
+) -> Kernel:
+    """Return the kernel of queries and keys at these positions, 0, 1, 2, ... if None, in any order.
+
+    For queries with a bias by distance it is the reference.
+    """
+    if q.shape[-1] == k.shape[-1]:
+        return choose(name, q, k, v, logits.capped)
+    queries, keys = (
+        torch.arange(x.shape[2]) if some is None else some.cpu().sort().values
+        for x, some in zip((q, k), places, strict=True)
+    )
+    return Reference((queries, keys))
+
+
 def choose_for_cache(name: str, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> Kernel:
     """Return the kernel of a decode step. On a GPU "auto" prefers Triton, which reads a cache in place."""
     if name == "auto" and q.device.type != "cpu" and TRITON.unsupported_reason(q, k, v, capped) is None:
         return TRITON
     return choose(name, q, k, v, capped)
+
+
+def choose_for_view(name: str, q: Tensor, view: CacheView, capped: bool = False) -> Kernel:
+    """Return the kernel of a decode step on a view of a cache; `CacheKernel` reads rows in 8 bits for it."""
+    k, v = view.attended(q.dtype)
+    return choose_for_cache(name, q if storage_of(view.keys) is None else q.to(k.dtype), k, v, capped)
 
 
 def check_kernel(name: str) -> None:

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from attnmesh.core.candidates import best, pack
+from attnmesh.core.storage import columns_of, storage_of
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Scores of a tile, over all heads: few enough for a CPU's cache, enough to fill a GPU."""
+
+AT_ONCE = {"cpu": 1 << 17, "cuda": 1 << 27}
+"""Scores of a tile that are computed at once: on a CPU those that its second cache holds."""
 
 Score = Callable[[Tensor, Sequence[Tensor]], Tensor]
 """Scores of some keys (batch, keys, dim) for some queries, (batch, queries, keys), or with key heads before queries.
@@ -29,6 +33,13 @@ class IndexKeys(NamedTuple):
     keys: Tensor  # (batch, keys, dim)
     tokens: Tensor  # (keys,), number of each in the whole sequence
     places: Tensor  # (1 or batch, keys), position of each in its sequence, -1 for padding
+    dtype: torch.dtype | None = None  # in which a score takes keys that are rows in 8 bits
+
+    def read(self, some: slice) -> Tensor:
+        """Return some keys as numbers."""
+        rows = self.keys[:, some]
+        storage = storage_of(rows)
+        return rows if storage is None else storage.dequantize(rows).to(self.dtype)
 
 
 def indexer_top_k(
@@ -58,7 +69,7 @@ def indexer_top_k(
     True
     """
     rows, count = first.shape[1], keys.keys.shape[1]
-    queries, columns = _tile(operands, keys.keys, rows, k)
+    queries, columns, at_once = _tile(operands, keys.keys, rows, k)
     found = list[Tensor]()
     for row in range(0, max(rows, 1), queries):
         some, tiles = slice(row, row + queries), list[Tensor]()  # one at most: the best so far
@@ -69,18 +80,26 @@ def indexer_top_k(
             hidden = (places < first[:, some, None]) | (places > last[:, some, None])
             if tiles and hidden.device.type == "cpu" and bool(hidden.all()):
                 continue
-            scores = score(keys.keys[:, part], given)
+            scores = torch.cat([score(some_keys, given) for some_keys in keys.read(part).split(at_once, 1)], -1)
             scores = scores.masked_fill(hidden if scores.ndim == 3 else hidden[:, None], -torch.inf)
-            new = pack(scores, keys.tokens[part] // block)
+            indices = keys.tokens[part] if block == 1 else keys.tokens[part] // block
+            new = pack(scores, indices)
             tiles = [best(torch.cat((*tiles, new), -1), k, unique=block > 1)]
         found += tiles
     return torch.cat(found, -2)
 
 
-def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[int, int]:
-    """Return the queries and the keys of a tile. Fewer keys than k would make the merges dear."""
-    heads = max(1, *(x.shape[2:].numel() // keys.shape[-1] for x in operands))
-    area = max(1, ELEMENTS.get(keys.device.type, ELEMENTS["cuda"]) // (heads * max(1, len(keys))))
+def _tile(operands: Sequence[Tensor], keys: Tensor, rows: int, k: int) -> tuple[int, int, int]:
+    """Return the queries and the keys of a tile, and the keys to score at once.
+
+    Fewer keys than k would make the merges dear.
+    """
+    heads = max(1, *(x.shape[2:].numel() // columns_of(keys) for x in operands))
+    area, at_once = (
+        max(1, sizes.get(keys.device.type, sizes["cuda"]) // (heads * max(1, len(keys))))
+        for sizes in (ELEMENTS, AT_ONCE)
+    )
     queries = max(1, min(rows, isqrt(area)))
     columns = max(1, min(keys.shape[1], max(area // queries, 2 * k)))
-    return max(1, area // columns), columns
+    queries = max(1, area // columns)
+    return queries, columns, max(1, at_once // queries)

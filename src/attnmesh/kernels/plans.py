@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band, Full, Mask
+from attnmesh.core.mask import Full, Mask
 from attnmesh.core.partial import Partial, with_sinks
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.driver import NATIVE, choose, forward

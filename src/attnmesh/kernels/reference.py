@@ -9,9 +9,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, attend_blocks, backward_blocks, cut, tiles
 
@@ -26,9 +27,16 @@ AREA = ROWS * 512
 
 
 class Reference:
-    """Dense within a tile: memory for logits does not grow with the problem."""
+    """Dense within a tile: memory for logits does not grow with the problem.
+
+    Queries wider than keys end with a bias by distance: column d is added to the logit of the key d positions before.
+    Then `places` are the positions of queries and of keys.
+    """
 
     name = "reference"
+
+    def __init__(self, places: tuple[Tensor, Tensor] | None = None) -> None:
+        self.places = places
 
     def unsupported_reason(self, q: Tensor, k: Tensor, v: Tensor, capped: bool = False) -> str | None:
         """Return None: all tensors are supported."""
@@ -42,9 +50,9 @@ class Reference:
         """Return the block's partial, merged from those of its tiles."""
 
         def attend_tile(q: Tensor, k: Tensor, v: Tensor, tile: Block) -> Partial:
-            hidden = _hidden(tile, q, k)
+            hidden, columns = _hidden(tile, q, k), self._columns(block, tile, q, k)
             heads = zip(*(x.split(HEADS) for x in (_pack(q, k), k.flatten(0, 1), v.flatten(0, 1))), strict=True)
-            partials = [attend_rows(rows, keys, values, hidden, logits) for rows, keys, values in heads]
+            partials = [attend_rows(rows, keys, values, hidden, logits, columns) for rows, keys, values in heads]
             out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
             return Partial(out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1]))
 
@@ -56,22 +64,52 @@ class Reference:
         """Return the gradients, summed over the block's tiles."""
 
         def backward_tile(q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, tile: Block) -> Gradients:
-            hidden = _hidden(tile, q, k)
+            hidden, columns = _hidden(tile, q, k), self._columns(block, tile, q, k)
             of_rows = (_pack(x, k) for x in (q, saved.lse.unsqueeze(-1), saved.dout, delta[:, :, tile.queries]))
             heads = zip(*(x.split(HEADS) for x in (k.flatten(0, 1), v.flatten(0, 1), *of_rows)), strict=True)
-            parts = [backward_rows(rows, keys, values, more, hidden, logits) for keys, values, rows, *more in heads]
+            parts = [
+                backward_rows(rows, keys, values, more, hidden, logits, columns) for keys, values, rows, *more in heads
+            ]
             gradients = (torch.cat(x) for x in zip(*parts, strict=True))
             return Gradients(*(dx.reshape(x.shape) for dx, x in zip(gradients, (q, k, v), strict=True)))
 
         delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1, keepdim=True)
         return backward_blocks(backward_tile, q, k, v, saved, _tiles(block, q, k))
 
+    def _columns(self, block: Block, tile: Block, q: Tensor, k: Tensor) -> Tensor | None:
+        """Return the column of the bias that each key of a tile takes, (rows, keys), the one after the last for none.
 
-def attend_rows(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, logits: Logits) -> Partial:
+        None for all keys, or without a bias.
+        """
+        if self.places is None:
+            return None
+        starts, parts = (block.queries.start, block.keys.start), (tile.queries, tile.keys)
+        queries, keys = (
+            places[start + part.start : start + part.stop]
+            for places, start, part in zip(self.places, starts, parts, strict=True)
+        )
+        distance, none = queries[:, None] - keys, q.shape[-1] - k.shape[-1]
+        near = (distance >= 0) & (distance < none)
+        if not bool(near.any()):
+            return None
+        return distance.where(near, none).repeat(q.shape[1] // k.shape[1], 1).to(q.device)
+
+
+def attend_rows(
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    hidden: Tensor | None,
+    logits: Logits,
+    columns: Tensor | None = None,
+) -> Partial:
     """Return `lse = log sum_a w_a` and `out = sum_a w_a v_a / sum_a w_a`, with weights `w_a = e^logit_a`."""
+    rows, biases = _without_bias(rows, keys)
     weights = _logits(rows, _widen(keys), logits)
     if logits.capped:
         weights.mul_(logits.softcap)
+    if columns is not None:
+        weights.add_(pad(biases, (0, 1)).gather(-1, columns.expand(len(biases), -1, -1)))
     if hidden is not None:
         weights.masked_fill_(hidden, -torch.inf)
     peak = weights.amax(-1, keepdim=True)
@@ -84,23 +122,41 @@ def attend_rows(rows: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | Non
 
 
 def backward_rows(
-    rows: Tensor, keys: Tensor, values: Tensor, saved: Sequence[Tensor], hidden: Tensor | None, logits: Logits
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    saved: Sequence[Tensor],
+    hidden: Tensor | None,
+    logits: Logits,
+    columns: Tensor | None = None,
 ) -> Gradients:
     """Return the gradients: `dv = w'dout` and `dlogit = w (dout v' - delta)`, with `delta = sum(out * dout)`.
 
-    Under a soft cap `dlogit` has the factor `1 - tanh^2` more.
+    Under a soft cap `dlogit` has the factor `1 - tanh^2` more. That of a bias is the sum of its logits' gradients.
     """
-    (lse, dout, delta), keys = saved, _widen(keys)
+    (lse, dout, delta), keys, (rows, biases) = saved, _widen(keys), _without_bias(rows, keys)
     products = _logits(rows, keys, logits)
     weights = torch.add(-lse, products, alpha=logits.softcap if logits.capped else 1.0)
+    dbiases = biases.new_zeros(*biases.shape[:-1], biases.shape[-1] + 1)
+    if columns is not None:
+        columns = columns.expand(len(biases), -1, -1)
+        weights.add_(pad(biases, (0, 1)).gather(-1, columns))
     if hidden is not None:
         weights.masked_fill_(hidden, -torch.inf)
     weights.exp_()
     dlogits = (dout @ _widen(values).mT).sub_(delta).mul_(weights)
     if logits.capped:
         torch.ops.aten.tanh_backward.grad_input(dlogits, products, grad_input=dlogits)
+    if columns is not None:
+        dbiases.scatter_add_(-1, columns, dlogits)
     dlogits.mul_(logits.scale)
-    return Gradients(dlogits @ keys, dlogits.mT @ rows, weights.mT @ dout)
+    dq = torch.cat((dlogits @ keys, dbiases[..., :-1]), -1) if biases.shape[-1] else dlogits @ keys
+    return Gradients(dq, dlogits.mT @ rows, weights.mT @ dout)
+
+
+def _without_bias(rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows as wide as keys, and their biases by distance."""
+    return rows[..., : keys.shape[-1]], rows[..., keys.shape[-1] :]
 
 
 def _logits(rows: Tensor, keys: Tensor, logits: Logits) -> Tensor:

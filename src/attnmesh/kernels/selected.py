@@ -1,8 +1,9 @@
 """Attention of each query to the keys that are selected for it.
 
-Rows of keys and values are gathered for a tile of queries, and attended by the formula of the reference kernel. Tiles
-have a bounded number of elements, so memory does not grow with queries times selected keys. Query heads that share a
-key head share its gathered rows. The backward pass gathers them again, and adds their gradients to the keys.
+The native kernel and the Triton program read rows of keys and values in place. Elsewhere rows are gathered for a tile
+of queries, and attended by the formula of the reference kernel. Tiles have a bounded number of elements, so memory does
+not grow with queries times selected keys. Query heads that share a key head share its rows. The backward pass gathers
+them, and adds their gradients to the keys.
 """
 
 from collections.abc import Iterator
@@ -16,15 +17,20 @@ from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
 from attnmesh.core.selection import Selection
+from attnmesh.core.storage import columns_of, storage_of
 from attnmesh.kernels.blocks import BackwardInputs, Gradients
-from attnmesh.kernels.native.kernel import Native, NativeKind
+from attnmesh.kernels.native.kernel import Native
 from attnmesh.kernels.reference import attend_rows, backward_rows
+from attnmesh.kernels.triton import Triton
 from attnmesh.runtime.kept import on_device
 
-NATIVE = Native()
+NATIVE, TRITON = Native(), Triton()
 
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Elements of a tile's keys, values and logits: few enough for a CPU's cache, enough to fill a GPU."""
+
+MOST_PROGRAMS = (1 << 16) - 1
+"""Queries times key heads of a launch on a GPU at most."""
 
 
 @dataclass(frozen=True)
@@ -119,31 +125,39 @@ class Tile(NamedTuple):
         return self.hidden.repeat(self.heads.stop - self.heads.start, 1).unsqueeze(1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits) -> Partial:
-    """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`."""
-    total = identity(q, v.shape[-1], sum_dtype(q.dtype))
-    if NATIVE.reads_rows(q, k, v) and logits.scale > 0:
-        most = ELEMENTS["cpu"] // (q.shape[1] * v.shape[-1])  # queries whose outputs are no more elements
-        tiles = _tiles(q, k, selected, (most, k.shape[1], ELEMENTS["cpu"]))
-        if all(_attend_in_place(q, k, v, tile, logits, total) for tile in tiles):
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, selected: SelectedKeys, logits: Logits, value_dim: int | None = None
+) -> Partial:
+    """Return attention over the selected keys, in float32 or wider; empty rows give the identity `(0, -inf)`.
+
+    Keys and values may be rows in 8 bits, with `value_dim` columns of values.
+    """
+    width = v.shape[-1] if value_dim is None else value_dim
+    total = identity(q, width, sum_dtype(q.dtype))
+    numbers = k[..., : columns_of(k)], v[..., :width]  # scales follow in memory
+    reader = next((each for each in (NATIVE, TRITON) if each.reads_rows(q, *numbers)), None)
+    if reader is not None and logits.scale > 0:
+        tiles = _tiles(q, k, selected, _sizes_in_place(q, k, width))
+        if all(_attend_in_place(reader, q, *numbers, tile, logits, total) for tile in tiles):
             return total
-        total = identity(q, v.shape[-1], sum_dtype(q.dtype))  # anew: some number is not finite
+        total = identity(q, width, sum_dtype(q.dtype))  # anew: some number is not finite
     for tile in _tiles(q, k, selected, _sizes(q, k, v)):
-        keys = tile.gather(k)
-        values = keys[..., : v.shape[-1]] if _is_part(v, k) else tile.gather(v)
+        keys = _numbers(tile.gather(k), q.dtype)
+        values = keys[..., :width] if _is_part(v, k) else _numbers(tile.gather(v), q.dtype)
         out, lse = attend_rows(tile.take(q, k.shape[1]), keys, values, tile.mask(), logits)
         out.masked_fill_(lse == -torch.inf, 0.0)
         tile.merge(Partial(out, lse.squeeze(-1)), total, k.shape[1])
     return total
 
 
-def _attend_in_place(q: Tensor, k: Tensor, v: Tensor, tile: Tile, logits: Logits, total: Partial) -> bool:
-    """Merge the tile's partial into the total, its queries being a batch of the native kernel. Return False if not."""
+def _attend_in_place(
+    reader: Native | Triton, q: Tensor, k: Tensor, v: Tensor, tile: Tile, logits: Logits, total: Partial
+) -> bool:
+    """Merge the tile's partial into the total, its queries being a batch of a kernel. Return False if not."""
     some_q = tile.view(q, k.shape[1]).transpose(0, 1).flatten(1, 2).unsqueeze(2)  # (queries, heads, 1, dim)
     keys, values = (x[tile.sequence, tile.heads].expand(len(some_q), -1, -1, -1) for x in (k, v))
-    kind = NativeKind.of(some_q, keys, values, logits)
-    part = kind.blank()
-    if not kind.launch_rows(some_q, keys, values, part, tile.rows.int(), (~tile.hidden).sum(-1)):
+    part = reader.attend_rows(some_q, keys, values, tile.rows, tile.hidden, logits)
+    if part is None:
         return False
     heads = len(keys[0]), -1
     tile.merge(Partial(*(x.squeeze(2).unflatten(1, heads).transpose(0, 1) for x in part)), total, k.shape[1])
@@ -193,8 +207,19 @@ def nan_where_faulty(out: Tensor, selected: Selection, length: int | Tensor | No
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
     """Return the most queries, heads, and queries times heads times keys of a tile whose rows are gathered."""
-    most = ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
+    most = _elements(q) // (k.shape[-1] + v.shape[-1] + q.shape[1] // k.shape[1])
     return most, most, max(1, most)
+
+
+def _sizes_in_place(q: Tensor, k: Tensor, width: int) -> tuple[int, int, int]:
+    """Return the most queries, heads, and queries times heads times keys of a tile whose rows are read in place."""
+    most = _elements(q)
+    queries = min(most // (q.shape[1] * width), MOST_PROGRAMS // k.shape[1])  # their outputs are no more elements
+    return queries, k.shape[1], most if q.device.type == "cpu" else most // width  # rows and their search take memory
+
+
+def _elements(q: Tensor) -> int:
+    return ELEMENTS.get(q.device.type, ELEMENTS["cuda"])
 
 
 def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, int]) -> Iterator[Tile]:
@@ -212,6 +237,12 @@ def _tiles(q: Tensor, k: Tensor, selected: SelectedKeys, sizes: tuple[int, int, 
                     found = selected.find(sequence, own, some, slice(key, min(key + keys, wanted)), k.shape[2])
                     for head in range(own * shared, (own + 1) * shared, heads) if found[0].numel() else ():
                         yield Tile(sequence, slice(head, min(head + heads, (own + 1) * shared)), some, *found)
+
+
+def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return keys or values, of rows in 8 bits their numbers."""
+    storage = storage_of(x)
+    return x if storage is None else storage.dequantize(x, sum_dtype(dtype))
 
 
 def _is_part(v: Tensor, k: Tensor) -> bool:

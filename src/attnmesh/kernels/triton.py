@@ -8,9 +8,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import FAR, Band
+from attnmesh.core.mask import FAR
 from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.core.storage import storage_of
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery
 from attnmesh.kernels.merge import (
@@ -91,6 +93,17 @@ class Triton:
             return copy_into(with_sinks(merge_along_tree(partials), sinks), into)
         return merge_stacked(partials, into, sinks=sinks)
 
+    def reads_rows(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Return whether it reads scattered rows of keys and values in place."""
+        served = self.unsupported_reason(q, k, v) is None and min(q.numel(), k.numel(), v.numel()) > 0
+        return served and k.stride(-1) == v.stride(-1) == 1
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits) -> Partial:
+        """Return the partial of the rows of keys of each sequence, (batch, keys), without those that are hidden."""
+        places = rows.masked_fill(hidden, -1).to(torch.int32)
+        run = partial(_attend_rows, q, k, v, places, logits)
+        return merge_stacked(_with_fitting_tile("attend_cache", q, v, q.shape[1] // k.shape[1], run))
+
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, saved: BackwardInputs, block: Block, logits: Logits
     ) -> Gradients:
@@ -116,8 +129,8 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
     slots = view.keys.shape[2] - 1
     tiles = -(-rows // tile.rows)
     count = -(-slots // (block or _span(slots, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device)))
-    partials = _empty_partials(q, count, view.values.shape[-1])
-    bounded = view.padding is not None or mask.longest < FAR or query.key_lengths is not None
+    partials = _empty_partials(q, count, view.value_dim)
+    bounded = view.padding is not None or mask.longest < FAR or bool(mask.spans) or query.key_lengths is not None
     places = view.places()
     first, last = view.bounds(q.shape[2], mask) if bounded else (places, places)  # unused if not bounded
     if query.key_lengths is not None:
@@ -128,25 +141,63 @@ def _attend_cache(query: DecodeQuery, view: CacheView, tile: Tile) -> Partial:
         "attend_cache",
         (count, tiles, heads),
         q.device,
-        **_arguments(q, view.keys, view.values, tile),
-        places=places,
+        **_cache_arguments(q, *view.numbers, query.logits, tile, places, partials),
         token_index=view.token_index,
         state=view.state,
         firsts=first,
         lasts=last,
-        out=partials.out,
-        lse=partials.lse,
-        places_batch=_batch_stride(places),
         bounds_batch=_batch_stride(first),
         block=block or 0,
         capacity=query.capacity,
         left=min(mask.left, MAX_REACH),
         right=min(mask.right, MAX_REACH),
-        **_logit_arguments(query.logits),
         BOUNDED=bounded,
         NEAR=min(mask.left, mask.longest) < FAR,
+        SELECTED=False,
     )
     return partials
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, places: Tensor, logits: Logits, tile: Tile) -> Partial:
+    """Return stacked partials, one per part of the places, which are those of the rows to read."""
+    heads, tiles, keys = q.shape[0] * k.shape[1], -(-q.shape[1] // k.shape[1] // tile.rows), places.shape[1]
+    count = -(-keys // _span(keys, heads * tiles, MIN_SPAN_TILES * tile.keys, q.device))
+    partials = _empty_partials(q, count, v.shape[-1])
+    launch(
+        "decode",
+        "attend_cache",
+        (count, tiles, heads),
+        q.device,
+        **_cache_arguments(q, k, v, logits, tile, places, partials),
+        token_index=places,  # unused, as the bounds are
+        state=torch.full((2,), keys, device=q.device),
+        firsts=places,
+        lasts=places,
+        bounds_batch=0,
+        block=0,
+        capacity=keys,
+        left=MAX_REACH,
+        right=MAX_REACH,
+        BOUNDED=False,
+        NEAR=False,
+        SELECTED=True,
+    )
+    return partials
+
+
+def _cache_arguments(
+    q: Tensor, keys: Tensor, values: Tensor, logits: Logits, tile: Tile, places: Tensor, partials: Partial
+) -> dict[str, Any]:
+    """Return the arguments that all launches over a cache share, of its numbers and of the partials to write."""
+    stored, float8 = storage_of(keys) is not None, keys.dtype == torch.float8_e4m3fn
+    is_prefix = values.data_ptr() == keys.data_ptr()  # then values have the scales of the keys
+    rows = {"K_ROW": keys.shape[-1], "V_ROW": (keys if is_prefix else values).shape[-1]}
+    if stored:  # bytes, which all GPUs read
+        keys, values = keys.view(torch.int8), values.view(torch.int8)
+    else:
+        rows = dict.fromkeys(rows, 0)
+    into = {"places": places, "places_batch": _batch_stride(places), "out": partials.out, "lse": partials.lse}
+    return {**_arguments(q, keys, values, tile), **_logit_arguments(logits), **into, **rows, "FLOAT8": float8}
 
 
 def _backward(

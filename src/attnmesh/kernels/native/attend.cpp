@@ -4,9 +4,14 @@
 // head. A tile of keys is read once: its products with all rows, an online softmax, and the weighted sum of its values.
 // Keys of four places of a tile are read at a time: a core reads four streams faster than one. Values are prefetched
 // during the products. All sums are in float32, and do not depend on the threads.
+//
+// Keys and values may be stored in 8 bits: a row is its numbers, then a bfloat16 scale for each group of 128 columns. The
+// products of a group take its scale once they are sums, and its values are weighted by weight times scale. Queries of
+// bfloat16 are multiplied as such, two columns in one operation, where the processor has it: no product is rounded.
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <condition_variable>
 #include <csignal>
@@ -18,6 +23,10 @@
 #include <type_traits>
 #include <unistd.h>
 #include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 #define WIDTH 16
@@ -41,6 +50,8 @@
 #define KEEP(x)
 #endif
 
+#define ALONE __attribute__((noinline))  // inside of another loop, GCC keeps fewer vectors in registers
+
 namespace {
 
 constexpr int W = WIDTH;
@@ -48,6 +59,7 @@ constexpr int PAIR = 2 * W;              // columns that are read at a time
 constexpr int STREAMS = 4;               // keys that are read at a time
 constexpr int64_t AHEAD = 8;              // rows that are fetched before they are read, where they are scattered
 constexpr int64_t RUN = 2048;            // keys of a task
+constexpr int64_t GROUP = 128;           // columns of a scale, in rows that are stored in 8 bits
 constexpr int64_t TILE_BYTES = 1 << 18;  // keys and values of a tile, in float32
 constexpr int64_t NEAR_BYTES = 1 << 15;  // values of a tile that stay in the nearest cache for all rows
 constexpr int64_t THREADED_BYTES = 1 << 19;
@@ -62,12 +74,38 @@ typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 typedef Float16 Float16s __attribute__((vector_size(2 * W)));
+typedef int16_t Shorts __attribute__((vector_size(2 * PAIR)));
+typedef int8_t Bytes __attribute__((vector_size(PAIR)));
 
-enum Dtype { FLOAT32, BFLOAT16, FLOAT16 };
+enum Dtype { FLOAT32, BFLOAT16, FLOAT16, INT8, FLOAT8 };
 
 struct BFloat16 {
     uint16_t bits;
 };
+struct Int8 {
+    int8_t bits;
+};
+struct Float8 {  // e4m3: a sign, 4 bits of exponent, 3 of mantissa
+    int8_t bits;
+};
+
+template <class T>
+struct Dotted {  // a number of 8 bits that is read as bfloat16
+    T number;
+};
+
+template <class T>
+constexpr bool STORED = sizeof(T) == 1;
+template <class T>
+constexpr bool DOTTED = false;
+template <class T>
+constexpr bool DOTTED<Dotted<T>> = true;
+template <class T>
+constexpr bool SPLIT = std::is_same_v<T, BFloat16> || std::is_same_v<T, Int8>;  // in even and odd columns
+template <class T>
+constexpr float UNIT = DOTTED<T> ? 1.0f : SPLIT<T> ? 0x1p-16f : 256.0f;  // what a stored number is loaded in multiples of, and summed
+template <class T>
+constexpr int64_t COLUMNS = DOTTED<T> ? 2 * PAIR : PAIR;  // that are loaded at a time
 
 inline Floats load(const float* x) {
     Floats out;
@@ -75,7 +113,7 @@ inline Floats load(const float* x) {
     return out;
 }
 
-// Two vectors of consecutive numbers. Those of bfloat16 are the even and the odd ones, which takes two operations.
+// Two vectors of consecutive numbers. Those of bfloat16 and int8 are the even and the odd ones, which takes fewer operations.
 struct Pair {
     Floats a, b;
 };
@@ -88,16 +126,109 @@ inline Pair load_pair(const BFloat16* x) {
     return {(Floats)(two << 16), (Floats)(two & 0xffff0000u)};
 }
 
+// Numbers of float16. GCC converts one at a time, unless the operation is named.
+inline Floats widen(Float16s x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps((__m256i)x);
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (Floats)_mm256_cvtph_ps((__m128i)x);
+#else
+    return __builtin_convertvector(x, Floats);
+#endif
+}
+
 inline Pair load_pair(const Float16* x) {
     Float16s half[2];
     std::memcpy(half, x, sizeof(half));
-    return {__builtin_convertvector(half[0], Floats), __builtin_convertvector(half[1], Floats)};
+    return {widen(half[0]), widen(half[1])};
 }
 
-// The place of column d among columns that `load_pair` has loaded.
+// Bytes as numbers of 16 bits, in one operation: GCC takes five for vectors of this width.
+inline Shorts load_bytes(const void* x) {
+#if defined(__AVX512BW__)
+    return (Shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)x));
+#elif defined(__AVX2__) && WIDTH == 8
+    return (Shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)x));
+#else
+    Bytes bytes;
+    std::memcpy(&bytes, x, sizeof(bytes));
+    return __builtin_convertvector(bytes, Shorts);
+#endif
+}
+
+inline Pair load_pair(const Int8* x) {
+    Ints two = (Ints)load_bytes(x);
+    return {__builtin_convertvector(two << 16, Floats), __builtin_convertvector(two & (int)0xffff0000, Floats)};
+}
+
+// The bits of e4m3 are among those of float16, whose exponent is 8 more.
+inline Pair load_pair(const Float8* x) {
+    Shorts bits = load_bytes(x) << 7 & (int16_t)0xbfff;
+    return load_pair((const Float16*)&bits);
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define DOTS
+struct Halves {
+    __m512bh a, b;
+};
+
+// The low or the high bytes of the numbers 0, 1, ..., 127 in bfloat16. They are given by their bits.
+template <class T>
+struct Table {
+    alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+    constexpr Table() {
+        for (int i = 0; i < 128; i++) {
+            float x = std::is_same_v<T, Int8> ? i : i < 8 ? i * 0x1p-9f : (8 + i % 8) * 0x1p-10f;
+            for (int power = 8; std::is_same_v<T, Float8> && power <= i; power += 8) x *= 2;
+            uint32_t bits = std::bit_cast<uint32_t>(x);
+            low[i] = bits >> 16, high[i] = bits >> 24;
+        }
+    }
+};
+
+// 64 numbers, looked up. Of each 16 columns the first 8 are in `a` and the last 8 in `b`.
+template <class T>
+inline Halves load_keys(const Dotted<T>* x) {
+    static constexpr Table<T> table;
+    auto find = [](const uint8_t* from, __m512i at) { return _mm512_permutex2var_epi8(_mm512_load_si512(from), at, _mm512_load_si512(from + 64)); };
+    __m512i bytes = _mm512_loadu_si512(x), at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
+    __m512i low = find(table.low, at), high = find(table.high, at) | (bytes & _mm512_set1_epi8((char)0x80));
+    return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
+}
+
+inline Floats multiply_add(Floats total, Floats x, __m512bh key) { return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, key); }
+template <int PAIRS, class T>
+inline void load_pairs(const Dotted<T>* x, Pair* out) {
+    for (int j = 0; j < PAIRS; j += 2) {
+        Halves two = load_keys(x + j * PAIR);
+        out[j] = {(Floats)((Words)two.a << 16), (Floats)((Words)two.a & 0xffff0000u)};
+        out[j + 1] = {(Floats)((Words)two.b << 16), (Floats)((Words)two.b & 0xffff0000u)};
+    }
+}
+#endif
+
+template <int PAIRS, class T>
+inline void load_pairs(const T* x, Pair* out) {
+    for (int j = 0; j < PAIRS; j++) out[j] = load_pair(x + j * PAIR);
+}
+
+template <class T>
+inline Pair load_keys(const T* x) {
+    return load_pair(x);
+}
+inline Floats multiply_add(Floats total, Floats x, Floats key) { return total + x * key; }
+
+// The place of column d of a query among its numbers, which are those of `load_keys`, and of a value among those of `load_pairs`.
+template <class T>
+inline int64_t place_of_query(int64_t d) {
+    if (DOTTED<T>) return d / 64 * 64 + d % 16 / 8 * 32 + d % 64 / 16 * 8 + d % 8;
+    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
+}
 template <class T>
 inline int64_t place_of(int64_t d) {
-    return std::is_same_v<T, BFloat16> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
+    return DOTTED<T> ? place_of_query<BFloat16>(place_of_query<T>(d)) : place_of_query<T>(d);
 }
 
 inline float value(float x) { return x; }
@@ -111,8 +242,8 @@ inline float value(BFloat16 x) {
 
 inline void store(float* x, Floats y) { std::memcpy(x, &y, sizeof(y)); }
 inline Floats all(float x) { return x - Floats{}; }
-inline Floats pick(Ints where, Floats yes, Floats no) { return (Floats)((where & (Ints)yes) | (~where & (Ints)no)); }
-inline Floats larger(Floats a, Floats b) { return pick(a > b, a, b); }
+inline Floats pick(Ints where, Floats yes, Floats no) { return where ? yes : no; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87.
 inline Floats exponential(Floats x) {
@@ -167,13 +298,13 @@ inline Floats to_singles(Floats a, Floats b) { return ADD(a, b, INDEX(0, 2, 4, 6
 
 constexpr int LANES = W / 4;
 
-// The sums of W vectors. That of x[i] is out[place_of_sum(i)].
+// The sums of W vectors. out[i] is that of x[vector_of(i)].
 inline void sums(const Floats* x, float* out) {
     Floats first = to_pairs(to_lanes(x), to_lanes(x + LANES)), last = to_pairs(to_lanes(x + 2 * LANES), to_lanes(x + 3 * LANES));
     store(out, to_singles(first, last));
 }
 
-constexpr int place_of_sum(int i) { return i % LANES * 4 + i / LANES; }
+constexpr int vector_of(int i) { return i / W * W + i % 4 * LANES + i % W / 4; }
 
 }  // namespace
 
@@ -187,7 +318,8 @@ struct Problem {
     const int64_t* counts;      // how many of these a sequence has
     int64_t q_strides[4], k_strides[4], v_strides[4], keys, threads;
     // Fields of all calls of a kind.
-    int64_t batch, kv_heads, group, length, dim, value_dim, dtype;
+    int64_t batch, kv_heads, group, length, dim, value_dim;
+    int64_t dtype, kv_dtype, k_scales, v_scales;  // where the scales begin in a row that is stored in 8 bits
     int64_t out_strides[3], lse_strides[3];  // sequence, head, token
     double scale, softcap;                   // softcap 0 for none
 };
@@ -196,6 +328,7 @@ namespace {
 
 struct Shape {
     int64_t rows, dim, value_dim, tile, runs;  // dims are padded to whole vectors
+    int64_t group;                             // columns that share a scale; all of a row that is not stored in 8 bits
     bool packs;                                // tiles are copied, with columns of zeros
 };
 
@@ -206,6 +339,7 @@ Shape shape_of(const Problem& p) {
     s.value_dim = (p.value_dim + PAIR - 1) / PAIR * PAIR;
     s.tile = std::clamp<int64_t>(TILE_BYTES / (4 * (s.dim + s.value_dim)) / 16 * 16, 16, 256);
     s.runs = std::max<int64_t>(1, (p.keys + RUN - 1) / RUN);
+    s.group = p.kv_dtype < INT8 ? std::max(s.dim, s.value_dim) : GROUP;
     s.packs = p.rows || p.dim % PAIR || p.value_dim % PAIR;
     return s;
 }
@@ -224,44 +358,48 @@ class Lines {
 
 // Memory of a thread.
 struct Memory {
-    Lines lines[4];
-    float *q, *logits, *keys, *values;
+    Lines lines[6];
+    float *q, *logits, *some, *scales, *keys, *values;
     void fit(const Shape& s) {
-        q = lines[0].fit(s.rows * s.dim), logits = lines[1].fit(s.rows * s.tile);
-        if (s.packs) keys = lines[2].fit(s.tile * s.dim), values = lines[3].fit(s.tile * s.value_dim);
+        q = lines[0].fit(s.rows * s.dim), logits = lines[1].fit(s.rows * s.tile), scales = lines[2].fit(s.tile);
+        some = lines[3].fit(s.rows * s.tile);
+        if (s.packs) keys = lines[4].fit(s.tile * s.dim), values = lines[5].fit(s.tile * s.value_dim);
     }
 };
 
-// The products of some rows with some keys.
+// The products of some columns of some rows, which are `width` numbers apart, with some keys. Rows of `out` are
+// `tile` numbers apart, and keys `step`.
 template <class T, int ROWS, int KEYS>
-inline void products(const float* q, const T* const* keys, int64_t dim, float (*out)[KEYS]) {
+ALONE void products(const float* q, int64_t width, const T* const* keys, int64_t columns, float* out, int64_t tile, int64_t step) {
+    using Numbers = decltype(load_keys(*keys).a);
     constexpr int ALL = ROWS * KEYS;
-    Floats total[ALL] = {};
-    auto add = [&](const float* query, const Floats* key) __attribute__((always_inline)) {
+    constexpr int PADDED = (ALL + W - 1) / W * W;
+    Floats total[PADDED] = {};
+    auto add = [&](const float* query, const Numbers* key) __attribute__((always_inline)) {
         for (int i = 0; i < ROWS; i++) {
-            Floats x = load(query + i * dim);
+            Floats x = load(query + i * width);
             KEEP(x);
-            for (int j = 0; j < KEYS; j++) total[j * ROWS + i] += x * key[j];
+            for (int j = 0; j < KEYS; j++) {
+                Floats& into = total[vector_of(i * KEYS + j)];
+                into = multiply_add(into, x, key[j]);
+            }
         }
     };
-    for (int64_t d = 0; d < dim; d += PAIR) {
-        Floats first[KEYS], second[KEYS];
+    for (int64_t d = 0; d < columns; d += COLUMNS<T>, q += PAIR) {
+        Numbers first[KEYS], second[KEYS];
         for (int j = 0; j < KEYS; j++) {
-            Pair key = load_pair(keys[j] + d);
+            auto key = load_keys(keys[j] + d);
             first[j] = key.a, second[j] = key.b;
         }
         for (int j = 0; j < KEYS; j++) KEEP(first[j]);
-        add(q + d, first);
+        add(q, first);
         for (int j = 0; j < KEYS; j++) KEEP(second[j]);
-        add(q + d + W, second);
+        add(q + W, second);
     }
-    float sum[(ALL + W - 1) / W * W];
-    for (int at = 0; at < ALL; at += W) {
-        Floats some[W] = {};
-        for (int i = 0; i < std::min(W, ALL - at); i++) some[i] = total[at + i];
-        sums(some, sum + at);
-    }
-    for (int at = 0; at < ALL; at++) out[at % ROWS][at / ROWS] = sum[at / W * W + place_of_sum(at % W)];
+    float sum[PADDED];
+    for (int at = 0; at < PADDED; at += W) sums(total + at, sum + at);
+    for (int i = 0; i < ROWS; i++)
+        for (int j = 0; j < KEYS; j++) out[i * tile + j * step] = sum[i * KEYS + j];
 }
 
 // Rows of memory that are read later.
@@ -282,19 +420,20 @@ Rows rows_of(const T* first, int64_t stride, int64_t dim) {
 
 // Adds the weighted values of some keys to some rows, in `PAIRS` pairs of vectors.
 template <class T, int ROWS, int PAIRS>
-inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, Rows next) {
+ALONE void add_columns(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, Rows next) {
     Floats total[ROWS][2 * PAIRS];
     for (int i = 0; i < ROWS; i++)
         for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
     for (int64_t t = 0; t < n; t++) {
         next.prefetch(t, PAIRS * PAIR * sizeof(T));
+        Pair x[PAIRS];
+        load_pairs<PAIRS>(v + t * stride, x);
         for (int j = 0; j < PAIRS; j++) {
-            Pair x = load_pair(v + t * stride + j * PAIR);
-            KEEP(x.a);
-            KEEP(x.b);
+            KEEP(x[j].a);
+            KEEP(x[j].b);
             for (int i = 0; i < ROWS; i++) {
                 float weight = weights[i * tile + t];
-                total[i][2 * j] += weight * x.a, total[i][2 * j + 1] += weight * x.b;
+                total[i][2 * j] += weight * x[j].a, total[i][2 * j + 1] += weight * x[j].b;
             }
         }
     }
@@ -303,25 +442,36 @@ inline void add_columns(const float* weights, int64_t tile, const T* v, int64_t 
 }
 
 template <class T, int ROWS>
-inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, Rows next) {
-    constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, COLUMNS = PAIRS * PAIR;
+inline void add_values(const float* weights, int64_t tile, const T* v, int64_t stride, int64_t n, float* out, int64_t width, int64_t columns, Rows next) {
+    constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, SOME = PAIRS * PAIR;
     int64_t d = 0;
-    for (; d + COLUMNS <= width; d += COLUMNS) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
-    for (; d < width; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+    for (; d + SOME <= columns; d += SOME) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+    for (; d < columns; d += COLUMNS<T>) add_columns<T, ROWS, COLUMNS<T> / PAIR>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+}
+
+// The scale of a group of columns of a stored row.
+inline float scale_of(const void* row, int64_t scales, int64_t group) {
+    BFloat16 scale;
+    std::memcpy(&scale, (const char*)row + scales + group * sizeof(scale), sizeof(scale));
+    return value(scale);
 }
 
 template <class T>
-void pack(const T* x, const int32_t* rows, int64_t stride, int64_t n, int64_t dim, int64_t width, float* out) {
+void pack(const T* x, const int32_t* rows, int64_t stride, int64_t scales, int64_t n, int64_t dim, int64_t width, float* out) {
     Rows lines = rows_of(x, stride, dim);
     for (int64_t t = 0; t < n; t++) {
         if (rows && t + AHEAD < n) lines.prefetch(rows[t + AHEAD], lines.bytes);
         const T* from = x + (rows ? rows[t] : t) * stride;
-        int64_t d = 0;
-        for (; d + PAIR <= dim; d += PAIR) {
-            Pair both = load_pair(from + d);
+        for (int64_t d = 0; d < width; d += PAIR) {
+            T rest[PAIR] = {};
+            if (d + PAIR > dim) std::copy(from + d, from + dim, rest);
+            Pair both = load_pair(d + PAIR > dim ? rest : from + d);
+            if (STORED<T>) {
+                float scale = scale_of(from, scales, d / GROUP);
+                both.a = both.a * UNIT<T> * scale, both.b = both.b * UNIT<T> * scale;
+            }
             store(out + t * width + d, both.a), store(out + t * width + d + W, both.b);
         }
-        for (; d < width; d++) out[t * width + place_of<T>(d)] = d < dim ? value(from[d]) : 0.0f;
     }
 }
 
@@ -335,36 +485,69 @@ inline void by_rows(int64_t rows, Work work) {
 
 // The products of all rows with the keys of a tile, while the lines of the values are fetched.
 template <class T>
-void all_products(const Shape& s, const float* q, const T* k, int64_t stride, int64_t n, Rows values, float* logits) {
+void all_products(const Shape& s, const float* q, const T* k, int64_t columns, int64_t stride, int64_t n, Rows values, float* logits) {
     int64_t step = (n + STREAMS - 1) / STREAMS;
     for (int64_t t = 0; t < step; t++) {
         const T* keys[STREAMS];
-        int64_t place[STREAMS];
         for (int j = 0; j < STREAMS; j++) {
-            place[j] = std::min(t + j * step, n - 1);
-            keys[j] = k + place[j] * stride;
-            values.prefetch(place[j], values.bytes);
+            int64_t place = std::min(t + j * step, n - 1);
+            keys[j] = k + place * stride;
+            values.prefetch(place, values.bytes);
         }
         by_rows(s.rows, [&](auto count, int64_t r) __attribute__((always_inline)) {
             constexpr int ROWS = count, KEYS = ROWS == 1 || REGISTERS == 32 ? STREAMS : 2;
-            float found[ROWS][KEYS];
-            for (int j = 0; j < STREAMS; j += KEYS) {
-                products<T, ROWS, KEYS>(q + r * s.dim, keys + j, s.dim, found);
-                for (int i = 0; i < ROWS; i++)
-                    for (int x = 0; x < KEYS; x++) logits[(r + i) * s.tile + place[j + x]] = found[i][x];
-            }
+            for (int j = 0; j < STREAMS; j += KEYS)  // logits after the last of a tile are of no key
+                products<T, ROWS, KEYS>(q + r * s.dim, s.dim, keys + j, columns, logits + r * s.tile + t + j * step, s.tile, step);
         });
     }
 }
 
 template <class T>
-void all_values(const Shape& s, const float* weights, const T* v, int64_t stride, int64_t n, Rows next, float* out) {
+void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
     int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
     for (int64_t t = 0; t < n; t += some)
         by_rows(s.rows, [&](auto count, int64_t r) {
             add_values<T, count>(weights + r * s.tile + t, s.tile, v + t * stride, stride, std::min(some, n - t),
-                                 out + r * s.value_dim, s.value_dim, r ? Rows() : next.at(t, 0));
+                                 out + r * s.value_dim, s.value_dim, columns, r ? Rows() : next.at(t, 0));
         });
+}
+
+// The scales of a group of columns of some rows, times a factor; with them `work` gets the group's first column and their number.
+template <class T, class Work>
+void by_groups(const Shape& s, const T* x, int64_t width, int64_t stride, int64_t scales, int64_t n, float factor, float* own, Work work) {
+    for (int64_t d = 0; d < width; d += s.group) {
+        for (int64_t t = 0; t < n; t++) own[t] = scale_of(x + t * stride, scales, d / s.group) * factor;
+        work(d, std::min(s.group, width - d));
+    }
+}
+
+// Calls `work` with the places of all logits of a tile, W at a time, and the scales there.
+template <class Work>
+void by_vectors(const Shape& s, int64_t n, const float* scales, Work work) {
+    for (int64_t r = 0; r < s.rows; r++)
+        for (int64_t t = 0; t < n; t += W) work(r * s.tile + t, load(scales + t));
+}
+
+// The logits of a tile of stored keys: each group of columns has products of its own.
+template <class T>
+void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Rows values, const Memory& m) {
+    float factor = DOTTED<T> ? (float)p.scale : UNIT<T>;
+    by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, factor, m.scales, [&](int64_t d, int64_t columns) {
+        float* found = d ? m.some : m.logits;
+        all_products(s, m.q + d * PAIR / COLUMNS<T>, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
+        by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
+            Floats x = load(found + at) * scale;
+            store(m.logits + at, d ? load(m.logits + at) + x : x);
+        });
+    });
+}
+
+template <class T>
+void stored_values(const Problem& p, const Shape& s, const T* v, int64_t n, Rows next, const Memory& m, float* out) {
+    by_groups(s, v, s.value_dim, p.v_strides[2], p.v_scales, n, 1.0f, m.scales, [&](int64_t d, int64_t columns) {
+        by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) { store(m.some + at, load(m.logits + at) * scale); });
+        all_values(s, m.some, v + d, columns, p.v_strides[2], n, next.at(0, d), out + d);
+    });
 }
 
 // The weights of one row from its logits, and the row's new maximum, sum and values. Returns whether logits are finite.
@@ -411,19 +594,37 @@ bool is_seen(const Problem& p, int64_t first, int64_t stop) {
     return !p.low;
 }
 
+// Copies the queries of one key head, with the columns in the order of loaded keys: times the scale, or as they are.
+template <class T, class Q>
+void read_queries(const Problem& p, const Shape& s, const Q* q, float* out) {
+    for (int64_t r = 0; r < s.rows; r++, out += s.dim) {
+        const Q* from = q + r / p.length * p.q_strides[1] + r % p.length * p.q_strides[2];
+        for (int64_t d = 0; d < s.dim; d++) {
+            int64_t place = place_of_query<T>(d);
+            if constexpr (DOTTED<T>)
+                ((BFloat16*)out)[place] = from[d];
+            else
+                out[place] = d < p.dim ? value(from[d]) * (float)p.scale : 0.0f;
+        }
+    }
+}
+
 // `sums_of_task` are the values of each row, then the maximum and the sum of each.
 template <class T>
 bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, float* sums_of_task) {
     memory.fit(s);
     int64_t run = task % s.runs, head = task / s.runs % p.kv_heads, row = task / s.runs / p.kv_heads;
-    const T* q = (const T*)p.q + row * p.q_strides[0] + head * p.group * p.q_strides[1];
+    int64_t q = row * p.q_strides[0] + head * p.group * p.q_strides[1];
     const T* k = (const T*)p.k + row * p.k_strides[0] + head * p.k_strides[1];
     const T* v = (const T*)p.v + row * p.v_strides[0] + head * p.v_strides[1];
-    for (int64_t r = 0; r < s.rows; r++) {
-        const T* from = q + r / p.length * p.q_strides[1] + r % p.length * p.q_strides[2];
-        for (int64_t d = 0; d < s.dim; d++)
-            memory.q[r * s.dim + place_of<T>(d)] = d < p.dim ? value(from[d]) * (float)p.scale : 0.0f;
-    }
+    if constexpr (DOTTED<T>)
+        read_queries<T>(p, s, (const BFloat16*)p.q + q, memory.q);
+    else if (p.dtype == FLOAT32)
+        read_queries<T>(p, s, (const float*)p.q + q, memory.q);
+    else if (p.dtype == BFLOAT16)
+        read_queries<T>(p, s, (const BFloat16*)p.q + q, memory.q);
+    else
+        read_queries<T>(p, s, (const Float16*)p.q + q, memory.q);
     float *most = sums_of_task + s.rows * s.value_dim, *sum = most + s.rows;
     std::fill(sums_of_task, most, 0.0f), std::fill(most, sum, NONE), std::fill(sum, sum + s.rows, 0.0f);
     int64_t first = run * RUN, stop = std::min(p.keys, first + RUN);
@@ -440,23 +641,31 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
         if (!is_seen(p, at, at + n)) continue;
         int64_t place = rows ? 0 : at;
         const T *keys = k + place * p.k_strides[2], *values = v + place * p.v_strides[2];
-        if (s.packs) {
+        Rows next = rows_of(values, p.v_strides[2], p.value_dim);
+        if constexpr (DOTTED<T>) {
+            stored_products(p, s, keys, n, next, memory);  // never copied
+        } else if (s.packs) {
             const int32_t* some = rows ? rows + at : nullptr;
-            pack(keys, some, p.k_strides[2], n, p.dim, s.dim, memory.keys);
-            pack(values, some, p.v_strides[2], n, p.value_dim, s.value_dim, memory.values);
-            all_products(s, memory.q, memory.keys, s.dim, n, Rows(), memory.logits);
+            pack(keys, some, p.k_strides[2], p.k_scales, n, p.dim, s.dim, memory.keys);
+            pack(values, some, p.v_strides[2], p.v_scales, n, p.value_dim, s.value_dim, memory.values);
+            all_products(s, memory.q, memory.keys, s.dim, s.dim, n, Rows(), memory.logits);
+        } else if (STORED<T>) {
+            stored_products(p, s, keys, n, next, memory);
         } else {
-            all_products(s, memory.q, keys, p.k_strides[2], n, rows_of(values, p.v_strides[2], p.value_dim), memory.logits);
+            all_products(s, memory.q, keys, s.dim, p.k_strides[2], n, next, memory.logits);
         }
         for (int64_t r = 0; r < s.rows; r++) {
             int64_t i = r % p.length, low = p.low ? p.low[i] - at : 0, high = p.low ? p.high[i] - at : n;
             if (!weigh(&memory.logits[r * s.tile], n, low, high, (float)p.softcap, sums_of_task + r * s.value_dim, s.value_dim, most[r], sum[r]))
                 return false;
         }
+        next = rows_of(keys + n * p.k_strides[2], p.k_strides[2], p.dim);
         if (s.packs)
-            all_values(s, memory.logits, memory.values, s.value_dim, n, Rows(), sums_of_task);
+            all_values(s, memory.logits, memory.values, s.value_dim, s.value_dim, n, Rows(), sums_of_task);
+        else if (STORED<T>)
+            stored_values(p, s, values, n, next, memory, sums_of_task);
         else
-            all_values(s, memory.logits, values, p.v_strides[2], n, rows_of(keys + n * p.k_strides[2], p.k_strides[2], p.dim), sums_of_task);
+            all_values(s, memory.logits, values, s.value_dim, p.v_strides[2], n, next, sums_of_task);
     }
     return true;
 }
@@ -465,7 +674,7 @@ bool run_task(const Problem& p, const Shape& s, int64_t task, Memory& memory, fl
 template <class T>
 bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int64_t size) {
     int64_t row = head / p.kv_heads, kv_head = head % p.kv_heads;
-    float bad = 0;
+    float bad = 0, unit = STORED<T> && !s.packs ? UNIT<T> : 1.0f;
     for (int64_t r = 0; r < s.rows; r++) {
         float most = NONE, sum = 0;
         for (int64_t run = 0; run < s.runs; run++) most = std::max(most, partials[run * size + s.rows * s.value_dim + r]);
@@ -480,7 +689,7 @@ bool finish(const Problem& p, const Shape& s, int64_t head, float* partials, int
         }
         int64_t q_head = kv_head * p.group + r / p.length, token = r % p.length;
         float* out = p.out + row * p.out_strides[0] + q_head * p.out_strides[1] + token * p.out_strides[2];
-        for (int64_t d = 0; d < p.value_dim; d++) out[d] = sum ? total[place_of<T>(d)] / sum : 0.0f, bad += out[d] * 0.0f;
+        for (int64_t d = 0; d < p.value_dim; d++) out[d] = sum ? total[place_of<T>(d)] / sum * unit : 0.0f, bad += out[d] * 0.0f;
         float lse = sum ? most + std::log(sum) : NONE;
         if (p.lse) p.lse[row * p.lse_strides[0] + q_head * p.lse_strides[1] + token * p.lse_strides[2]] = lse;
     }
@@ -568,9 +777,16 @@ int attend(const Problem& p) {
 
 // Writes `out` and `lse`. Returns 0, or 1 if a logit or an output is not finite and nothing is to be used.
 extern "C" int64_t attnmesh_attend(const Problem* problem) {
-    switch (problem->dtype) {
-        case FLOAT32: return attend<float>(*problem);
-        case BFLOAT16: return attend<BFloat16>(*problem);
-        default: return attend<Float16>(*problem);
+    const Problem& p = *problem;
+#if defined(DOTS)
+    if (p.dtype == BFLOAT16 && p.kv_dtype >= INT8 && p.dim % (2 * PAIR) == 0 && p.value_dim % (2 * PAIR) == 0 && !p.rows)
+        return p.kv_dtype == INT8 ? attend<Dotted<Int8>>(p) : attend<Dotted<Float8>>(p);
+#endif
+    switch (p.kv_dtype) {
+        case FLOAT32: return attend<float>(p);
+        case BFLOAT16: return attend<BFloat16>(p);
+        case FLOAT16: return attend<Float16>(p);
+        case INT8: return attend<Int8>(p);
+        default: return attend<Float8>(p);
     }
 }

@@ -11,8 +11,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band
 from attnmesh.core.partial import Partial
 from attnmesh.kernels.blocks import BackwardInputs, Block, Gradients, cut
 from attnmesh.kernels.cpu import FlashCPU
@@ -23,8 +23,10 @@ MOST_ROWS = 64
 """Query rows of a key head up to which a block is one call, and the kernel is the choice of "auto"."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STORED = {torch.int8: 3, torch.float8_e4m3fn: 4}
+"""Dtypes of numbers of rows in 8 bits. A kernel takes them without the scales, which follow them in memory."""
 
-CALL, KIND = struct.Struct("9P14q"), struct.Struct("13q2d")
+CALL, KIND = struct.Struct("9P14q"), struct.Struct("16q2d")
 """Fields of `Problem` in `attend.cpp`: those of each call, and those of all calls of a kind."""
 
 
@@ -50,6 +52,17 @@ class Native:
         """Return whether it reads scattered rows of keys and values in place."""
         served = self.unsupported_reason(q, k, v) is None and min(q.numel(), k.numel(), v.numel()) > 0
         return served and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+
+    def attend_rows(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, hidden: Tensor, logits: Logits
+    ) -> Partial | None:
+        """Return the partial of the rows of keys of each sequence, (batch, keys), those that are hidden last.
+
+        None if a number is not finite.
+        """
+        kind = NativeKind.of(q, k, v, logits)
+        into, counts = kind.blank(), (~hidden).sum(-1)
+        return into if kind.launch_rows(q, k, v, into, rows.int(), counts) else None
 
     def cut(self, band: Band, q: Tensor, k: Tensor, v: Tensor) -> list[Block]:
         """Return the fewest blocks: rows may see different runs of keys."""
@@ -96,7 +109,8 @@ class NativeKind(NamedTuple):
     def of(q: Tensor, k: Tensor, v: Tensor, logits: Logits, tokens: int | None = None) -> "NativeKind":
         """Return the kind of a call. Its rows are part of a partial of so many tokens, or all of it."""
         tokens = q.shape[2] if tokens is None else tokens
-        return _kind(tuple(q.shape), k.shape[1], v.shape[3], q.dtype, logits, tokens)
+        is_prefix = v.data_ptr() == k.data_ptr()  # then values have the scales of the keys
+        return _kind(tuple(q.shape), k.shape[1], v.shape[3], (q.dtype, k.dtype), is_prefix, logits, tokens)
 
     def blank(self) -> Partial:
         """Return memory for a partial, `out` in the order that an output projection reads."""
@@ -133,7 +147,7 @@ class NativeKind(NamedTuple):
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if not q_strides[3] == k_strides[3] == v_strides[3] == 1:
             return False
-        size, (low, high) = q.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
+        size, (low, high) = k.itemsize, (0, 0) if bounds is None else (bounds.low.data_ptr(), bounds.high.data_ptr())
         call = CALL.pack(
             q.data_ptr(),
             k.data_ptr() + first * k_strides[2] * size,
@@ -153,11 +167,18 @@ class NativeKind(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _kind(
-    shape: tuple[int, ...], kv_heads: int, width: int, dtype: torch.dtype, logits: Logits, tokens: int
+    shape: tuple[int, ...],
+    kv_heads: int,
+    width: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    is_prefix: bool,
+    logits: Logits,
+    tokens: int,
 ) -> NativeKind:
     batch, heads, rows, dim = shape
     strides, lse = (tokens * heads * width, width, heads * width, 1), (batch, heads, tokens)
-    sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, DTYPES[dtype]
+    codes, scales = [(DTYPES | STORED)[dtype] for dtype in dtypes], (dim, dim if is_prefix else width)
+    sizes = batch, kv_heads, heads // kv_heads, rows, dim, width, *codes, *scales
     cap = logits.softcap if logits.capped else 0.0
     fields = KIND.pack(*sizes, *strides[:3], heads * tokens, tokens, 1, logits.scale, cap)
     return NativeKind(fields, (batch, heads, tokens, width), strides, lse)

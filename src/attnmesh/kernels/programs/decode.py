@@ -44,12 +44,15 @@ def attend_cache_program(
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     Q_0: tl.constexpr, Q_1: tl.constexpr, V_0: tl.constexpr, V_1: tl.constexpr,
     BOUNDED: tl.constexpr, NEAR: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, FLOAT8: tl.constexpr, SELECTED: tl.constexpr,
 ):  # fmt: skip
     """Store the partial of a tile of rows over a part of the slots; `out` is (part, batch, head, query, width).
 
     A part is `block` slots, or if that is 0 an equal share of the slots that any row can see. The positions that a row
     sees are read from firsts and lasts if BOUNDED, else computed from the mask's left and right. NEAR masks skip old
-    slots. The result is NaN if there are more tokens than capacity, or fewer than queries.
+    slots. Rows in 8 bits have K_ROW and V_ROW numbers, and then their scales; both are 0 for plain keys and values. If
+    SELECTED, the places are those of the rows to read, -1 for none, and not positions of all slots in order. The result
+    is NaN if there are more tokens than capacity, or fewer than queries.
     """
     part, tile, batch_head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     batch, head = batch_head // kv_heads, batch_head % kv_heads
@@ -78,6 +81,8 @@ def attend_cache_program(
     v += batch * v_batch + head * v_head
     places += batch * places_batch
     q_0, q_1 = read(q, member * q_head + query * q_row, valid, width, Q_0, Q_1)
+    if K_ROW > 0:
+        q_0, q_1 = q_0.to(tl.float32), q_1.to(tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sum_0, sum_1 = zeros(ROWS, V_0, V_1)
@@ -85,11 +90,15 @@ def attend_cache_program(
         slot = step + tl.arange(0, KEYS).to(tl.int64)
         valid_keys = slot < end
         place = tl.load(places + slot, mask=valid_keys, other=-1)  # position, -1 for padding
-        logits = logits_of(q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION)
+        if SELECTED:
+            slot, valid_keys = place.to(tl.int64), place >= 0
+        logits = logits_of(
+            q_0, q_1, k, slot, valid_keys, k_row, width, scale, softcap, Q_0, Q_1, CAPPED, PRECISION, K_ROW, FLOAT8
+        )
         visible = (first[:, None] <= place) & (place <= last[:, None]) & (place >= 0)
         logits = tl.where(visible, logits, -float("inf"))
         peak, total, sum_0, sum_1 = accumulate(
-            peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, values, V_0, V_1, PRECISION
+            peak, total, sum_0, sum_1, logits, v, slot, valid_keys, v_row, values, V_0, V_1, PRECISION, V_ROW, FLOAT8
         )
     if (length > capacity) | (length < queries):
         total += float("nan")

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+GROUP = tl.constexpr(128)
 
 program = partial(
     triton.jit,
@@ -35,6 +36,31 @@ def read(base, offsets, valid, width, FIRST: tl.constexpr, SECOND: tl.constexpr)
     x_1 = x_0  # unused if there is no second part
     if SECOND > 0:
         x_1 = _read_part(base, offsets, valid, width, FIRST, SECOND)
+    return x_0, x_1
+
+
+@triton.jit
+def _numbers_part(x, base, offsets, valid, row, START: tl.constexpr, FLOAT8: tl.constexpr, PART: tl.constexpr):
+    """Return the values of bytes: each number times the scale of its GROUP columns, a bfloat16 after the row."""
+    number = x.to(tl.float32)
+    if FLOAT8:  # the bits of e4m3 are among those of float32, whose exponent is 120 more
+        bits = x.to(tl.int32)
+        number = ((bits & 0x7F) << 20 | (bits & 0x80) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    columns = START + tl.arange(0, PART)
+    at = (base + offsets[:, None] + row).to(tl.pointer_type(tl.bfloat16), bitcast=True) + columns // GROUP
+    return number * tl.load(at, mask=valid[:, None] & (columns < row), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def read_stored(
+    base, offsets, valid, width, FIRST: tl.constexpr, SECOND: tl.constexpr, ROW: tl.constexpr, FLOAT8: tl.constexpr
+):
+    """Return the first columns of keys or values, in float32 if a row has ROW numbers in 8 bits, and not 0."""
+    x_0, x_1 = read(base, offsets, valid, width, FIRST, SECOND)
+    if ROW > 0:
+        x_0 = _numbers_part(x_0, base, offsets, valid, ROW, 0, FLOAT8, FIRST)
+        if SECOND > 0:
+            x_1 = _numbers_part(x_1, base, offsets, valid, ROW, FIRST, FLOAT8, SECOND)
     return x_0, x_1
 
 
@@ -95,9 +121,10 @@ def add_weighted(sum_0, sum_1, weights, x_0, x_1, SECOND: tl.constexpr, PRECISIO
 def logits_of(
     q_0, q_1, k, key, valid_keys, k_row, width, scale, softcap,
     Q_0: tl.constexpr, Q_1: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    ROW: tl.constexpr = 0, FLOAT8: tl.constexpr = False,
 ):  # fmt: skip
     """Return the logits of a tile of rows over some keys, times LOG2E, for powers of 2."""
-    k_0, k_1 = read(k, key * k_row, valid_keys, width, Q_0, Q_1)
+    k_0, k_1 = read_stored(k, key * k_row, valid_keys, width, Q_0, Q_1, ROW, FLOAT8)
     products = row_products(q_0, q_1, k_0, k_1, Q_1, PRECISION)
     if CAPPED:
         return tanh(products * (scale / softcap)) * (softcap * LOG2E)
@@ -116,7 +143,7 @@ def tanh(x):
 @triton.jit
 def accumulate(
     peak, total, sum_0, sum_1, logits, v, key, valid_keys, v_row, values,
-    V_0: tl.constexpr, V_1: tl.constexpr, PRECISION: tl.constexpr,
+    V_0: tl.constexpr, V_1: tl.constexpr, PRECISION: tl.constexpr, ROW: tl.constexpr = 0, FLOAT8: tl.constexpr = False,
 ):  # fmt: skip
     """Return the running peak, total and sums after one more step of keys."""
     new_peak = tl.maximum(peak, tl.max(logits, 1))
@@ -126,8 +153,8 @@ def accumulate(
     sum_0 *= decay[:, None]
     if V_1 > 0:
         sum_1 *= decay[:, None]
-    v_0, v_1 = read(v, key * v_row, valid_keys, values, V_0, V_1)
-    sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v.dtype.element_ty), v_0, v_1, V_1, PRECISION)
+    v_0, v_1 = read_stored(v, key * v_row, valid_keys, values, V_0, V_1, ROW, FLOAT8)
+    sum_0, sum_1 = add_weighted(sum_0, sum_1, weights.to(v_0.dtype), v_0, v_1, V_1, PRECISION)
     return new_peak, total, sum_0, sum_1
 
 

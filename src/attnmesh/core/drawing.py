@@ -1,0 +1,25 @@
+"""Drawings of masks as text."""
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.layout import Layout, Packed, check_layout, check_shape
+
+RANKS = "0123456789abcdefghijklmnopqrstuvwxyz"
+"""Characters of ranks in a drawing. They begin anew after the last."""
+
+
+def drawn(visible: Tensor, layout: Layout | None, shape: tuple[int, int, int] | None) -> list[str]:
+    """Return a dense mask as text, one line per query; with a layout each pair as the rank that computes it."""
+    if layout is None:
+        return [" ".join(".#"[seen] for seen in row) for row in visible.tolist()]
+    check_layout("draw layout", layout)
+    length = len(visible)
+    own = layout.shape if isinstance(layout, Packed) else (1, 1, 1)
+    heads, rows, columns = own if shape is None else check_shape("draw shape", shape)
+    cells = torch.empty(length, dtype=torch.long)
+    for shard in range(heads * rows * columns):
+        cells[layout.positions(length, heads * rows * columns, shard)] = shard % (rows * columns)
+    ranks = cells[:, None] // columns * columns + cells % columns
+    shown = (ranks % len(RANKS) + 1) * visible
+    return [" ".join(f".{RANKS}"[rank] for rank in row) for row in shown.tolist()]

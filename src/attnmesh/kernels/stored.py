@@ -1,0 +1,107 @@
+"""Attention to keys and values of a cache: plain ones at once, and those stored in 8 bits a tile at a time.
+
+The native kernel reads rows in 8 bits itself. For others a tile is read as numbers of float32 or wider, in which stored
+values are exact. Partials of tiles merge.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.core.band import Band
+from attnmesh.core.logits import Logits
+from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype
+from attnmesh.core.storage import Storage, columns_of, storage_of
+from attnmesh.kernels.blocks import Kernel
+from attnmesh.kernels.driver import NATIVE, Counts, choose_for_places, forward
+from attnmesh.kernels.native.kernel import DTYPES, NativeKind
+from attnmesh.kernels.plans import is_one_launch
+from attnmesh.kernels.selected import SelectedKeys
+from attnmesh.kernels.selected import forward as attend_selected
+from attnmesh.kernels.traced import without_autocast
+
+TILE = 512
+"""Keys of a tile. It is the same for any number of heads and ranks, so that bits are."""
+
+ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+"""Elements of the keys and values of a tile, unless one sequence has more."""
+
+
+class CacheKernel(NamedTuple):
+    """A kernel with its logits, for keys and values of a cache."""
+
+    kernel: Kernel
+    logits: Logits
+    value_dim: int
+
+    def __call__(
+        self, q: Tensor, keys: Tensor, values: Tensor, band: Band | SelectedKeys | None, counts: Counts = None
+    ) -> Partial:
+        """Return the partial of the band, as `driver.forward` does; of rows in 8 bits in float32 or wider."""
+        storage = storage_of(keys)
+        if storage is None:
+            return forward(self.kernel, q, keys, values, band, self.logits, counts)
+        if isinstance(band, Band | None) and (found := self._launch(q, keys, values, band, counts)) is not None:
+            return found
+        q = q.to(sum_dtype(q.dtype))
+        if isinstance(band, SelectedKeys):
+            with without_autocast(q):
+                return attend_selected(q, keys, values, band, self.logits, self.value_dim)
+        elements = keys.shape[1] * min(TILE, keys.shape[2]) * (columns_of(keys) + self.value_dim)
+        most = max(1, ELEMENTS.get(q.device.type, ELEMENTS["cuda"]) // max(1, elements))
+        total = identity(q, self.value_dim, q.dtype)
+        for start in range(0, len(q), most):
+            some = slice(start, start + most)
+            part = self._attend_tiles(q[some], keys[some], values[some], band, counts and counts[some])
+            for into, x in zip(total, part, strict=True):
+                into[some] = x
+        return total
+
+    def at(self, q: Tensor, keys: Tensor, places: tuple[Tensor, Tensor]) -> "CacheKernel":
+        """Return the kernel for queries and keys at these positions, which those with a bias by distance need."""
+        if q.shape[-1] == columns_of(keys):
+            return self
+        return self._replace(kernel=choose_for_places(self.kernel.name, q, keys, keys, self.logits, places))
+
+    def _launch(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial | None:
+        """Return the native kernel's partial, or None if one launch does not serve it or a number is not finite."""
+        if counts:
+            assert band is not None
+            some = [slice(row, row + 1) for row in range(len(q))]
+            found = [
+                self._launch(q[x], keys[x], values[x], band.first(count), None)
+                for x, count in zip(some, counts, strict=True)
+            ]
+            whole = [part for part in found if part is not None]
+            return Partial(*map(torch.cat, zip(*whole, strict=True))) if len(whole) == len(found) else None
+        numbers = keys[..., : columns_of(keys)], values[..., : self.value_dim]
+        if self.kernel is not NATIVE or q.dtype not in DTYPES or not is_one_launch(q, *numbers, self.logits):
+            return None
+        q = q if q.stride(-1) == 1 else q.contiguous()
+        kind = NativeKind.of(q, *numbers, self.logits)
+        into, bounds = kind.blank(), band and Band(band.low.contiguous(), band.high.contiguous())
+        return into if kind.launch(q, *numbers, into, bounds) else None
+
+    def _attend_tiles(self, q: Tensor, keys: Tensor, values: Tensor, band: Band | None, counts: Counts) -> Partial:
+        """Return the merge of the partials of tiles of rows."""
+        total, storage = None, storage_of(keys)
+        assert storage is not None
+        for start in range(0, keys.shape[2], TILE):
+            stop, inside = min(start + TILE, keys.shape[2]), None
+            if band is not None:
+                inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))
+                if not bool((inside.low < inside.high).any()):
+                    continue
+            tile = _read(storage, keys[:, :, start:stop], values[:, :, start:stop], q.dtype, self.value_dim)
+            seen = counts and [min(max(count - start, 0), stop - start) for count in counts]
+            part = forward(self.kernel, q, *tile, inside, self.logits, seen)
+            total = part if total is None else merge_unchecked([total, part])
+        return identity(q, self.value_dim, q.dtype) if total is None else total
+
+
+def _read(storage: Storage, keys: Tensor, values: Tensor, dtype: torch.dtype, value_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers of rows; values that are the rows of keys are a prefix of them."""
+    read = storage.dequantize(keys, dtype)
+    alike = values.data_ptr() == keys.data_ptr()
+    return read, read[..., :value_dim] if alike else storage.dequantize(values, dtype)
