@@ -10,6 +10,7 @@ from torch import Tensor
 import attnmesh as am
 from attnmesh.core.selection import NONE
 from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.errors import ShapeError
 from attnmesh.mesh.shapes import AXES, Shape
 from attnmesh.runtime.counters import counted
 from tests.support.mesh_problems import named_mesh
@@ -147,6 +148,25 @@ def best_tokens(ranks: int, padded: bool) -> list[Tensor]:
     options = {"k": 60, "mask": am.Causal()}
     found = [top_k_tokens(index, score, operands, **options), top_k_tokens(index, score, operands, 4, block=5)]
     return [*found, top_k_tokens(index.fork(), score, operands, **options)]
+
+
+def error_of_longer_index_keys() -> str:
+    """Return the error of a step that attends the best tokens of index keys with more tokens than the cache."""
+    mesh = named_mesh(Shape(1, 1, 2), AXES)
+    sizes = {"batch": 2, "kv_heads": 1, "head_dim": WIDTH, "capacity": 200, "block": 4}
+    index = am.KVCache(mesh, **sizes, dtype=torch.float32, values="none")
+    index.append(numbers(2, 1, TOKENS + 2, WIDTH))
+    operands = numbers(2, 1, 64, WIDTH, seed=6), numbers(2, 1, 64, seed=7)
+    found = top_k_tokens(index, score, operands, TOKENS + 2)
+    with pytest.raises(ShapeError) as raised:
+        am.decode(numbers(2, HEADS[0], 1, WIDTH), cache_of(2), selected=am.Selection(found[:, None]))
+    return str(raised.value)
+
+
+def test_index_keys_of_more_tokens_than_the_cache_raise_the_same_on_all_ranks(pool: Pool) -> None:
+    first, second = pool.run(2, error_of_longer_index_keys)
+    assert first == second
+    assert f"of {TOKENS} keys, given {TOKENS + 1}" in first
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -61,10 +61,13 @@ class KVCache(PagedCache, SavedCache):
         mask: The widest mask under which later tokens read the cache, such as `Window(127)`. Tokens that no later query
             sees are forgotten: memory is that of the window. None keeps every token.
         keep: Tokens that `truncate` may remove from a cache that forgets, counted from its longest length so far.
+        storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, with a scale for each 128 columns of a token's
+            head. Attention is exact over the stored numbers. `dtype` is that of new keys, and of queries.
 
     Raises:
-        ArgumentError: `values` is none of them.
-        ShapeError: A size is no positive integer, the heads axis does not divide `kv_heads`, or `copies` do not fit.
+        ArgumentError: `values` or `storage` is none of them.
+        ShapeError: A size is no positive integer, or odd with `storage`, the heads axis does not divide `kv_heads`, or
+            `copies` do not fit.
         MaskError: `mask` is no mask, or has documents.
         DtypeError: The dtype is not supported.
         DeviceError: The device does not exist.
@@ -96,10 +99,11 @@ class KVCache(PagedCache, SavedCache):
         values: str = "separate",
         mask: Mask | None = None,
         keep: int = 0,
+        storage: str | None = None,
     ) -> None:
         columns = 0 if values == "none" else head_dim
         widths = head_dim, columns if value_dim is None else value_dim
-        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep)
+        sizes = Sizes(batch, kv_heads, *widths, capacity, block, dtype, values, mask, keep, storage)
         self.device_mesh, self.mesh, self.device = mesh, Mesh.of(mesh), device_for(mesh, device)
 
         def check() -> None:
@@ -256,7 +260,8 @@ class KVCache(PagedCache, SavedCache):
         self.record_padding(more, token_mask)
         with torch.no_grad():
             per_shard = [count for count, *_ in table]
-            new, tokens = swap_tokens_for_heads(stored(k, v), positions.to(self.device), per_shard, self.mesh)
+            rows = tuple(map(self.sizes.rows_of, stored(k, v)))
+            new, tokens = swap_tokens_for_heads(rows, positions.to(self.device), per_shard, self.mesh)
             self.shards.append_at(new, tokens, more, token_mask, queries)
 
     @torch.no_grad()

@@ -1,8 +1,9 @@
 """Sizes of one layer's cache, and the checks of tensors against them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
+from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decode.window import check_whole, check_window, longest_row
 from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, require
 from attnmesh.guard.checks import check_same_kind, swap_first
@@ -22,7 +24,7 @@ LARGEST = 2**48
 """The largest of these numbers: products of several fit 64 bits, or PyTorch says that they do not."""
 
 VALUES = ("separate", "prefix", "none")
-"""Values of `values=`. A file holds their numbers."""
+"""Values of `values=`. A file holds their numbers, and with them those of `storage=`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Sizes:
     values: str = "separate"
     mask: Mask | None = None  # the widest mask of later queries; tokens that it hides are forgotten
     keep: int = 0  # tokens that `truncate` may remove from such a cache
+    storage: str | None = None  # how numbers are stored: by a name of `STORAGES`, or in `dtype`
 
     @property
     def kept(self) -> int:
@@ -47,10 +50,44 @@ class Sizes:
             return self.capacity
         return min(self.capacity, longest_row(self.mask, self.capacity) + self.keep)
 
+    @cached_property
+    def kind(self) -> "Sizes":
+        """The sizes without those that caches in one call may differ in."""
+        return replace(self, capacity=1, block=1, keep=0)
+
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of the tensors that are stored: keys, and values if they are separate."""
+    def columns(self) -> tuple[int, ...]:
+        """Columns of the tensors that are appended: keys, and values if they are separate."""
         return (self.head_dim, self.value_dim) if self.values == "separate" else (self.head_dim,)
+
+    @property
+    def row_widths(self) -> tuple[int, ...]:
+        """Elements in a row of each of these tensors in memory."""
+        stored = self.stored_by
+        return self.columns if stored is None else tuple(map(stored.row_width, self.columns))
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """Dtype of rows in memory. Rows in 8 bits are bytes, which PyTorch moves on all devices."""
+        return self.dtype if self.storage is None else torch.int8
+
+    @property
+    def stored_by(self) -> Storage | None:
+        """How numbers are stored in 8 bits; None if they are stored in `dtype`."""
+        return None if self.storage is None else STORAGES[self.storage]
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """Return new keys or values as rows in memory."""
+        stored = self.stored_by
+        return x if stored is None else stored.quantize(x).view(torch.int8)
+
+    def keys_and_values(self, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return rows in memory as kernels read them: values that are a prefix of keys in 8 bits are the same rows."""
+        by = self.stored_by
+        rows = [*stored] if by is None else [x.view(by.dtype) for x in stored]
+        if by is None and len(rows) == 1:
+            rows.append(rows[0][..., : self.value_dim])
+        return rows[0], rows[-1]
 
     def check(self, heads_axis: int) -> None:
         """Raise unless every size is supported and the heads axis divides the key heads."""
@@ -70,10 +107,17 @@ class Sizes:
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')
         if self.values == "none" and self.value_dim:
             raise ShapeError("KVCache value_dim", "None for keys alone", f"{self.value_dim}", 'leave out values="none"')
+        if self.storage is not None:
+            self._check_storage()
         check_window(self.mask, self.keep)
-        divides, fix = self.kv_heads % heads_axis == 0, "give its ranks to the keys axis"
-        given = f"{self.kv_heads} key heads and a heads axis of {heads_axis}"
-        require(divides, ShapeError, "KVCache", "key heads that the heads axis divides", given, fix)
+        check_key_heads("KVCache", self.kv_heads, heads_axis)
+
+    def _check_storage(self) -> None:
+        """Raise unless rows can be stored in 8 bits."""
+        check_storage("KVCache storage", self.storage)
+        for name, columns in zip(("head_dim", "value_dim"), self.columns, strict=False):
+            expected, fix = f"an even number with storage={self.storage!r}", "leave out storage="
+            require(columns % 2 == 0, ShapeError, f"KVCache {name}", expected, columns, fix)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
@@ -90,14 +134,16 @@ class Sizes:
         """Return the sizes as integers, for a file or a message."""
         numbers = [*(getattr(self, name) for name in NUMBERS), DTYPES.index(str(self.dtype).removeprefix("torch."))]
         window = [] if self.mask is None else [self.keep, *self.mask.encode()]
-        return [*numbers, VALUES.index(self.values), *window]
+        storage = 0 if self.storage is None else 1 + [*STORAGES].index(self.storage)
+        return [*numbers, VALUES.index(self.values) + len(VALUES) * storage, *window]
 
     @staticmethod
     def decode(code: list[int]) -> "Sizes":
         """Return the sizes that `encode` wrote."""
         batch, kv_heads, head_dim, value_dim, capacity, block, dtype, *more = code
         numbers = batch, kv_heads, head_dim, value_dim, capacity, block, getattr(torch, DTYPES[dtype])
-        sizes = Sizes(*numbers, VALUES[more[0]] if more else "separate")
+        storage, values = divmod(more[0] if more else 0, len(VALUES))
+        sizes = Sizes(*numbers, VALUES[values], storage=(None, *STORAGES)[storage])
         return replace(sizes, keep=more[1], mask=Mask.decode(more[2:])) if more[1:] else sizes
 
     def check_new(self, subject: str, k: Tensor, v: Tensor | None, device: torch.device) -> None:
@@ -111,7 +157,7 @@ class Sizes:
             raise ArgumentError(f"{subject} v", "a tensor of values", "None", fix)
         named: dict[str, Any] = dict(zip("kv", (k, v), strict=True)) if self.values == "separate" else {"k": k}
         check_same_kind(subject, named)
-        for (name, x), width in zip(named.items(), self.widths, strict=True):
+        for (name, x), width in zip(named.items(), self.columns, strict=True):
             if x.ndim != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (self.batch, self.kv_heads, width):
                 expected = f"shape ({self.batch}, {self.kv_heads}, tokens, {width})"
                 fits = x.ndim == 4 and (x.shape[0], x.shape[2], x.shape[3]) == (self.batch, self.kv_heads, width)
@@ -124,11 +170,12 @@ class Sizes:
             given = f"{k.shape[2]} and {v.shape[2]} tokens"
             raise ShapeError(subject, "k and v of the same tokens", given, "pair each key with its value")
 
-    def check_dtype(self, subject: str, x: Tensor, device: torch.device) -> None:
-        """Raise unless a tensor has the cache's dtype and type of device."""
-        if x.dtype != self.dtype or x.device.type != device.type:
+    def check_dtype(self, subject: str, x: Tensor, device: torch.device, *, rows: bool = False) -> None:
+        """Raise unless a tensor has the cache's dtype, or that of its stored rows, and its type of device."""
+        dtype = self.stored_by.dtype if rows and self.stored_by is not None else self.dtype
+        if x.dtype != dtype or x.device.type != device.type:
             fix = "call .to() with the cache's dtype and device"
-            raise DtypeError(subject, f"{self.dtype} on {device}", f"{x.dtype} on {x.device}", fix)
+            raise DtypeError(subject, f"{dtype} on {device}", f"{x.dtype} on {x.device}", fix)
 
     def check_token_mask(self, subject: str, token_mask: Tensor | None, tokens: int | None) -> None:
         """Raise unless `token_mask` has one bool per token; `tokens=None` accepts any number."""
@@ -162,6 +209,19 @@ class Sizes:
         if not indices or not bool(((batch_index >= 0) & (batch_index < self.batch)).all()):
             expected = f"a number of a sequence below {self.batch} for each"
             raise ShapeError("reorder", expected, f"{batch_index.tolist()}", f"pass indices from 0 to {self.batch - 1}")
+
+
+def check_key_heads(subject: str, kv_heads: int, heads_axis: int) -> None:
+    """Raise unless the heads axis divides the key heads."""
+    given, fix = f"{kv_heads} key heads and a heads axis of {heads_axis}", "give its ranks to the keys axis"
+    require(kv_heads % heads_axis == 0, ShapeError, subject, "key heads that the heads axis divides", given, fix)
+
+
+def check_storage(subject: str, storage: object) -> None:
+    """Raise unless `storage` is None or a name of `STORAGES`."""
+    known = storage is None or (isinstance(storage, str) and storage in STORAGES)
+    expected, fix = f"None or one of {', '.join(STORAGES)}", "pass one of them, or leave it out"
+    require(known, ArgumentError, subject, expected, repr(storage), fix)
 
 
 def check_no_gradients(subject: str, named: Mapping[str, Tensor | None]) -> None:

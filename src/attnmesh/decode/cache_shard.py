@@ -6,6 +6,7 @@ Memory for all tokens is reserved at once; the number of tokens present is a ten
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -60,7 +61,8 @@ class CacheShard:
         rows = self._rows(self.slots)
         shape = sizes.batch, sizes.kv_heads // heads.size, rows
         with torch.inference_mode(False):  # tensors that can be written to in any mode
-            self.stored = [torch.empty(*shape, width, dtype=sizes.dtype, device=device) for width in sizes.widths]
+            make = partial(torch.empty, dtype=sizes.row_dtype, device=device)
+            self.stored = [make(*shape, width) for width in sizes.row_widths]
             self.token_index = torch.zeros(rows, dtype=torch.int64, device=device)  # the token in each slot
             # Tokens on all ranks, tokens on this rank, and blocks of this rank forgotten if the cache forgets any.
             self.state = torch.zeros(2 if sizes.mask is None else 3, dtype=torch.int64, device=device)
@@ -70,13 +72,13 @@ class CacheShard:
 
     @property
     def keys(self) -> Tensor:
-        """Keys, (batch, heads, slots, head_dim)."""
-        return self.stored[0]
+        """Keys, (batch, heads, slots, head_dim), or rows in 8 bits."""
+        return self.sizes.keys_and_values(self.stored)[0]
 
     @property
     def values(self) -> Tensor:
-        """Values, (batch, heads, slots, value_dim)."""
-        return self.stored[1] if len(self.stored) > 1 else self.keys[..., : self.sizes.value_dim]
+        """Values, (batch, heads, slots, value_dim), or rows in 8 bits."""
+        return self.sizes.keys_and_values(self.stored)[1]
 
     @property
     def length(self) -> int:
@@ -102,18 +104,17 @@ class CacheShard:
     @property
     def view(self) -> CacheView:
         """View of this shard for kernels."""
-        shared = tuple(map(self._view, self.shared))
-        return CacheView(self.keys, self.values, self.token_index, self.state, self.padding, shared)
+        shared, rows = tuple(map(self._view, self.shared)), self.sizes.keys_and_values(self.stored)
+        return CacheView(*rows, self.token_index, self.state, self.padding, self.sizes.value_dim, shared)
 
     def _view(self, blocks: SharedBlocks) -> CacheView:
         """Return the view of shared blocks. Their queries are the last ones of this cache."""
-        keys, padding = blocks.stored[0], None
-        values = blocks.stored[1] if len(blocks.stored) > 1 else keys[..., : self.sizes.value_dim]
+        rows, padding = self.sizes.keys_and_values(blocks.stored), None
         if self.padding is not None:
             places = blocks.token_index.expand(self.sizes.batch, -1) if blocks.places is None else blocks.places
             padding = self.padding._replace(places=places)
         state = torch.stack((self.state[0], torch.full_like(self.state[0], blocks.used)))
-        return CacheView(keys, values, blocks.token_index, state, padding)
+        return CacheView(*rows, blocks.token_index, state, padding, self.sizes.value_dim)
 
     def fork(self) -> "CacheShard":
         """Return a shard of the same tokens, which shares whole blocks of slots and copies the rest."""
@@ -181,12 +182,13 @@ class CacheShard:
         tokens = length + torch.arange(more, device=self.device)
         mine = (self.block_cyclic.owner(tokens) == self.index) & (tokens < self.sizes.capacity)
         slots = torch.where(mine, used + mine.cumsum(0) - 1, self.slots).clamp(max=self.slots)
-        self._write([x.chunk(self.heads.size, 1)[self.heads.index] for x in new], tokens, slots)
+        own = [self.sizes.rows_of(x.chunk(self.heads.size, 1)[self.heads.index]) for x in new]
+        self._write(own, tokens, slots)
         self._pad(tokens, slots, more, token_mask)
         self.state[:2] += torch.stack((torch.full_like(length, more), mine.sum()))
 
     def append_at(self, new: Tensors, tokens: Tensor, more: int, token_mask: Tensor | None) -> None:
-        """Add the given tokens with this rank's heads; all ranks together add `more`."""
+        """Add rows of the given tokens with this rank's heads; all ranks together add `more`."""
         order = tokens.argsort()
         slots = self.used + torch.arange(len(order), device=self.device)
         self._write([x.index_select(2, order) for x in new], tokens[order], slots)
@@ -256,7 +258,7 @@ class CacheShard:
                 self.stored = [x.index_select(0, index) for x in self.stored]
             self.sizes = replace(self.sizes, batch=len(index))
         else:
-            for head in range(self.keys.shape[1]):  # the temporary copy is one head
+            for head in range(self.stored[0].shape[1]):  # the temporary copy is one head
                 for x in self.stored:
                     x[:, head, :used] = x[:, head, :used].index_select(0, index)
         if self.padding is not None:
@@ -302,6 +304,8 @@ class CacheShard:
         if stop > self.slots:
             return False
         own = new if self.heads.size == 1 else [x.chunk(self.heads.size, 1)[self.heads.index] for x in new]
+        if self.sizes.storage is not None:
+            own = [*map(self.sizes.rows_of, own)]
         if not append(self.stored, own, self.token_index, self.state):
             for x, tensor in zip(self.stored, own, strict=True):
                 x[:, :, used:stop] = tensor
@@ -310,7 +314,7 @@ class CacheShard:
         return True
 
     def _write(self, new: Sequence[Tensor], tokens: Tensor, slots: Tensor) -> None:
-        """Write tokens with this rank's heads into slots."""
+        """Write rows of tokens with this rank's heads into slots."""
         for x, tensor in zip(self.stored, new, strict=True):
             x.index_copy_(2, slots, tensor)
         self.token_index.index_copy_(0, slots, tokens)

@@ -8,15 +8,27 @@ from torch import Tensor
 
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import Mask, check_mask
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.cache_config import check_no_gradients
 from attnmesh.decode.step import DecodeStep, reads_length_on_device
 from attnmesh.decode.window import is_within
-from attnmesh.errors import ArgumentError, DeviceError, KernelError, LayoutError, MaskError, ShapeError, require
+from attnmesh.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    KernelError,
+    LayoutError,
+    MaskError,
+    ShapeError,
+    require,
+)
 from attnmesh.guard.checks import (
+    check_distance_bias,
     check_key_lengths,
     check_most_keys,
+    check_one_device,
     check_same_kind,
     check_selection,
     check_sinks,
@@ -25,7 +37,7 @@ from attnmesh.guard.checks import (
 )
 from attnmesh.guard.consensus import is_capturing, may_compare
 from attnmesh.guard.merge_checks import check_merge
-from attnmesh.kernels.driver import choose_for_cache
+from attnmesh.kernels.driver import choose_for_view
 
 
 def check_step(
@@ -60,7 +72,7 @@ def check_step(
     check_merge("decode", step.merge, step.output)
     step = step._replace(logits=Logits.of("decode", *step.logits, q.shape[-1]))
     if step.kernel != "auto" and not torch.compiler.is_compiling():  # raises here, where all ranks can raise alike
-        choose_for_cache(step.kernel, q, cache.shard.keys, cache.shard.values, step.logits.capped)
+        choose_for_view(step.kernel, q, cache.shard.view, step.logits.capped)
     check_sinks("decode sinks", sinks, q)
     on_device = isinstance(key_lengths, Tensor) and key_lengths.device.type == "cuda"
     check_key_lengths("decode key_lengths", key_lengths, sizes.batch, on_device=on_device)
@@ -98,6 +110,45 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
     return step._replace(index_block=selected.block)
 
 
+def check_further(q: Tensor, cache: KVCache, partial: Partial | None, step: DecodeStep) -> None:
+    """Raise unless a partial of further keys is None or fits the queries of a checked step."""
+    if partial is None:
+        return
+    subject, fix = "decode partial", "call decode outside of torch.compile"
+    require(not torch.compiler.is_compiling(), KernelError, subject, "None in a graph", "a Partial", fix)
+    fix = "pass what attend returned for the same queries"
+    fits = isinstance(partial, tuple) and len(partial) == 2 and all(isinstance(x, Tensor) for x in partial)
+    require(fits, DtypeError, subject, "a partial (out, lse)", type(partial).__name__, fix)
+    heads = step.heads.share_of(q.shape[1])
+    rows = (q.shape[0], heads.stop - heads.start, q.shape[2])
+    given, expected = f"{[tuple(x.shape) for x in partial]}", f"{[(*rows, cache.sizes.value_dim), rows]}"
+    require(given == expected, ShapeError, subject, f"shapes {expected}", given, fix)
+    wide, given = sum_dtype(q.dtype), f"out in {partial[0].dtype}, lse in {partial[1].dtype}"
+    expected_dtypes = f"out in {q.dtype} or {wide}, lse in {wide}"
+    fits = partial[0].dtype in (q.dtype, wide) and partial[1].dtype == wide
+    require(fits, DtypeError, subject, expected_dtypes, given, fix)
+    check_one_device(subject, {"q": q, "out": partial[0], "lse": partial[1]})
+    check_no_gradients(subject, {"out": partial[0], "lse": partial[1]})
+    expected, fix = "no partial= beside reproducible=True", "leave one of them out"
+    require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
+
+
+def check_bias(
+    q: Tensor, cache: KVCache, bias: Tensor | None, step: DecodeStep, selected: Selection | None
+) -> DecodeStep:
+    """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
+    if bias is None:
+        return step
+    check_distance_bias("decode", bias, q, step.logits, step.kernel, selected)
+    check_no_gradients("decode", {"distance_bias": bias})
+    for fits, expected, given in (
+        (cache.sizes.storage is None, "a cache of plain numbers", f"storage={cache.sizes.storage!r}"),
+        (not step.reproducible, "reproducible=False", "True"),
+    ):
+        require(fits, KernelError, "decode distance_bias", expected, given, "leave one of them out")
+    return step._replace(kernel="reference")
+
+
 def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
     """Raise unless the host reads nothing of the device and copies nothing to it: a CUDA graph could not."""
     fix = "pass key_lengths.cuda(), made before the capture"
@@ -107,7 +158,8 @@ def _check_captured(cache: KVCache, step: DecodeStep, *, on_host: bool) -> None:
     expected = "one that reads the cache's length on the GPU, in a CUDA graph"
     fix = 'use kernel="auto" and a cache of bfloat16, float16 or float32, or leave the graph out'
     given = f"kernel={step.kernel!r} on {cache.sizes.dtype}"
-    require(reads_length_on_device(cache.shard.view, step.kernel), KernelError, "decode kernel", expected, given, fix)
+    fits = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
+    require(fits, KernelError, "decode kernel", expected, given, fix)
 
 
 def _check_lengths(q: Tensor, cache: KVCache, mask: Mask) -> None:

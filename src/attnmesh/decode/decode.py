@@ -6,6 +6,7 @@ The blocks of a rank are one subtree.
 """
 
 import functools
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Never, cast
 from zlib import crc32
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from attnmesh.comm.merge import send_poison
 from attnmesh.core.digest import fingerprints
-from attnmesh.core.logits import Logits
+from attnmesh.core.logits import Logits, with_distance_bias
 from attnmesh.core.mask import Causal, Mask
-from attnmesh.core.partial import sum_dtype
+from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_step
+from attnmesh.decode.checks import check_bias, check_further, check_step
 from attnmesh.decode.plan import StepPlan, call_of
 from attnmesh.decode.step import (
     DecodeStep,
@@ -37,6 +38,7 @@ from attnmesh.guard.consensus import describe_call
 from attnmesh.guard.merge_checks import MergeChecker, raise_unequal
 from attnmesh.kernels.native.digest import digest_on_host
 from attnmesh.mesh.merges import COLLECTIVE
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 
 
 def decode(
@@ -56,6 +58,8 @@ def decode(
     kernel: str = "auto",
     checked: bool | None = None,
     selected: Selection | None = None,
+    partial: Partial | None = None,
+    distance_bias: Tensor | None = None,
     **unsupported: Never,
 ) -> Tensor:
     """Return attention of the cache's last tokens over all tokens of the cache, the same bits on every rank.
@@ -82,6 +86,11 @@ def decode(
         selected: The tokens that each query attends, of those that it sees, equal on all ranks. An
             index counts tokens of the cache, padding included. Each rank reads those that it holds. On a GPU, where
             the host reads no index, rows with an invalid one give NaN. None for all tokens.
+        partial: Attention of the same queries over further keys that this rank holds, such as entries that each stand
+            for many tokens, as `attend` returns it. One softmax covers these keys, the cache and the sinks. Each rank
+            passes one, of its own keys or of none. Ranks do not compare its numbers.
+        distance_bias: Numbers to add to the logits of near tokens, (batch, heads, length, distances), equal on every
+            rank. Column d is for the token d positions before the query. Tokens farther away have none.
         **unsupported: Options of other attention functions, which raise an error that names a substitute.
 
     Returns:
@@ -107,119 +116,172 @@ def decode(
         try:
             cache.append(cast(Tensor, k), v)
         except InputError as error:
-            _report(error, cache, _unchecked_step(cache, *options[:-1]), checked)
+            report(error, cache, unchecked_step(cache, *options[:-1]), checked)
             raise
-    plain = cache.mesh.heads.size == 1 and key_lengths is None and selected is None and not unsupported
-    plan = cache.step_plans.find(q, cache.shards, sinks, options) if plain else None
-    out: Tensor | None = None
-    if plan is not None and (out := _run_plan(q, cache, sinks, *plan, compares=checked is not False)) is not None:
+    more = key_lengths is not None or selected is not None or partial is not None
+    plain = cache.mesh.heads.size == 1 and not more and not unsupported and distance_bias is None
+    caches, compares = (cache,), checked is not False
+    plan = cache.step_plans.find(q, caches, sinks, options) if plain else None
+    if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
         return out
-    step = _unchecked_step(cache, *options[:-1])
+    step = unchecked_step(cache, *options[:-1])
     try:
         check_checked("decode", checked)
         step = check_step(q, cache, sinks, key_lengths, step, unsupported, selected)
+        check_further(q, cache, partial, step)
+        step = check_bias(q, cache, distance_bias, step, selected)
     except InputError as error:
-        _report(error, cache, step, checked)
+        report(error, cache, step, checked)
         raise
+    q = with_distance_bias(q, distance_bias)
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
         indices = None if selected is None else selected.indices
         return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, indices, *step.encode()))
-    if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
-        cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    if plain and plan is None and cache.step_plans.learn(q, cache.shards.own, sinks, options, step):
-        plan = cache.step_plans.find(q, cache.shards, sinks, options)
-        out = None if plan is None else _run_plan(q, cache, sinks, *plan, compares=checked is not False)
-    if out is None:
-        with torch.no_grad():
-            out = _run_compared(q, cache, sinks, key_lengths, step, checked, selected)
+    extra = (key_lengths, selected, partial) if more else None
+    out = run_checked(q, caches, sinks, step, options, extra, learn=plain and plan is None)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
 
-def _unchecked_step(
-    cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any
-) -> DecodeStep:
+def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:
     """Return the step of a call, whose scale and cap may be None until they are checked."""
-    placement = cache.mesh.heads, cache.tokens, cache.sizes.block, cache.sizes.capacity
+    sizes = cache.sizes
+    placement = cache.mesh.heads, cache.tokens, sizes.block, sizes.capacity, sizes.value_dim
     return DecodeStep(*placement, mask, Logits(cast(float, scale), cast(float, softcap)), *options)
 
 
-def _run_plan(
-    q: Tensor, cache: KVCache, sinks: Tensor | None, plan: StepPlan, length: int, used: int, *, compares: bool
+def named_options(step: DecodeStep) -> dict[str, Any]:
+    """Return the values of a step that its caller passes, by name."""
+    return dict(zip(step._fields[-len(step.options) :], step.options, strict=True))
+
+
+def run_plan(
+    q: Tensor,
+    caches: Sequence[KVCache],
+    sinks: Tensor | None,
+    plan: StepPlan,
+    counts: Sequence[tuple[int, int]],
+    *,
+    compares: bool,
 ) -> Tensor | None:
     """Return the output of a step that has a plan, as `_run_compared` does; None if a number is not finite."""
     merge, equal = plan.host_merge, True
     message = None if merge is None else merge.blank()
     into = plan.kind.blank() if merge is None or message is None else merge.places(message)
-    partial = plan.attend(q, cache.shards.own, sinks, length, used, into)
+    attend = named(ATTENTION, plan.attend) if is_profiled() else plan.attend
+    partial = attend(q, caches, sinks, counts, into)
     if partial is None:
         return None
     if merge is not None and message is not None:
-        number = _call_number(plan.call, cache.history_checksum) + length + digest_on_host(q)
-        number += 0 if sinks is None else digest_on_host(sinks)
-        equal = merge.run(message, number)
+        number, histories = digest_on_host(q), []
+        for row, (cache, (length, _)) in enumerate(zip(caches, counts, strict=True), 1):
+            number += row * length
+            histories.append(cache.history_checksum)
+        number += _call_number(plan.call, *histories) + (0 if sinks is None else digest_on_host(sinks))
+        merged = named(MERGE, merge.run) if is_profiled() else merge.run
+        equal = merged(message, number)
         if not equal and compares:
-            raise_unequal(cache.mesh, _describe(q, cache, sinks, None, plan.step, None), "decode")
+            raise_unequal(caches[0].mesh, _describe(q, caches, sinks, None, plan.step, None), "decode")
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 
 
+def run_checked(
+    q: Tensor,
+    caches: Sequence[KVCache],
+    sinks: Tensor | None,
+    step: DecodeStep,
+    options: tuple[Any, ...],
+    more: tuple[Tensor | None, Selection | None, Partial | None] | None = None,
+    *,
+    learn: bool,
+) -> Tensor:
+    """Return the output of a step that was checked. Make its plan with `learn`, if a launch serves it.
+
+    `more` has `key_lengths`, `selected` and `partial`. The last option is `checked`.
+    """
+    first, checked, (key_lengths, selected, further) = caches[0], options[-1], more or (None, None, None)
+    for cache in caches:
+        if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
+            cache.shards.unshare()  # the kernel merges the blocks of one tensor
+    if learn and first.step_plans.learn(q, caches, sinks, options, step):
+        plan = first.step_plans.find(q, caches, sinks, options)
+        out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
+        if out is not None:
+            return out
+    with torch.no_grad():
+        return _run_compared(q, caches, sinks, key_lengths, step, checked, selected, further)
+
+
 def _run_compared(
     q: Tensor,
-    cache: KVCache,
+    caches: Sequence[KVCache],
     sinks: Tensor | None,
     key_lengths: Tensor | None,
     step: DecodeStep,
     checked: bool | None,
     selected: Selection | None,
+    further: Partial | None = None,
 ) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    kind, stays = call_of(q, step, sinks, key_lengths, selected), _stays_on_device(cache, step)
-    describe = functools.partial(_describe, q, cache, sinks, key_lengths, step, selected)
-    checker = MergeChecker(cache.checker, cache.device, step.merge, checked, describe, kind, stays)
+    first, kind = caches[0], call_of(q, step, sinks, key_lengths, selected)
+    kind = kind if further is None else (*kind, "partial")
+    stays, has_more = all(_stays_on_device(cache, step) for cache in caches), further is not None
+    describe = functools.partial(_describe, q, caches, sinks, key_lengths, step, selected, partial=has_more)
+    checker = MergeChecker(first.checker, first.device, step.merge, checked, describe, kind, stays)
     if not checker.before():
-        return q.new_full(step.output_shape(q, cache.shard.values), torch.nan)
+        return q.new_full(step.output_shape(q), torch.nan)
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
-    number = _call_number((*kind, values), cache.history_checksum)
+    number = _call_number((*kind, values), *[cache.history_checksum for cache in caches])
     indices = None if selected is None else selected.indices
-    out, checksum = run_step(q, cache.shard.view, sinks, step, number, key_lengths, indices)
+    views = [cache.shard.view for cache in caches]
+    out, checksum = run_step(q, views, sinks, step, number, key_lengths, indices, further)
     if checksum is not None:
-        ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, cache.sizes.value_dim)
+        ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, first.sizes.value_dim)
         checker.after(checksum, "decode", ask)
     return out
 
 
-def _report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
+def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
     """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
     checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
     checker.report(error, functools.partial(_send_poison, cache, step))
 
 
 @lru_cache(maxsize=64)
-def _call_number(kind: tuple[Any, ...], history_checksum: int) -> int:
-    """Return a number of the call for its checksum, from its options, dtypes and shape."""
-    return crc32(f"{kind} {history_checksum}".encode())
+def _call_number(kind: tuple[Any, ...], *histories: int) -> int:
+    """Return a number of the call for its checksum, from its options, dtypes and shape, and its caches' histories."""
+    return crc32(f"{kind} {histories}".encode())
 
 
 def _describe(
     q: Tensor,
-    cache: KVCache,
+    caches: Sequence[KVCache],
     sinks: Tensor | None,
     key_lengths: Tensor | None,
     step: DecodeStep,
     selected: Selection | None,
+    *,
+    partial: bool = False,
 ) -> str:
     """Return the text of the call that ranks compare."""
-    options = dict(zip(step._fields[4:], step.options, strict=True)) | step.logits._asdict()
+    options = named_options(step) | step.logits._asdict()
     del options["logits"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
+    options |= {"partial": True} if partial else {}
     tensors = {"q": q, "sinks": sinks, "selected": None if selected is None else selected.indices}
-    contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
-    return describe_call("decode", **options, **fingerprints(tensors), **contents)
+    lengths, histories = ([*x] for x in zip(*((x.length, x.history_checksum) for x in caches), strict=True))
+    one = len(caches) == 1
+    contents = (
+        {"tokens in the cache": lengths[0], "padding and order": histories[0]}
+        if one
+        else {"tokens in the caches": lengths, "padding and order": histories}
+    )
+    return describe_call("decode" if one else "decode_rows", **options, **fingerprints(tensors), **contents)
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
@@ -227,9 +289,9 @@ def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:
     if step.index_block is not None:
         return cache.device.type != "cpu" and step.merge not in COLLECTIVE
     try:
-        on_device = reads_length_on_device(cache.shard.view, step.kernel)
+        on_device = reads_length_on_device(cache.shard.view, step.kernel, cache.sizes.dtype)
     except InputError:
-        on_device = reads_length_on_device(cache.shard.view, "auto")
+        on_device = reads_length_on_device(cache.shard.view, "auto", cache.sizes.dtype)
     return on_device and step.merge not in COLLECTIVE
 
 

@@ -14,7 +14,14 @@ from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
 
 @torch.no_grad()
 def top_k_tokens(
-    cache: KVCache, score: Score, operands: Sequence[Tensor], k: int, *, mask: Mask = Causal(), block: int = 1
+    cache: KVCache,
+    score: Score,
+    operands: Sequence[Tensor],
+    k: int,
+    *,
+    mask: Mask = Causal(),
+    block: int = 1,
+    last: Tensor | None = None,
 ) -> Tensor:
     """Return the k best tokens of a cache of one key head for its last queries, alike on all ranks.
 
@@ -27,6 +34,8 @@ def top_k_tokens(
         k: Tokens or blocks of a query.
         mask: Which tokens a query sees. Padding is never seen.
         block: Tokens per index.
+        last: The last key that each query sees, (queries,), -1 for none, in a cache of keys that each stand for many
+            tokens. It takes the place of the mask, and all earlier keys are seen.
 
     Returns:
         Indices in int32, (batch, queries, k), or with key heads before queries as the scores, the best first. Where a
@@ -38,10 +47,10 @@ def top_k_tokens(
     tensor([[[1, 2]]], dtype=torch.int32)
     """
     view, parts = cache.shard.view, []
-    bounds = view.bounds(operands[0].shape[1], mask)
+    bounds = view.bounds(operands[0].shape[1], mask) if last is None else (torch.zeros_like(last)[None], last[None])
     for each in (*view.shared, view):
         here = each.held()
-        keys = IndexKeys(here.keys[:, 0], here.token_index, here.places())
+        keys = IndexKeys(here.keys[:, 0], here.token_index, here.places(), cache.sizes.dtype)
         parts.append(indexer_top_k(score, operands, keys, *bounds, k, block))
     found = parts[0] if len(parts) == 1 else best(torch.cat(parts, -1), k, unique=block > 1)
     return unpack(best_across(found, cache.tokens, unique=block > 1))[1]

@@ -64,7 +64,7 @@ class PagedCache(CacheProperties):
         but for the last one of a sequence.
 
         Args:
-            keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim).
+            keys: Pool of key blocks, (blocks, block, heads of this rank, head_dim); with `storage=` rows as in `pages`.
             values: Pool of value blocks; None if the cache stores the keys alone.
             block_table: int32 or int64, (batch, blocks of a sequence on this rank), the same number on every rank.
 
@@ -81,6 +81,7 @@ class PagedCache(CacheProperties):
         48
         """
         pools = (keys,) if values is None else (keys, values)
+        bytewise = self.sizes.storage is not None
 
         def check() -> None:
             _check(self.shard, pools, block_table)
@@ -94,14 +95,15 @@ class PagedCache(CacheProperties):
 
         self.checker.check("append_pages", check, lambda: {"blocks": block_table.shape[1]}, must=True)
         with torch.no_grad():
-            _append(self.shards, pools, block_table.long())
+            rows = tuple(pool.view(torch.int8) for pool in pools) if bytewise else pools
+            _append(self.shards, rows, block_table.long())
 
 
 def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
     """Return the pages of some slots. A pool's block and head may overlap in memory, since heads are the outer dim."""
     size, used = shard.sizes.block, blocks.used
     count, batch = -(-used // size), shard.sizes.batch
-    values = blocks.stored[1] if len(blocks.stored) > 1 else blocks.stored[0][..., : shard.sizes.value_dim]
+    keys, values = shard.sizes.keys_and_values(blocks.stored)
     first = torch.arange(batch, device=shard.device) * (values.stride(0) // (size * values.stride(2)))
     table = first[:, None] + torch.arange(count, device=shard.device)
     numbers = int(table.max()) + 1 if table.numel() else 0
@@ -111,7 +113,7 @@ def _pages(blocks: SharedBlocks, shard: CacheShard) -> Pages:
         return x.as_strided((numbers, size, x.shape[1], x.shape[3]), (size * row, row, heads, column))
 
     lengths = torch.full((batch,), used, dtype=torch.int32, device=shard.device)
-    return Pages(pool(blocks.stored[0]), pool(values), table.int(), lengths, blocks.token_index[:-1])
+    return Pages(pool(keys), pool(values), table.int(), lengths, blocks.token_index[:-1])
 
 
 def _append(shards: Shards, pools: tuple[Tensor, ...], table: Tensor) -> None:
@@ -148,14 +150,14 @@ def _check(shard: CacheShard, pools: tuple[Tensor, ...], table: Tensor) -> None:
     sizes, heads = shard.sizes, shard.sizes.kv_heads // shard.heads.size
     fix = "append the pages first, or make a new cache"
     require(not shard.length, ShapeError, "append_pages", "an empty cache", f"{shard.length} tokens", fix)
-    count, fix = len(sizes.widths), "pass values unless the cache has values='prefix' or 'none'"
+    count, fix = len(sizes.columns), "pass values unless the cache has values='prefix' or 'none'"
     require(len(pools) == count, ShapeError, "append_pages values", f"{count} pools", f"{len(pools)}", fix)
-    for name, pool, width in zip(("keys", "values"), pools, sizes.widths, strict=False):
+    for name, pool, width in zip(("keys", "values"), pools, sizes.row_widths, strict=False):
         check_tensor(f"append_pages {name}", pool)
         fits = pool.ndim == 4 and tuple(pool.shape[1:]) == (sizes.block, heads, width)
         expected, fix = f"shape (blocks, {sizes.block}, {heads}, {width})", "make the cache with the engine's block"
         require(fits, ShapeError, f"append_pages {name}", expected, f"{tuple(pool.shape)}", fix)
-        sizes.check_dtype(f"append_pages {name}", pool, shard.device)
+        sizes.check_dtype(f"append_pages {name}", pool, shard.device, rows=True)
         check_no_gradients("append_pages", {name: pool})
     whole = isinstance(table, Tensor) and table.dtype in (torch.int32, torch.int64)
     subject, fix = "append_pages block_table", "pass one row of block numbers for each sequence"

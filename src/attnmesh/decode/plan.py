@@ -3,6 +3,7 @@
 New tokens are one native call. A step is one launch on the cache and one native merge across ranks.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,14 +11,16 @@ from torch import Tensor
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
 from attnmesh.comm.merge_messages import chosen_merge
-from attnmesh.core.mask import Band, Mask
-from attnmesh.core.partial import Partial, with_sinks
+from attnmesh.core.band import Band
+from attnmesh.core.mask import Mask
+from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored
-from attnmesh.decode.replicas import Shards
+from attnmesh.decode.replicas import CacheProperties, Shards
 from attnmesh.decode.step import DecodeStep
-from attnmesh.kernels.driver import NATIVE, choose_for_cache
+from attnmesh.kernels.driver import NATIVE, choose_for_view
+from attnmesh.kernels.merge import copy_into
 from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.kernels.plans import is_one_launch
 from attnmesh.kernels.traced import are_plain
@@ -57,18 +60,30 @@ class StepPlan(NamedTuple):
     heads: slice | None  # of the output; None for all
 
     def attend(
-        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, length: int, used: int, into: Partial
+        self,
+        q: Tensor,
+        caches: Sequence[CacheProperties],
+        sinks: Tensor | None,
+        counts: Sequence[tuple[int, int]],
+        into: Partial,
     ) -> Partial | None:
         """Return the partial of the keys on this rank, or None for a step that a launch does not serve.
 
-        `length` and `used` are the tokens of all ranks and of this one. `into` is memory for the partial.
+        One cache has the keys of all rows, or each row of q has a cache. `counts` are the tokens of all ranks and of
+        this one, of each cache. `into` is memory for the partial.
         """
-        out, lse = into
-        if shard.padding is not None:
-            if not self._attend_sequences(q, shard, into, used):
-                return None
-        else:
-            mask, rows = self.step.mask, q.shape[2]
+        kind, row_q, row_into = self.kind, q, into
+        for row, (cache, (length, used)) in enumerate(zip(caches, counts, strict=True)):
+            shard = cache.shards.own
+            if len(caches) > 1:
+                kind, one = self.sequence, slice(row, row + 1)
+                row_q, row_into = q[one], Partial(into.out[one], into.lse[one])
+            if shard.shared or shard.padding is not None:
+                attend = self._attend_pieces if shard.padding is None else self._attend_sequences
+                if not attend(row_q, shard, row_into, used):
+                    return None
+                continue
+            (out, lse), mask, rows = row_into, self.step.mask, q.shape[2]
             first = mask.first_seen(length - rows)
             bounds = None if rows == 1 else _bounds(mask, first, length, rows)
             start = max(0, first - length + used)  # on one rank, the tokens before these are forgotten
@@ -78,7 +93,7 @@ class StepPlan(NamedTuple):
             if start == used:  # the identity
                 out.zero_()
                 lse.fill_(-torch.inf)
-            elif not self.kind.launch_at(q, keys[0], keys[-1], places, bounds, start, used - start):
+            elif not kind.launch_at(row_q, keys[0], keys[-1], places, bounds, start, used - start):
                 return None
         if sinks is None or self.step.tokens.index > 0:  # the first rank adds them
             return into
@@ -88,6 +103,21 @@ class StepPlan(NamedTuple):
         for x, merged in zip(into, partial, strict=True):
             x.copy_(merged)
         return into
+
+    def _attend_pieces(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
+        """Attend the pieces of a forked cache. Return False unless one query of each sequence sees all their keys."""
+        length, kind = shard.length, self.sequence if len(q) == 1 else self.kind
+        if q.shape[2] > 1 or self.step.mask.first_seen(length - 1):
+            return False
+        partials = []
+        for keys, count in [*((blocks.stored, blocks.used) for blocks in shard.shared), (shard.stored, used)]:
+            if count:
+                part = kind.blank()
+                if not kind.launch_at(q, keys[0], keys[-1], (part.out.data_ptr(), part.lse.data_ptr()), None, 0, count):
+                    return False
+                partials.append(part)
+        copy_into(merge_unchecked(partials), into)
+        return True
 
     def _attend_sequences(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
         """Attend each sequence of a padded batch by itself. Return False unless its visible keys are in one run."""
@@ -117,35 +147,46 @@ class StepPlans:
         self.kinds = Kinds[StepPlan]()
 
     def find(
-        self, q: Tensor, shards: Shards, sinks: Tensor | None, options: tuple[Any, ...]
-    ) -> tuple[StepPlan, int, int] | None:
-        """Return the plan of a step, if there is one, with the tokens of all ranks and of this one."""
-        shard = shards.own
-        if not self.kinds or shard.shared or (shard.padding is not None and q.shape[2] > 1):
+        self, q: Tensor, caches: Sequence[CacheProperties], sinks: Tensor | None, options: tuple[Any, ...]
+    ) -> tuple[StepPlan, list[tuple[int, int]]] | None:
+        """Return the plan of a step, if there is one, with the tokens of all ranks and of this one in each cache."""
+        if not self.kinds or not (are_plain(q) if sinks is None else are_plain(q, sinks)):
             return None
-        if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
+        plan, counts = self.kinds.find(_kind(q, len(caches), sinks, options)), []
+        if plan is None:
             return None
-        plan = self.kinds.find(_kind(q, sinks, options))
-        if plan is None or plan.sizes is not shard.sizes:
-            return None
-        length, used = shard.state.tolist()[:2]
-        if not q.shape[2] <= length <= shard.sizes.capacity:
-            return None
-        if plan.sizes.mask is not None and not shards.serves(length - q.shape[2]):
-            return None
-        return plan, length, used
+        for cache in caches:
+            shard, sizes = cache.shards.own, plan.sizes
+            if sizes is not shard.sizes and (len(caches) == 1 or sizes.kind != shard.sizes.kind):
+                return None
+            length, used = shard.state.tolist()[:2]
+            if not q.shape[2] <= length <= shard.sizes.capacity:
+                return None
+            if shard.padding is not None and (shard.shared or q.shape[2] > 1):
+                return None
+            if sizes.mask is not None and not cache.shards.serves(length - q.shape[2]):
+                return None
+            counts.append((length, used))
+        return plan, counts
 
     def learn(
-        self, q: Tensor, shard: CacheShard, sinks: Tensor | None, options: tuple[Any, ...], step: DecodeStep
+        self,
+        q: Tensor,
+        caches: Sequence[CacheProperties],
+        sinks: Tensor | None,
+        options: tuple[Any, ...],
+        step: DecodeStep,
     ) -> bool:
         """Make the plan of a step that was checked. Return False if no launch serves it."""
-        sizes, mask, logits, axis, rows = shard.sizes, step.mask, step.logits, step.tokens, q.shape[2]
+        shard, mask, logits, axis, rows = caches[0].shards.own, step.mask, step.logits, step.tokens, q.shape[2]
+        sizes, cache_q = shard.sizes, q[: shard.sizes.batch]
         if not (are_plain(q) if sinks is None else are_plain(q, sinks)):
             return False
-        if step.reproducible or mask.ends or (rows > 1 and (mask.chunks or axis.size > 1)):
+        if step.reproducible or mask.ends or mask.spans or (rows > 1 and (mask.chunks or axis.size > 1)):
             return False
-        kernel = choose_for_cache(step.kernel, q, shard.keys, shard.values, logits.capped)
-        if kernel is not NATIVE or not is_one_launch(q, shard.keys, shard.values, logits):
+        kernel = choose_for_view(step.kernel, q, shard.view, logits.capped)
+        keys, values = shard.view.numbers
+        if kernel is not NATIVE or not is_one_launch(cache_q, keys, values, logits):
             return False
         host_merge = None
         if axis.size > 1:
@@ -153,10 +194,10 @@ class StepPlans:
             host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
             if host_merge is None:
                 return False
-        keys, values, call = shard.keys, shard.values, (*call_of(q, step, sinks, None), ())
+        call = *call_of(q, step, sinks, None), ()
         kinds = NativeKind.of(q, keys, values, logits), NativeKind.of(q[:1], keys[:1], values[:1], logits)
         heads = None if host_merge is None else host_merge.heads(step.output)
-        self.kinds.keep(_kind(q, sinks, options), StepPlan(*kinds, step, sizes, call, host_merge, heads))
+        self.kinds.keep(_kind(q, len(caches), sinks, options), StepPlan(*kinds, step, sizes, call, host_merge, heads))
         return True
 
 
@@ -168,10 +209,10 @@ def call_of(
     return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None, indices
 
 
-def _kind(q: Tensor, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return all that the checks of a step depend on, but for its cache."""
+def _kind(q: Tensor, caches: int, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return all that the checks of a step depend on, but for its caches."""
     more = None if sinks is None else (sinks.shape, sinks.dtype, sinks.layout)
-    return q.shape, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
+    return q.shape, caches, q.dtype, more, *options, *map(type, options)  # options of equal values may differ in type
 
 
 def _bounds(mask: Mask, first: int, length: int, rows: int) -> Band | None:

@@ -237,14 +237,15 @@ class CacheProperties:
     def keys(self) -> Tensor:
         """This rank's keys, (batch, heads, slots, dim), of which the first `used` slots hold tokens.
 
-        A forked cache first copies the tokens that it shares.
+        A forked cache first copies the tokens that it shares. With `storage=` they are rows of bytes:
+        `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
         self.shard.unshare()
         return self.shard.keys
 
     @property
     def values(self) -> Tensor:
-        """This rank's values, in the slots of its keys."""
+        """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
         self.shard.unshare()
         return self.shard.values
 
@@ -262,6 +263,11 @@ class CacheProperties:
     def used(self) -> int:
         """Cached tokens per sequence on this rank."""
         return self.shard.used + self.shard.shared_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cached tokens in this rank's own shard, scales of 8 bits included."""
+        return self.shard.token_bytes
 
     @property
     def lengths(self) -> Tensor:

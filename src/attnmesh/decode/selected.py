@@ -7,8 +7,8 @@ from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import NONE, Selection
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import forward
 from attnmesh.kernels.selected import SelectedKeys, nan_where_faulty
+from attnmesh.kernels.stored import CacheKernel
 
 
 def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, kernel: Kernel) -> Partial:
@@ -19,20 +19,20 @@ def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, k
     """
     wanted = selection if view.padding is None else _positions(selection, view.padding)
     first, last = view.bounds(query.q.shape[2], query.mask)
-    parts = []
+    parts, run = [], CacheKernel(kernel, query.logits, view.value_dim)
     for part in (*view.shared, view):
         here = part.held()
         if here.padding is None:
             keys = SelectedKeys(wanted, first[0], last[0], here.token_index, query.key_lengths)
-            parts.append(forward(kernel, query.q, here.keys, here.values, keys, query.logits))
+            parts.append(run(query.q, here.keys, here.values, keys))
         else:
-            parts.append(_attend_sequences(query, here, wanted, first, last, kernel))
+            parts.append(_attend_sequences(run, query, here, wanted, first, last))
     out, lse = parts[0] if len(parts) == 1 else merge_unchecked(parts)
     return with_sinks(Partial(nan_where_faulty(out, selection, view.state[0]), lse), query.sinks)
 
 
 def _attend_sequences(
-    query: DecodeQuery, here: CacheView, wanted: Selection, first: Tensor, last: Tensor, kernel: Kernel
+    run: CacheKernel, query: DecodeQuery, here: CacheView, wanted: Selection, first: Tensor, last: Tensor
 ) -> Partial:
     """Attend each sequence of a padded batch by itself: its tokens have positions of their own."""
     assert here.padding is not None
@@ -42,7 +42,7 @@ def _attend_sequences(
         one = slice(row, row + 1)
         lengths = None if query.key_lengths is None else query.key_lengths[one]
         keys = SelectedKeys(Selection(wanted.indices[one]), first[row], last[row], places[row], lengths)
-        partials.append(forward(kernel, query.q[one], here.keys[one], here.values[one], keys, query.logits))
+        partials.append(run(query.q[one], here.keys[one], here.values[one], keys))
     out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     return Partial(out, lse)
 

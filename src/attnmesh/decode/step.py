@@ -1,7 +1,6 @@
 """A decode step as an operator of PyTorch: the attention to the keys on this rank, and one merge across ranks."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -12,18 +11,22 @@ from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
 from attnmesh.comm.p2p import all_to_all_bytes, swap
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
+from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
-from attnmesh.core.mask import Band, Mask
+from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
+from attnmesh.core.storage import columns_of
 from attnmesh.decode.selected import attend_selected
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
-from attnmesh.kernels.driver import choose_for_cache, forward, visible_counts
+from attnmesh.kernels.driver import choose_for_view, visible_counts
 from attnmesh.kernels.merge import by_residue, copy_into, merge_along_tree
+from attnmesh.kernels.stored import CacheKernel
 from attnmesh.kernels.triton import Triton
 from attnmesh.kernels.triton_runtime import interpreted
 from attnmesh.mesh.axes import Axis, group_named
+from attnmesh.runtime.ranges import ATTENTION, is_profiled, named
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 
@@ -34,6 +37,7 @@ class DecodeStep(NamedTuple):
     tokens: Axis
     block: int
     capacity: int
+    value_dim: int
     mask: Mask
     logits: Logits
     merge: str
@@ -45,13 +49,14 @@ class DecodeStep(NamedTuple):
     @property
     def options(self) -> tuple[Any, ...]:
         """The values that the caller passes, which are equal on all ranks."""
-        return self[4:]
+        return self[5:]
 
     def encode(self) -> tuple[str, list[int]]:
         """Return the step as names and numbers, which the schema of an operator can carry."""
         names = [self.heads.group_name, self.tokens.group_name, self.merge, self.output, self.kernel]
         axes = [self.heads.size, self.heads.index, self.tokens.size, self.tokens.index]
-        numbers = [*axes, self.block, self.capacity, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
+        sizes = [self.block, self.capacity, self.value_dim]
+        numbers = [*axes, *sizes, int(self.reproducible), self.index_block or 0, *self.mask.encode()]
         return ",".join([*names, *map(repr, self.logits)]), numbers
 
     @staticmethod
@@ -59,43 +64,44 @@ class DecodeStep(NamedTuple):
         """Return the step that `encode` wrote."""
         return decode_cached(_decode_step, names, numbers)
 
-    def output_shape(self, q: Tensor, values: Tensor) -> tuple[int, ...]:
+    def output_shape(self, q: Tensor) -> tuple[int, ...]:
         """Return the shape of the output on this rank."""
         heads = q.shape[1]
         for axis in (self.heads, self.tokens) if self.output == "heads" else ():
             share = axis.share_of(heads)
             heads = share.stop - share.start
-        return q.shape[0], heads, q.shape[2], values.shape[-1]
+        return q.shape[0], heads, q.shape[2], self.value_dim
 
 
 @cached_per_world(1024)
 def _decode_step(names: str, numbers: tuple[int, ...]) -> DecodeStep:
     heads, tokens, merge, output, kernel, scale, softcap = names.split(",")
     axes = Axis(numbers[0], numbers[1], group_named(heads)), Axis(numbers[2], numbers[3], group_named(tokens))
-    block, capacity, reproducible, index_block, *mask = numbers[4:]
+    block, capacity, value_dim, reproducible, index_block, *mask = numbers[4:]
     logits = Logits(float(scale), float(softcap))
-    step = DecodeStep(*axes, block, capacity, Mask.decode(mask), logits, merge, output, bool(reproducible), kernel)
-    return step._replace(index_block=index_block or None)
+    sizes, wanted = (block, capacity, value_dim), Mask.decode(mask)
+    return DecodeStep(*axes, *sizes, wanted, logits, merge, output, bool(reproducible), kernel, index_block or None)
 
 
 def run_step(
     q: Tensor,
-    view: CacheView,
+    views: Sequence[CacheView],
     sinks: Tensor | None,
     step: DecodeStep,
     call_number: int,
     key_lengths: Tensor | None = None,
     indices: Tensor | None = None,
+    further: Partial | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's output, and the merged checksum of the call if there are other ranks.
 
-    The output is NaN if the ranks' calls differ. The host reads nothing of a device.
+    `views` is the cache of all rows of q, or a cache for each row. `further` is the partial of keys that are not in the
+    cache. The output is NaN if the ranks' calls differ. The host reads nothing of a device.
     """
-    heads = step.heads.share_of(q.shape[1])
-    rank_q, alone = q[:, heads], step.tokens.size == 1
-    name = step.kernel if indices is None else "reference"
-    kernel = choose_for_cache(name, q, view.keys, view.values, step.logits.capped)
-    shape, dtype = (*rank_q.shape[:-1], view.values.shape[-1]), sum_dtype(q.dtype)
+    view, state, heads = views[0], _state_of(views), step.heads.share_of(q.shape[1])
+    rank_q, alone, block = q[:, heads], step.tokens.size == 1, step.block if step.reproducible else None
+    kernel = choose_for_view(step.kernel if indices is None else "reference", q, view, step.logits.capped)
+    shape, dtype = (*rank_q.shape[:-1], view.value_dim), sum_dtype(q.dtype)
     message, checksum, into = None, None, None
     if isinstance(kernel, Triton) and not alone:  # the kernel writes into the message
         form = PartialMessage(shape, dtype, dtype)
@@ -105,21 +111,24 @@ def run_step(
         into = Partial(q.new_empty(shape), q.new_empty(shape[:-1], dtype=dtype))
     # The first rank adds the sinks; a reproducible step adds them after the merge, on any number of ranks.
     rank_sinks = sinks[heads] if sinks is not None and step.tokens.index == 0 and not step.reproducible else None
-    block = step.block if step.reproducible else None
     on_device = key_lengths is not None and key_lengths.device.type != "cpu"
     key_lengths = None if key_lengths is None else key_lengths.to(q.device)
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
     if indices is None:
-        partial = attend_cache(query, view, kernel)
+        attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+        partial = attend(query, views, kernel)
     else:
         selection = Selection(indices, step.index_block or 1)
         if selection.heads > 1:
             selection = selection.of_heads(step.heads.share_of(selection.heads))
-        partial = attend_selected(query, view, selection, kernel)
+        attend_some = named(ATTENTION, attend_selected) if is_profiled() else attend_selected
+        partial = attend_some(query, view, selection, kernel)
+    if further is not None:
+        partial = copy_into(merge_unchecked([partial, further]), into)
     if not alone or step.heads.size > 1:
         counted = key_lengths if on_device else None  # else part of the number
         tensors = [x for x in (q, sinks, counted, indices) if x is not None]
-        checksum = call_checksum(tensors, call_number, view.state, partial.lse, checksum)
+        checksum = call_checksum(tensors, call_number, state, partial.lse, checksum)
         partial, checksum = _merge(partial, checksum, step, message)
     if step.reproducible:
         partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
@@ -131,8 +140,7 @@ def run_step(
 
 def _nan_unless_counted(out: Tensor, key_lengths: Tensor, length: Tensor) -> Tensor:
     """Return the output, or NaN for a sequence of which no such number of keys is cached. The host reads nothing."""
-    wrong = (key_lengths < 0) | (key_lengths > length)
-    return out.masked_fill(wrong[:, None, None, None], torch.nan)
+    return out.masked_fill(((key_lengths < 0) | (key_lengths > length))[:, None, None, None], torch.nan)
 
 
 def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
@@ -200,16 +208,16 @@ def decode_op(
     numbers: Sequence[int],
 ) -> Tensor:
     """Run a step inside a graph, which cannot raise: all ranks get NaN if their calls differ."""
-    step, view = DecodeStep.decode(names, numbers), view_of(cache)
+    view = view_of(cache, (step := DecodeStep.decode(names, numbers)).value_dim)
     call_number = crc32(f"{numbers[4:]} {names.split(',')[2:]}".encode())
-    out, _ = run_step(q, view, sinks, step, call_number, key_lengths, indices)
+    out, _ = run_step(q, [view], sinks, step, call_number, key_lengths, indices)
     return torch.where(view.state[0] <= step.capacity, out, torch.nan)
 
 
 @decode_op.register_fake
-def _(q: Tensor, cache: Sequence[Tensor], *rest: Any) -> Tensor:
+def _(q: Tensor, *rest: Any) -> Tensor:
     *_, names, numbers = rest
-    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q, cache[1]))
+    return q.new_empty(DecodeStep.decode(names, numbers).output_shape(q))
 
 
 def tensors_of(view: CacheView) -> list[Tensor]:
@@ -217,22 +225,30 @@ def tensors_of(view: CacheView) -> list[Tensor]:
     return [*view[:4], *(view.padding or ())]
 
 
-def view_of(tensors: Sequence[Tensor]) -> CacheView:
+def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:
     """Return the view that `tensors_of` took apart."""
     keys, values, token_index, state, *padding = tensors
-    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None)
+    return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None, value_dim)
 
 
-BoundKernel = Callable[..., Partial]
-"""A kernel with its logits: (q, keys, values, band) -> the partial."""
+def attend_views(query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel) -> Partial:
+    """Return the partial over one cache of all rows, or over a cache for each row."""
+    if len(views) == 1:
+        return attend_cache(query, views[0], kernel)
+    rows = [attend_cache(query.row(number), view, kernel) for number, view in enumerate(views)]
+    return query.into or Partial(*(torch.cat(x) for x in zip(*rows, strict=True)))
+
+
+def _state_of(views: Sequence[CacheView]) -> Tensor:
+    """Return the lengths of caches as one number, which differs if two of them change places."""
+    return sum((row * view.state[:1] for row, view in enumerate(views[1:], 2)), start=views[0].state)
 
 
 def attend_cache(query: DecodeQuery, view: CacheView, kernel: Kernel) -> Partial:
     """Return the partial in float32 or wider, written to `query.into` if that is given."""
     if not isinstance(kernel, Triton):
-        run = functools.partial(forward, kernel, logits=query.logits)
-        stacks = [_attend_tokens(run, query, part) for part in (*view.shared, view)]
-        result = _merge_blocks(stacks, query)
+        run = CacheKernel(kernel, query.logits, view.value_dim)
+        result = _merge_blocks([_attend_tokens(run, query, part) for part in (*view.shared, view)], query)
     elif view.shared:
         plain = query._replace(sinks=None, into=None)
         result = merge_unchecked([kernel.attend_cache(plain, part) for part in (*view.shared, view)])
@@ -249,14 +265,14 @@ def _merge_blocks(stacks: Sequence[Partial], query: DecodeQuery) -> Partial:
     return merge_along_tree(Partial(out, lse)) if len(lse) else identity(query.q, out.shape[-1], lse.dtype)
 
 
-def reads_length_on_device(view: CacheView, kernel: str) -> bool:
+def reads_length_on_device(view: CacheView, kernel: str, dtype: torch.dtype) -> bool:
     """Return whether the kernel reads the number of tokens on the device, so that the host does not wait."""
     if view.keys.device.type == "cpu" and not interpreted():  # the common case, and every step comes here
         return False
-    return isinstance(choose_for_cache(kernel, view.keys, view.keys, view.values), Triton)
+    return isinstance(choose_for_view(kernel, view.attended(dtype)[0], view), Triton)
 
 
-def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Partial:
+def _attend_tokens(run: CacheKernel, query: DecodeQuery, view: CacheView) -> Partial:
     """Return the partial of a kernel that takes the number of tokens from the host; with `block` a stack of them."""
     q, mask, block = query.q, query.mask, query.block
     length, used, *forgotten = view.state.tolist()
@@ -264,33 +280,34 @@ def _attend_tokens(run: BoundKernel, query: DecodeQuery, view: CacheView) -> Par
     if view.padding is not None:
         return _attend_padded(run, query, keys, values, view.padding, length)
     if not used and block is None:
-        return identity(q, values.shape[-1], sum_dtype(q.dtype))
+        return identity(q, run.value_dim, sum_dtype(q.dtype))
     sees_all = mask.left >= length - 1 and mask.longest >= length and query.key_lengths is None
-    if sees_all and q.shape[2] == 1 and block is None:
+    if sees_all and q.shape[2] == 1 and block is None and q.shape[-1] == columns_of(keys):
         return _widen(run(q, keys, values, None))
-    own_positions = torch.arange(used) if used == length else view.token_index[:used]
-    band = Band.of(mask, torch.arange(length - q.shape[2], length), used if used == length else own_positions.cpu())
+    queries, whole = torch.arange(length - q.shape[2], length), used == length
+    own_positions = torch.arange(used) if whole else view.token_index[:used].cpu()
+    run, band = run.at(q, keys, (queries, own_positions)), Band.of(mask, queries, used if whole else own_positions)
     if block is not None:
         return _attend_blocks(run, q, keys, values, band, block, *forgotten)
     return _widen(run(q, keys, values, band, counts=visible_counts(own_positions, query.key_lengths)))
 
 
 def _attend_padded(
-    run: BoundKernel, query: DecodeQuery, keys: Tensor, values: Tensor, padding: Padding, length: int
+    run: CacheKernel, query: DecodeQuery, keys: Tensor, values: Tensor, padding: Padding, length: int
 ) -> Partial:
     """Attend each sequence by itself. Padding cuts its keys into runs, mostly one, with positions of their own."""
     q, lengths = query.q, query.key_lengths
     token_mask, q_positions = padding.last(torch.arange(length - q.shape[2], length, device=q.device))
-    q_positions = q_positions.cpu()
-    partials = []
+    q_positions, partials = q_positions.cpu(), list[Partial]()
     for row in range(q.shape[0]):
         only, k_positions = slice(row, row + 1), padding.places[row, : keys.shape[2]].cpu()
-        total = identity(q[only], values.shape[-1], sum_dtype(q.dtype))
+        total = identity(q[only], run.value_dim, sum_dtype(q.dtype))
         for start, stop in _runs(k_positions >= 0):
             band = Band.of(query.mask, q_positions[row], k_positions[start:stop])
             counts = None if lengths is None else visible_counts(k_positions[start:stop], lengths[only])
             some_keys, some_values = (x[only, :, start:stop] for x in (keys, values))
-            total = merge_unchecked([total, _widen(run(q[only], some_keys, some_values, band, counts=counts))])
+            here = run.at(q, some_keys, (q_positions[row], k_positions[start:stop]))
+            total = merge_unchecked([total, _widen(here(q[only], some_keys, some_values, band, counts=counts))])
         partials.append(total)
     out, lse = (torch.cat(x) for x in zip(*partials, strict=True))
     blind = ~token_mask[:, None]
@@ -304,23 +321,23 @@ def _runs(flags: Tensor) -> list[tuple[int, int]]:
 
 
 def _attend_blocks(
-    run: BoundKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int, forgotten: int = 0
+    run: CacheKernel, q: Tensor, keys: Tensor, values: Tensor, band: Band, block: int, forgotten: int = 0
 ) -> Partial:
     """Return a stack of one partial per block. Blocks that every row sees whole take one call."""
     used, rows = keys.shape[2], q.shape[2]
     count = -(-used // block)
-    out = q.new_zeros((count, *q.shape[:-1], values.shape[-1]), dtype=sum_dtype(q.dtype))
+    out = q.new_zeros((count, *q.shape[:-1], run.value_dim), dtype=sum_dtype(q.dtype))
     lse = q.new_full((count, *q.shape[:-1]), -torch.inf, dtype=sum_dtype(q.dtype))
     first, last = -(-int(band.low[-1]) // block), int(band.high[0]) // block
     whole = range(first, max(first, last))
     full = Band(torch.zeros(rows, dtype=torch.long), torch.full((rows,), block))
     for row in range(q.shape[0] if whole else 0):
         # A view: (blocks, heads, tokens of a block, dim). One call for all sequences would have to copy the keys.
-        blocks = (
+        some_keys, some_values = (
             x[row, :, first * block : last * block].unflatten(1, (-1, block)).transpose(0, 1) for x in (keys, values)
         )
         row_q = q[row].expand(len(whole), *q.shape[1:])
-        out[first:last, row], lse[first:last, row] = run(row_q, *blocks, full)
+        out[first:last, row], lse[first:last, row] = run(row_q, some_keys, some_values, full)
     for number in set(range(int(band.low[0]) // block, min(count, -(-int(band.high[-1]) // block)))) - set(whole):
         start, stop = number * block, min(used, (number + 1) * block)
         inside = Band(*((bound - start).clamp(0, stop - start) for bound in (band.low, band.high)))

@@ -61,19 +61,24 @@ class Manifest(NamedTuple):
     note: str
     name: str  # unique to this save
     forgotten: tuple[tuple[int, int], ...] = ()  # per layer: tokens not saved, and the first query that can be decoded
+    lengths: tuple[int, ...] = ()  # per layer, where keys of some stand for several tokens; else each has `length`
+
+    def length_of(self, layer: int) -> int:
+        """Return the keys of a layer."""
+        return self.lengths[layer] if self.lengths else self.length
 
     @property
     def groups(self) -> dict[int, list[int]]:
         """Layers that keep the same tokens, by the first of them."""
-        groups: dict[tuple[object, int], list[int]] = {}
+        groups: dict[tuple[object, int, int], list[int]] = {}
         for layer, sizes in enumerate(self.sizes):
-            groups.setdefault((sizes.mask, sizes.keep), []).append(layer)
+            groups.setdefault((sizes.mask, sizes.keep, self.length_of(layer)), []).append(layer)
         return {layers[0]: layers for layers in groups.values()}
 
     @property
     def pieces(self) -> int:
         """Tokens in the files of all ranks along the tokens axis."""
-        return sum(self.length - self.forgotten[layer][0] for layer in self.groups)
+        return sum(self.length_of(layer) - self.forgotten[layer][0] for layer in self.groups)
 
     @property
     def folder(self) -> str:
@@ -91,26 +96,6 @@ class Manifest(NamedTuple):
             expected, given = f"a note of less than {MAX_MANIFEST} characters", f"{len(self.note)}"
             raise StoreError("save", expected, given, "pass long data as a tensor in more=")
         return text
-
-
-class SavedGroup(NamedTuple):
-    """This rank's tokens of layers that keep the same ones, in tensors that an append leaves as they are."""
-
-    leader: int  # the first of these layers
-    forgets: bool
-    token_index: Tensor
-    tensors: dict[str, Tensor]  # by their names in a file
-
-    @staticmethod
-    def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
-        """Return the group of these layers."""
-        first = shards[layers[0]]
-        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
-        named = {
-            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
-        }
-        tensors = {name: x[:, :, saved] for name, x in named.items()}
-        return SavedGroup(layers[0], first.sizes.mask is not None, first.token_index[saved], tensors)
 
 
 def check_folder(subject: str, folder: object) -> Path:
@@ -138,6 +123,7 @@ def read_manifest(path: Path) -> Manifest:
         more = padded or fields["more"] is True
         codes = [[x if type(x) is int and x == FAR else check_size(x) for x in code] for code in fields["sizes"]]
         forgotten = [(check_size(first), check_size(floor)) for first, floor in fields.get("forgotten", [])]
+        lengths = [check_size(each) for each in fields.get("lengths", [])]
         if version != VERSION or not NAME.fullmatch(name):
             raise ValueError("another version, or no name")
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
@@ -152,14 +138,17 @@ def read_manifest(path: Path) -> Manifest:
             each.check(heads)
         alike = len({(each.block, each.batch) for each in sizes}) == 1
         forgotten = forgotten or [(0, 0)] * len(sizes)
-        windows = [(*starts, each) for starts, each in zip(forgotten, sizes, strict=True)]
-        alike &= all(first <= floor <= length and (each.mask or not floor) for first, floor, each in windows)
-        if not alike or not heads or not ranks or length > min(each.capacity for each in sizes):
+        ends = lengths or [length] * len(sizes)
+        windows = [(*starts, end, each) for starts, end, each in zip(forgotten, ends, sizes, strict=True)]
+        alike &= all(first <= floor <= end and (each.mask or not floor) for first, floor, end, each in windows)
+        alike &= all(end <= min(length, each.capacity) for *_, end, each in windows)
+        if not alike or not heads or not ranks:
             raise ValueError("sizes that contradict each other")
     except (ValueError, IndexError, TypeError, ZeroDivisionError) as error:
         given = f"{fields['sizes']!r}, length={length}, heads={heads}, ranks={ranks} in {path}"
         raise StoreError("load", "the sizes of a cache", given, FIX) from error
-    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, tuple(forgotten))
+    by_layer = tuple(forgotten), tuple(lengths)
+    return Manifest(sizes, padded, more, length, heads, ranks, saving, note, name, *by_layer)
 
 
 def save_folders(path: Path) -> list[Path]:
@@ -213,10 +202,12 @@ def load_layers(
     device: torch.device | str | None = None,
     checked: bool | None = None,
     copies: int = 1,
+    tokens_per_key: Sequence[int] | None = None,
 ) -> tuple[list[Cache], dict[str, Tensor], str]:
     """Return the caches that `save_layers` wrote, on any number of ranks, with its `more` and its `note`.
 
-    Every rank calls it. `make` is `KVCache`.
+    Every rank calls it. `make` is `KVCache`. `tokens_per_key` are those of each layer, if not 1: `capacity` counts
+    tokens.
     """
     axes, target = Mesh.of(mesh), device_for(mesh, device)
 
@@ -224,15 +215,15 @@ def load_layers(
         if fault := device_fault("load", target, device):
             raise fault
         check_copies(copies, axes.queries.size * axes.keys.size)
-        return inspect(path, axes, target, layers, capacity, copies)
+        return inspect(path, axes, target, layers, capacity, copies, tokens_per_key)
 
     agreed = run_agreed(axes, check, lambda found: describe_call("load", of=found[0], capacity=capacity))
     manifest, folder, sizes, token_mask, more = agreed
     caches = [make(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
     with torch.no_grad():
         run_agreed(axes, lambda: fill([cache.shards for cache in caches], folder, manifest), "load")
-        for cache, (first, _) in zip(caches, manifest.forgotten, strict=True):
-            cache.shards.mark_present(manifest.length, token_mask, first)
+        for layer, (cache, (first, _)) in enumerate(zip(caches, manifest.forgotten, strict=True)):
+            cache.shards.mark_present(manifest.length_of(layer), token_mask, first)
     return caches, more, manifest.note
 
 
@@ -241,7 +232,13 @@ Inspected = tuple[Manifest, Path, tuple[Sizes, ...], Tensor | None, dict[str, Te
 
 
 def inspect(
-    path: object, mesh: Mesh, device: torch.device, layers: int | None, capacity: int | None, copies: int
+    path: object,
+    mesh: Mesh,
+    device: torch.device,
+    layers: int | None,
+    capacity: int | None,
+    copies: int,
+    tokens_per_key: Sequence[int] | None,
 ) -> Inspected:
     """Return the saved layers of a folder. Raise if they cannot be loaded onto this mesh and device."""
     folder = check_folder("load", path)
@@ -249,10 +246,13 @@ def inspect(
     if layers not in (None, len(manifest.sizes)):
         given, fix = f"{len(manifest.sizes)} in {folder}", "call hf.ShardedCache(config, mesh).restore(path)"
         raise StoreError("load", f"a cache of {layers} layer{'s' * (layers != 1)}", given, fix)
-    sizes = tuple(each if capacity is None else replace(each, capacity=capacity) for each in manifest.sizes)
-    for each in sizes:
+    sizes = manifest.sizes
+    if capacity is not None:
+        per = tokens_per_key or [1] * len(sizes)
+        sizes = tuple(replace(each, capacity=-(-capacity // n)) for each, n in zip(sizes, per, strict=True))
+    for layer, each in enumerate(sizes):
         each.check(mesh.heads.size)
-        if manifest.length > each.capacity:
+        if manifest.length_of(layer) > each.capacity:
             given, fix = f"{manifest.length} in a capacity of {each.capacity}", f"pass capacity={manifest.length}"
             raise ShapeError("load", "room for the tokens that were saved", given, fix)
     _check_memory(sizes, mesh, device, copies, padded=manifest.padded)
@@ -271,8 +271,8 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
     needed = 0
     for sizes in layers:
         tokens = -(-sizes.kept // (mesh.queries.size * mesh.keys.size)) + sizes.block
-        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.widths)
-        needed += copies * tokens * (elements * sizes.dtype.itemsize + 8)
+        elements = sizes.batch * sizes.kv_heads // mesh.heads.size * sum(sizes.row_widths)
+        needed += copies * tokens * (elements * sizes.row_dtype.itemsize + 8)
         needed += copies * sizes.batch * (sizes.capacity + 8 * tokens) if padded else 0
     if needed > memory:
         given = f"{needed / 1e9:,.1f} GB for a capacity of {layers[0].capacity:,}"
@@ -281,8 +281,8 @@ def _check_memory(layers: Sequence[Sizes], mesh: Mesh, device: torch.device, cop
 
 def fill(layers: Sequence[Shards], path: Path, manifest: Manifest) -> None:
     """Write this rank's tokens into its shards, one per layer, from the files of all ranks that saved."""
-    for shards, starts in zip(layers, manifest.forgotten, strict=True):
-        shards.prepare(manifest.length, *starts)
+    for layer, (shards, starts) in enumerate(zip(layers, manifest.forgotten, strict=True)):
+        shards.prepare(manifest.length_of(layer), *starts)
     pieces = list(piece_files(path, manifest))
     for leader, group in manifest.groups.items():
         own = {layer: layers[layer].own for layer in group}
@@ -292,16 +292,16 @@ def fill(layers: Sequence[Shards], path: Path, manifest: Manifest) -> None:
 def _fill_group(shards: Mapping[int, CacheShard], path: Path, manifest: Manifest, pieces: Sequence[PieceFile]) -> None:
     """Write this rank's tokens into its shards of layers that keep the same tokens."""
     leader, first = next(iter(shards.items()))
-    start = manifest.forgotten[leader][0]
+    start, end = manifest.forgotten[leader][0], manifest.length_of(leader)
     gone = first.block_cyclic.count(first.index, start)
-    used = first.block_cyclic.count(first.index, manifest.length) - gone
+    used = first.block_cyclic.count(first.index, end) - gone
     found = torch.zeros(manifest.heads, used, dtype=torch.bool)  # tokens read, by their file's index along heads
     for piece in pieces:
         file = TensorFile(piece.path)
         tokens = file.read("columns", torch.int64, (piece.stop - piece.start,))
         mine = (first.block_cyclic.owner(tokens) == first.index).nonzero().flatten()
         slots = first.block_cyclic.slot(tokens[mine]) - gone
-        if len(tokens) and (int(tokens.min()) < start or int(tokens.max()) >= manifest.length):
+        if len(tokens) and (int(tokens.min()) < start or int(tokens.max()) >= end):
             raise StoreError("load", "every token once", f"tokens beyond the last in {piece.path}", FIX)
         if bool(found[piece.heads, slots].any()) or len(slots.unique()) < len(slots):
             raise StoreError("load", "every token once", f"some twice in {piece.path}", FIX)

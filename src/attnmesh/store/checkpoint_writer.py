@@ -13,10 +13,12 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import partial
 from pathlib import Path
 from secrets import randbits
+from typing import NamedTuple
 
 from torch import Tensor
 
 from attnmesh.decode.cache import KVCache
+from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards
 from attnmesh.decode.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
@@ -26,7 +28,6 @@ from attnmesh.store.checkpoint import (
     MORE,
     NAME,
     Manifest,
-    SavedGroup,
     check_folder,
     piece_files,
     read_manifest,
@@ -41,6 +42,27 @@ MAX_PIECE, MIN_PIECE = 4096, 64
 """Tokens of the longest file, and of the shortest but the last."""
 
 
+class SavedGroup(NamedTuple):
+    """This rank's tokens of layers that keep the same ones, in tensors that an append leaves as they are."""
+
+    leader: int  # the first of these layers
+    is_rewritten: bool  # by each save: the slots may hold other tokens, or are those of another group
+    token_index: Tensor
+    tensors: dict[str, Tensor]  # by their names in a file
+
+    @staticmethod
+    def of(shards: Sequence[CacheShard], layers: Sequence[int], manifest: Manifest) -> "SavedGroup":
+        """Return the group of these layers."""
+        first = shards[layers[0]]
+        saved = slice(first.count_before(manifest.forgotten[layers[0]][0]), first.used)
+        named = {
+            f"{kind} {n}": x for n in layers for kind, x in zip(("keys", "values"), shards[n].stored, strict=False)
+        }
+        tensors = {name: x[:, :, saved] for name, x in named.items()}
+        rewritten = first.sizes.mask is not None or manifest.length_of(layers[0]) != manifest.length
+        return SavedGroup(layers[0], rewritten, first.token_index[saved], tensors)
+
+
 def save_layers(
     caches: Sequence[KVCache],
     path: str | Path,
@@ -48,10 +70,12 @@ def save_layers(
     more: Mapping[str, Tensor] | None = None,
     note: str = "",
     wait: bool = True,
+    lengths_differ: bool = False,
 ) -> Saving:
     """Write caches of the same tokens to one folder, as `KVCache.save` writes one. Every rank calls it.
 
-    `more` are tensors, the same on all ranks, and `note` is a text. `load_layers` returns both.
+    `more` are tensors, the same on all ranks, and `note` is a text. `load_layers` returns both. Lengths differ where
+    keys of some layers stand for several tokens; the first layer's do not.
     """
     for cache in caches:
         if cache.saved.last is not None and not cache.saved.last.concluded:
@@ -62,7 +86,7 @@ def save_layers(
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard == 0
     prepared, call = attempt(
-        lambda: _prepare(path, shards, more or {}, note, is_coordinator),
+        lambda: _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ),
         lambda found: describe_call("save", saving=found[1].saving, note=note),
     )
     names = agree(mesh, call, [randbits(62)])
@@ -81,13 +105,19 @@ def save_layers(
 
 
 def _prepare(
-    path: str | Path, layers: Sequence[Shards], more: Mapping[str, Tensor], note: str, is_coordinator: bool
+    path: str | Path,
+    layers: Sequence[Shards],
+    more: Mapping[str, Tensor],
+    note: str,
+    is_coordinator: bool,
+    lengths_differ: bool,
 ) -> tuple[Path, Manifest, dict[str, Tensor]]:
     """Return the folder, the manifest without a name, and on the coordinator copies of tensors of no rank."""
     folder, shards = check_folder("save", path), [each.own for each in layers]
     first = shards[0]
     check_more(more)
-    lengths = sorted({shard.length for shard in shards})
+    by_layer = tuple(shard.length for shard in shards) if lengths_differ else ()
+    lengths = sorted({shard.length for shard in (shards[:1] if lengths_differ else shards)})
     if len(lengths) > 1:
         given, fix = f"layers of {lengths} tokens", f"call truncate({lengths[0]}) on each layer"
         raise StoreError("save", "layers of the same tokens", given, fix)
@@ -95,7 +125,8 @@ def _prepare(
     padded = token_mask is not None
     saved_by = first.heads.size, first.block_cyclic.ranks, _next_number(folder)
     forgotten = tuple((each.first(), each.floor) for each in layers)
-    manifest = Manifest(sizes, padded, padded or bool(more), lengths[0], *saved_by, note, f"{0:016x}", forgotten)
+    kind = sizes, padded, padded or bool(more), lengths[0], *saved_by
+    manifest = Manifest(*kind, note, f"{0:016x}", forgotten, by_layer)
     manifest.to_json()  # raises if it could not be read back
     if not is_coordinator:
         return folder, manifest, {}
@@ -159,7 +190,7 @@ def _write(
             tensors |= {name: x[:, :, start:stop] for name, x in group.tensors.items()}
             suffix = f".{group.leader}" if group.leader else ""
             name = "{}.{}.{}-{}{}.safetensors".format(*place, start, stop, suffix)
-            if group.forgets:  # these slots hold other tokens by the next save
+            if group.is_rewritten:
                 link_or_write(folder / name, tensors)
                 continue
             trusted = saved.folder / name if saved.folder is not None and (start, stop) in saved else None

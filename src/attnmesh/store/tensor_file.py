@@ -27,6 +27,7 @@ from attnmesh.errors import StoreError
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "I8": torch.int8,
     "I64": torch.int64,
     "F64": torch.float64,
     "F32": torch.float32,

@@ -1,0 +1,149 @@
+"""Decoding of a shard: each rank has the queries of some of the cache's last tokens, and gets their outputs.
+
+Queries go to the ranks that hold the cache, and their partials come back to be merged where the queries are. A merge
+on all ranks would send each partial to every rank.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnmesh.attention.sharding import unshard
+from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.core.layout import Layout
+from attnmesh.core.logits import with_distance_bias
+from attnmesh.core.mask import Causal, Mask
+from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
+from attnmesh.core.selection import Selection
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.checks import check_bias, check_step
+from attnmesh.decode.decode import named_options, unchecked_step
+from attnmesh.decode.selected import attend_selected
+from attnmesh.decode.step import DecodeStep, attend_views
+from attnmesh.errors import ShapeError, require
+from attnmesh.guard.consensus import agree_on_call, describe_call
+from attnmesh.kernels.cache_view import DecodeQuery
+from attnmesh.kernels.driver import choose_for_view
+from attnmesh.mesh.axes import Axis, Mesh
+from attnmesh.mesh.shapes import share
+from attnmesh.runtime.kept import on_device
+from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
+from attnmesh.runtime.world import cached_per_world
+
+Further = Callable[[Tensor], Partial | None]
+"""Returns attention of all queries over further keys of this rank."""
+
+
+class Places(NamedTuple):
+    """Places of each rank's queries among all; `order` sorts those of all ranks."""
+
+    own: tuple[int, ...]  # tokens of each rank along the heads axis, in this rank's chunk
+    chunks: tuple[Tensor, ...]  # of each rank along the axis of tokens, those of its chunk
+    order: Tensor
+
+
+@torch.no_grad()
+def decode_shard(
+    q: Tensor,
+    cache: KVCache,
+    layout: Layout,
+    length: int,
+    *,
+    mask: Mask = Causal(),
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str = "auto",
+    selected: Selection | None = None,
+    distance_bias: Tensor | None = None,
+    further: Further = lambda _: None,
+) -> Tensor:
+    """Return attention of this rank's queries, (batch, heads, tokens of this rank, dim), over the whole cache.
+
+    The queries are those of the last `length` tokens, of which each rank has the ones that the layout gives it.
+    `selected` and `distance_bias` are those of this rank's queries. The last bits of results
+    depend on the number of ranks.
+    """
+    step = unchecked_step(cache, mask, scale, softcap, "auto", "replicated", False, kernel)
+
+    def check() -> None:
+        nonlocal step
+        own = _places(cache.mesh, cache.tokens, layout, length).own[cache.mesh.heads.index]
+        given, fix = f"{q.shape[2]} queries of {own}", "pass the queries that the layout gives to this rank"
+        require(q.shape[2] == own, ShapeError, "decode_shard q", "a query for each token of the shard", given, fix)
+        whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
+        step = check_step(whole if selected is None else q, cache, sinks, None, step, {}, selected)
+        step = check_bias(q, cache, distance_bias, step, selected)
+
+    def describe() -> str:
+        contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
+        queries = {"dtype": q.dtype, "heads": q.shape[1], "layout": layout, "length": length}
+        return describe_call("decode_shard", **queries, **contents, **named_options(step))
+
+    agree_on_call(cache.mesh, q.device, cache.checker.checked, check, describe)
+    q = with_distance_bias(q, distance_bias)
+    places = _places(cache.mesh, cache.tokens, layout, length)
+    mesh, heads = cache.mesh, cache.mesh.heads.share_of(q.shape[1])
+    arrived = _to_chunk(q, places, mesh.heads)
+    wanted = [(meta_like(arrived, len(chunk)),) for chunk in places.chunks]
+    arrived = torch.cat([x for (x,) in swap([(arrived,)] * cache.tokens.size, wanted, cache.tokens)], 2)
+    every = arrived.index_select(2, on_device(places.order, q.device))
+    if selected is not None:
+        indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
+        selected = Selection(indices, selected.block)
+        if selected.heads > 1:
+            selected = selected.of_heads(mesh.heads.share_of(selected.heads))
+    attend = named(ATTENTION, _attend) if is_profiled() else _attend
+    partial = attend(every, cache, step, selected)
+    if (more := further(every)) is not None:
+        partial = merge_unchecked([partial, more])
+    returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in places.chunks]
+    own = tuple(meta_like(x, sum(places.own)) for x in partial)
+    merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
+    merged = merge([Partial(*part) for part in swap(returned, [own] * cache.tokens.size, cache.tokens)])
+    out = with_sinks(merged, None if sinks is None else sinks[heads]).out.to(q.dtype)
+    return _to_tokens(out, places, mesh.heads, q.shape[1])
+
+
+def _attend(q: Tensor, cache: KVCache, step: DecodeStep, selected: Selection | None) -> Partial:
+    """Return the partial of all queries over the tokens of this rank."""
+    view = cache.shard.view
+    kernel = choose_for_view(step.kernel if selected is None else "reference", q, view, step.logits.capped)
+    query = DecodeQuery(q, step.mask, step.logits, step.capacity)
+    if selected is not None:
+        return attend_selected(query, view, selected, kernel)
+    return attend_views(query, [view], kernel)
+
+
+@cached_per_world(1024)
+def _places(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> Places:
+    """Return the places of so many queries in a layout."""
+    shape, chunks = mesh.shape, []
+    for place in range(tokens.size):
+        row, column = divmod(place, shape.keys)
+        shards = [shape.shard(head, row, column) for head in range(shape.heads)]
+        chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
+    whole = [torch.cat(chunk) for chunk in chunks]
+    return Places(tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort())
+
+
+def _to_chunk(q: Tensor, places: Places, axis: Axis) -> Tensor:
+    """Return this rank's heads of the tokens of all ranks along the heads axis."""
+    if axis.size == 1:
+        return q
+    shares = [share(q.shape[1], axis.size, rank) for rank in range(axis.size)]
+    mine = q[:, shares[axis.index]]
+    wanted = [(meta_like(mine, count),) for count in places.own]
+    return torch.cat([x for (x,) in swap([(q[:, share],) for share in shares], wanted, axis)], 2)
+
+
+def _to_tokens(out: Tensor, places: Places, axis: Axis, heads: int) -> Tensor:
+    """Return all heads of this rank's tokens: the inverse of `_to_chunk`."""
+    if axis.size == 1:
+        return out
+    shares = [share(heads, axis.size, rank) for rank in range(axis.size)]
+    like = out[:1].new_empty(1).expand(len(out), heads, places.own[axis.index], out.shape[3])
+    wanted = [(meta_like(like[:, share], like.shape[2]),) for share in shares]
+    return torch.cat([x for (x,) in swap([(x,) for x in out.split(places.own, 2)], wanted, axis)], 1)

@@ -1,0 +1,108 @@
+"""Steps with a bias by distance: caches on ranks, with padding, forks and windows, beside dense attention."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh.errors import DtypeError, InputError, KernelError, MeshError, ShapeError
+from attnmesh.mesh.shapes import AXES, Shape
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, WIDTH, TOKENS, NEAR = (4, 2), 8, 45, 7
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+Q, K, V = (numbers(2, HEADS[n > 0], TOKENS, WIDTH, seed=n) for n in range(3))
+BIAS, SINKS = numbers(2, HEADS[0], TOKENS, NEAR, seed=3), numbers(HEADS[0], seed=4)
+REAL = torch.cat((torch.zeros(2, 6), torch.ones(2, TOKENS - 6)), 1).bool() | torch.tensor([[True], [False]])
+LAST = slice(TOKENS - 3, TOKENS)
+
+
+def cache_of(shape: Shape, **options: Any) -> am.KVCache:
+    mesh = named_mesh(shape, AXES) if shape.ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4, "dtype": Q.dtype}
+    return am.KVCache(mesh, **sizes | options)
+
+
+def attend(cache: am.KVCache, mask: am.Mask | None = None, **options: Any) -> Tensor:
+    mask = am.Causal() if mask is None else mask
+    return am.decode(Q[:, :, LAST], cache, mask=mask, distance_bias=BIAS[:, :, LAST], **options)
+
+
+def outputs(shape: Shape) -> list[Tensor]:
+    """Return what steps give of a plain cache, a padded one, a fork, and one that forgets, one token at a time."""
+    plain, padded, few = cache_of(shape), cache_of(shape), torch.tensor([TOKENS, TOKENS - 2])
+    plain.append(K, V)
+    padded.append(K, V, token_mask=REAL)
+    fork = plain.fork()
+    found = [attend(plain), attend(plain, am.Window(9), sinks=SINKS), attend(padded), attend(fork)]
+    found.append(attend(plain, key_lengths=few, merge="tree"))
+    window, steps = cache_of(shape, mask=am.Window(9)), []
+    for token in range(TOKENS):
+        one = slice(token, token + 1)
+        new = {"k": K[:, :, one], "v": V[:, :, one], "mask": am.Window(9), "distance_bias": BIAS[:, :, one]}
+        steps.append(am.decode(Q[:, :, one], window, sinks=SINKS, **new))
+    return [*found, torch.cat(steps[-3:], 2)]
+
+
+def right() -> list[Tensor]:
+    """Return the same by `attend`, of each sequence without its padding."""
+    few = torch.tensor([TOKENS, TOKENS - 2])
+    whole = am.attend(Q, K, V, mask=am.Causal(), distance_bias=BIAS).out
+    near = am.attention(Q, K, V, mask=am.Window(9), sinks=SINKS, distance_bias=BIAS)
+    rows = []
+    for row, real in enumerate(REAL):
+        x = (y[row : row + 1, :, real] for y in (Q, K, V))
+        rows.append(am.attend(*x, mask=am.Causal(), distance_bias=BIAS[row : row + 1, :, real]).out[:, :, -3:])
+    cut = am.attend(Q, K, V, mask=am.Causal(), distance_bias=BIAS, key_lengths=few).out
+    return [*(x[:, :, LAST] for x in (whole, near)), torch.cat(rows), *(x[:, :, LAST] for x in (whole, cut, near))]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2)])
+def test_steps_agree_with_attend(pool: Pool, shape: tuple[int, ...]) -> None:
+    for found in pool.run(Shape(*shape).ranks, outputs, Shape(*shape)):
+        for given, expected in zip(found, right(), strict=True):
+            torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+
+
+def wrong_calls() -> list[str]:
+    """Return the errors of calls whose bias is wrong on the last rank."""
+    cache, found, last = cache_of(Shape(1, 1, 2)), list[str](), dist.get_rank() == 1
+    cache.append(K, V)
+    other = torch.full_like(BIAS, 2.0)
+    for bias, options, kind in (
+        (BIAS[:, :, LAST].int(), {}, DtypeError),
+        (BIAS, {}, ShapeError),
+        (BIAS[:, :, LAST], {"kernel": "native"}, KernelError),
+        (BIAS[:, :, LAST], {"softcap": 2.0}, KernelError),
+        (BIAS[:, :, LAST], {"reproducible": True}, KernelError),
+        (other[:, :, LAST], {}, MeshError),
+        (BIAS[:, :, LAST, :2], {}, MeshError),
+        (None, {}, MeshError),
+    ):
+        given = {"distance_bias": bias, **options} if last else {"distance_bias": BIAS[:, :, LAST]}
+        with pytest.raises(InputError) as raised:
+            am.decode(Q[:, :, LAST], cache, **given)
+        assert isinstance(raised.value, kind), raised.value
+        found.append(str(raised.value))
+    return found
+
+
+def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
+    first, second = pool.run(2, wrong_calls)
+    assert first == second
+
+
+def test_rows_in_8_bits_are_refused() -> None:
+    cache = cache_of(Shape(1, 1, 1), dtype=torch.float32, storage="int8")
+    cache.append(K.float(), V.float())
+    with pytest.raises(KernelError, match=r"decode distance_bias: expected a cache of plain numbers, given .*int8"):
+        am.decode(Q[:, :, LAST].float(), cache, distance_bias=BIAS[:, :, LAST].float())

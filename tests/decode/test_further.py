@@ -1,0 +1,143 @@
+"""Steps over a cache and further keys of each rank: one softmax, as over all keys in one place."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, WIDTH, TOKENS, MORE = (4, 2), 8, 45, 11
+
+STEPS = ((am.Causal(), 1, "replicated"), (am.Window(6), 3, "replicated"), (am.Causal(), 2, "heads"))
+"""Mask, queries and output of a step. Caches with a window forget tokens."""
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def cache_of(ranks: int, mask: am.Mask | None, dtype: torch.dtype = torch.float64) -> am.KVCache:
+    mesh = named_mesh(Shape(1, 1, ranks), AXES) if ranks > 1 else None
+    sizes = {"batch": 2, "kv_heads": HEADS[1], "head_dim": WIDTH, "capacity": 64, "block": 4}
+    cache = am.KVCache(mesh, **sizes, dtype=dtype, mask=mask)
+    cache.append(*numbers(2, 2, HEADS[1], TOKENS, WIDTH, dtype=dtype))
+    return cache
+
+
+def part_of(q: Tensor, rank: int, ranks: int, **options: Any) -> am.Partial:
+    """Return attention over a rank's share of the further keys: none for the last of several ranks."""
+    share = slice(rank, MORE, max(1, ranks - 1)) if rank < max(1, ranks - 1) else slice(0, 0)
+    k, v = numbers(2, 2, HEADS[1], MORE, WIDTH, seed=5, dtype=q.dtype)[:, :, :, share]
+    return am.attend(q, k, v, **options)
+
+
+def differences(ranks: int) -> list[float]:
+    """Return how far steps are from attention over all keys in one place."""
+    rank, found = dist.get_rank() if ranks > 1 else 0, []
+    for mask, rows, output in (
+        (am.Causal(), 1, "replicated"),
+        (am.Window(6), 3, "replicated"),
+        (am.Causal(), 2, "heads"),
+    ):
+        q, sinks = numbers(2, HEADS[0], rows, WIDTH, seed=2), numbers(HEADS[0], seed=3)
+        cache = cache_of(ranks, mask if mask != am.Causal() else None)
+        options: dict[str, Any] = {"mask": mask, "sinks": sinks, "scale": 0.5, "output": output}
+        out = am.decode(q, cache, partial=part_of(q, rank, ranks, scale=0.5), **options)
+        k, v = numbers(2, 2, HEADS[1], TOKENS, WIDTH)
+        more = numbers(2, 2, HEADS[1], MORE, WIDTH, seed=5)
+        keys, values = (torch.cat(x, 2).repeat_interleave(2, 1) for x in zip((k, v), more, strict=True))
+        logits = 0.5 * q @ keys.mT
+        seen = mask.visible(torch.arange(TOKENS - rows, TOKENS), torch.arange(TOKENS))
+        logits[..., :TOKENS].masked_fill_(~seen, -torch.inf)
+        sink = sinks[:, None, None].expand(2, -1, rows, 1)
+        expected = torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ values
+        own = torch.arange(HEADS[0]).tensor_split(ranks)[rank] if output == "heads" else slice(None)
+        found.append(float((out - expected[:, own]).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_one_softmax_covers_the_cache_further_keys_and_sinks(pool: Pool, ranks: int) -> None:
+    for found in pool.run(ranks, differences, ranks):
+        assert max(found) < 1e-14, found
+
+
+def received(further: bool) -> int:
+    cache, q = cache_of(4, None, torch.float32), numbers(2, HEADS[0], 1, WIDTH, seed=2, dtype=torch.float32)
+    partial = part_of(q, dist.get_rank(), 4) if further else None
+    with counted() as traffic:
+        am.decode(q, cache, partial=partial, merge="tree")
+    return traffic.bytes
+
+
+def test_further_keys_send_nothing_more(pool: Pool) -> None:
+    assert pool.run(4, received, True) == pool.run(4, received, False)
+
+
+def shorter(partial: am.Partial) -> am.Partial:
+    return am.Partial(*(x[:, :, :1] for x in partial))
+
+
+def rounded(partial: am.Partial) -> am.Partial:
+    return am.Partial(*(x.float() for x in partial))
+
+
+def on_one_rank(partial: am.Partial) -> am.Partial | None:
+    return partial if dist.get_rank() else None
+
+
+def as_list(partial: am.Partial) -> list[Tensor]:
+    return list(partial)
+
+
+REFUSED = {
+    shorter: "decode partial: expected shapes",
+    rounded: "decode partial: expected out in torch.float64",
+    as_list: "decode partial: expected a partial",
+    on_one_rank: "decode: expected the same call on every rank",
+}
+
+
+def refused(name: str, **options: Any) -> str:
+    """Return the error of a step whose partial a function of this name has changed."""
+    cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    change = next((change for change in REFUSED if change.__name__ == name), lambda partial: partial)
+    try:
+        am.decode(q, cache, partial=change(part_of(q, dist.get_rank(), 2)), **options)  # type: ignore[arg-type]
+    except errors.InputError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_does_not_fit_is_refused_on_all_ranks(pool: Pool, change: Any) -> None:
+    found = pool.run(2, refused, change.__name__)
+    assert len(set(found)) == 1
+    assert found[0].startswith(REFUSED[change]), found[0]
+
+
+def reproducible() -> str:
+    return refused("", reproducible=True)
+
+
+def test_reproducible_steps_are_refused(pool: Pool) -> None:
+    for error in pool.run(2, reproducible):
+        assert error.startswith("decode reproducible: expected no partial="), error
+
+
+def unchecked() -> bool:
+    cache, q = cache_of(2, None), numbers(2, HEADS[0], 2, WIDTH, seed=2)
+    partial = part_of(q, 0, 2) if dist.get_rank() else None
+    return bool(am.decode(q, cache, partial=partial, checked=False).isnan().all())
+
+
+def test_partials_on_some_ranks_are_nan_where_nothing_is_compared(pool: Pool) -> None:
+    assert pool.run(2, unchecked) == [True, True]

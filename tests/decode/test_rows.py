@@ -1,0 +1,276 @@
+"""Rows of several caches in one step: each row is what its cache alone gives, and ranks raise alike."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnmesh as am
+from attnmesh import errors
+from attnmesh.mesh.shapes import AXES, Shape
+from attnmesh.runtime.counters import counted
+from tests.support.mesh_problems import named_mesh
+from tests.support.pool import Pool
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+LENGTHS = (61, 1, 200, 17)
+SHAPES = [Shape(1, 1, 1), Shape(1, 1, 2), Shape(1, 3, 1), Shape(2, 1, 2)]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class Rows:
+    """Caches of several lengths, and all that was appended to them, in float64."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.float32, value_dim: int = DIM, **options: Any) -> None:
+        self.dtype, self.caches, self.kept, self.steps, self.value_dim = dtype, [], [], 0, value_dim
+        self.latent = options.get("values") == "prefix"
+        sizes: dict[str, Any] = {"batch": 1, "kv_heads": 1 if self.latent else KV_HEADS, "head_dim": DIM}
+        for number, tokens in enumerate(LENGTHS):
+            more = {"capacity": tokens + 30, "block": 4 if number % 2 else 16, "value_dim": value_dim, "dtype": dtype}
+            self.caches.append(am.KVCache(named_mesh(shape, AXES), **(sizes | more | options)))
+            k, v = self.new(1, tokens, number)
+            self.caches[-1].append(k, None if self.latent else v)
+            self.kept.append((k, v))
+        self.caches.append(self.caches[2].fork())
+        self.kept.append(self.kept[2])
+
+    def new(self, rows: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
+        heads = 1 if self.latent else KV_HEADS
+        k = random(rows, heads, tokens, DIM, seed=seed, dtype=self.dtype)
+        v = random(rows, heads, tokens, self.value_dim, seed=100 + seed, dtype=self.dtype)
+        return k, k[..., : self.value_dim] if self.latent else v
+
+    def step(self, queries: int = 1, **options: Any) -> tuple[Tensor, Tensor]:
+        """Append a token to each cache and decode. Return the output, and dense attention in float64."""
+        self.steps += 1
+        rows, seed = len(self.caches), 1000 * self.steps
+        k, v = self.new(rows, queries, seed)
+        q = random(rows, HEADS, queries, DIM, seed=seed + 1, dtype=self.dtype)
+        out = am.decode_rows(q, self.caches, k=k, v=None if self.latent else v, **options)
+        how = {name: options[name] for name in ("mask", "scale", "softcap", "sinks") if name in options}
+        wanted = []
+        for row in range(rows):
+            one = slice(row, row + 1)
+            self.kept[row] = tuple(torch.cat((x, new[one]), 2) for x, new in zip(self.kept[row], (k, v), strict=True))
+            keys, values = (x.double() for x in self.kept[row])
+            places = torch.arange(keys.shape[2])
+            if "sinks" in how:
+                how["sinks"] = how["sinks"].double()
+            sinks = how.get("sinks")
+            plain = {name: x for name, x in how.items() if name != "sinks"} | {"mask": how.get("mask", am.Causal())}
+            partial = am.attend(
+                q[one].double(), keys, values, q_positions=places[-queries:], kernel="reference", **plain
+            )
+            if sinks is not None:
+                lse = sinks[None, :, None].expand(1, -1, queries)
+                partial = am.merge(partial, am.Partial(torch.zeros_like(partial.out), lse.clone()))
+            wanted.append(partial.out)
+        return out, torch.cat(wanted)
+
+
+def agrees_with_float64(shape: Shape, options: dict[str, Any], cache: dict[str, Any]) -> None:
+    rows = Rows(shape, **cache)
+    for _ in range(3):  # the first makes the plan, and the caches with blocks of 4 change owners
+        out, wanted = rows.step(**options)
+        if options.get("output") == "heads":
+            wanted = own_heads(wanted, shape)
+        tolerance = 2e-2 if rows.dtype == torch.bfloat16 else 2e-6
+        assert out.dtype == rows.dtype
+        torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def own_heads(out: Tensor, shape: Shape) -> Tensor:
+    """Return the heads of this rank."""
+    rank = torch.distributed.get_rank()
+    first, stop = HEADS * rank // shape.ranks, HEADS * (rank + 1) // shape.ranks
+    return out[:, first:stop]
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"mask": am.Window(9)}, {}),
+    ({"mask": am.Window(9)}, {"mask": am.Window(9)}),
+    ({"mask": am.Causal() & am.Chunks(8)}, {}),
+    ({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "softcap": 3.0, "scale": 0.7}, {}),
+    ({"kernel": "reference"}, {"dtype": torch.float64}),
+    ({"queries": 3}, {}),
+    ({"merge": "gather"}, {}),
+    ({"merge": "direct", "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"dtype": torch.bfloat16}),
+    ({"checked": False}, {"value_dim": 5}),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("options", "cache"), OPTIONS)
+def test_rows_agree_with_float64(shape: Shape, options: dict[str, Any], cache: dict[str, Any], pool: Pool) -> None:
+    pool.run(shape.ranks, agrees_with_float64, shape, options, cache)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 3)], ids=str)
+def test_rows_of_latents_agree_with_float64(shape: Shape, pool: Pool) -> None:
+    pool.run(shape.ranks, agrees_with_float64, shape, {}, {"values": "prefix", "value_dim": 5})
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 1, 2), Shape(2, 1, 1)], ids=str)
+def test_each_rank_gets_its_heads(shape: Shape, pool: Pool) -> None:
+    pool.run(shape.ranks, agrees_with_float64, shape, {"output": "heads"}, {})
+
+
+# --- bits ---
+
+
+def bits(shape: Shape, reproducible: bool) -> list[Tensor]:
+    rows = Rows(shape, block=16)
+    return [rows.step(reproducible=reproducible)[0] for _ in range(2)]
+
+
+def test_reproducible_rows_have_the_same_bits_on_any_ranks(pool: Pool) -> None:
+    alone = pool.run(1, bits, Shape(1, 1, 1), True)[0]
+    for shape in (Shape(1, 1, 2), Shape(1, 1, 4)):
+        for answer in pool.run(shape.ranks, bits, shape, True):
+            assert all(torch.equal(one, other) for one, other in zip(answer, alone, strict=True))
+
+
+def same_on_all(shape: Shape) -> None:
+    rows = Rows(shape)
+    for _ in range(2):
+        out, _ = rows.step()
+        first = out.clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(first, out)
+
+
+def test_all_ranks_hold_the_same_bits(pool: Pool) -> None:
+    pool.run(3, same_on_all, Shape(1, 1, 3))
+
+
+# --- one merge ---
+
+
+def merges(shape: Shape) -> None:
+    rows = Rows(shape)
+    for _ in range(2):
+        rows.step()
+    with counted() as traffic:
+        rows.step()
+    assert len(traffic.merges) == 1
+
+
+def test_all_rows_take_one_merge(pool: Pool) -> None:
+    pool.run(2, merges, Shape(1, 1, 2))
+
+
+def a_number_that_is_not_finite(shape: Shape) -> None:
+    rows = Rows(shape)
+    rows.step()
+    k, v = rows.new(len(rows.caches), 1, 7)
+    k[1, 0, 0, 0] = torch.nan
+    q = random(len(rows.caches), HEADS, 1, DIM, seed=8)
+    out = am.decode_rows(q, rows.caches, k=k, v=v)
+    assert bool(out[1, : HEADS // KV_HEADS].isnan().any())
+    assert bool(out[[0, 2, 3, 4]].isfinite().all())
+
+
+def test_a_row_that_is_not_finite_spoils_no_other(pool: Pool) -> None:
+    for ranks in (1, 2):
+        pool.run(ranks, a_number_that_is_not_finite, Shape(1, 1, ranks))
+
+
+# --- refusals ---
+
+
+def refused(shape: Shape, wrong: str, rank: int | None, warm: bool) -> str:
+    """Return the error of a call that is wrong on one rank, or on all; the caches serve the next call."""
+    rows = Rows(shape)
+    for cache in rows.caches:
+        cache.truncate(cache.length)  # compared once, for the truncations below
+    if warm:
+        rows.step()
+    mine = rank is None or rank == torch.distributed.get_rank()
+    caches, count = [*rows.caches], len(rows.caches)
+    q, (k, v) = random(count, HEADS, 1, DIM), rows.new(count, 1, 3)
+    options: dict[str, Any] = {}
+    if mine and wrong == "fewer rows":
+        q = q[1:]
+    elif mine and wrong == "one cache twice":
+        caches[1] = caches[0]
+    elif mine and wrong == "another width":
+        k = torch.cat((k, k), 3)
+    elif mine and wrong == "a mask that is none":
+        options["mask"] = "causal"
+    elif mine and wrong == "another dtype":
+        q = q.double()
+    elif mine and wrong == "another scale":
+        options["scale"] = 0.3
+    elif mine and wrong == "no room":
+        k, v = rows.new(count, 40, 3)
+    elif mine and wrong == "another order":
+        caches = caches[::-1]
+    elif mine and wrong == "fewer caches":
+        caches, q, k, v = caches[:2], q[:2], k[:2], v[:2]
+    with pytest.raises(errors.InputError) as caught:
+        am.decode_rows(q, caches, k=k, v=v, **options)
+    shortest = [min(row) for row in zip(*gathered([cache.length for cache in rows.caches]), strict=True)]
+    for cache, length in zip(rows.caches, shortest, strict=True):
+        cache.truncate(length)
+    q = random(count, HEADS, 1, DIM)
+    out = am.decode_rows(q, rows.caches)
+    for row, cache in enumerate(rows.caches):
+        one = slice(row, row + 1)
+        torch.testing.assert_close(out[one], am.decode(q[one], cache), atol=2e-6, rtol=2e-6)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def gathered(numbers: list[int]) -> list[list[int]]:
+    rows: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(rows, numbers)
+    return rows
+
+
+WRONG = {
+    "fewer rows": "decode_rows q: expected 4 dims, of which the first has 5 rows",
+    "one cache twice": "decode_rows caches: expected each cache once, given one cache twice. Fix: pass cache.fork()",
+    "another width": "append k: expected shape",
+    "a mask that is none": "decode mask",
+    "another dtype": "decode q: expected torch.float32",
+    "no room": "append: expected room for the new tokens",
+}
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_input_is_refused_alike_on_all_ranks(wrong: str, rank: int | None, warm: bool, pool: Pool) -> None:
+    answers = pool.run(2, refused, Shape(1, 1, 2), wrong, rank, warm)
+    assert len(set(answers)) == 1
+    assert WRONG[wrong] in answers[0]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("wrong", ["another scale", "another order", "fewer caches"])
+def test_calls_that_differ_are_refused_alike(wrong: str, warm: bool, pool: Pool) -> None:
+    answers = pool.run(2, refused, Shape(1, 1, 2), wrong, 1, warm)
+    assert len(set(answers)) == 1
+    assert "MeshError" in answers[0]
+
+
+def test_caches_of_other_kinds_are_refused() -> None:
+    sizes: dict[str, Any] = {"kv_heads": 2, "head_dim": 8, "capacity": 9, "dtype": torch.float32}
+    one, other = am.KVCache(None, batch=1, **sizes), am.KVCache(None, batch=2, **sizes)
+    wide = am.KVCache(None, batch=1, **(sizes | {"head_dim": 16}))
+    q = random(2, 4, 1, 8)
+    with pytest.raises(errors.ShapeError, match="caches of one sequence, given one of 2"):
+        am.decode_rows(q, [one, other])
+    with pytest.raises(errors.ShapeError, match="caches of equal heads, widths, dtypes and masks"):
+        am.decode_rows(q, [one, wide])
+    with pytest.raises(errors.DtypeError, match="a list of KVCaches, given 0 caches"):
+        am.decode_rows(q, [])
+    blocks = [am.KVCache(None, batch=1, **sizes, block=block) for block in (4, 8)]
+    for cache in blocks:
+        cache.append(*random(2, 1, 2, 5, 8))
+    with pytest.raises(errors.LayoutError, match=r"caches of one block size, given \[4, 8\]"):
+        am.decode_rows(q, blocks, reproducible=True)
