@@ -301,6 +301,11 @@ def _on_mesh() -> nn.Module:
     return model
 
 
+def _one_head() -> nn.Module:
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 12, "num_layers": 1, "ffn_dim": 8, "text_dim": 4}
+    return diffusers.WanTransformer3DModel(**sizes, in_channels=4, out_channels=4, freq_dim=4)
+
+
 ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no model": (lambda: nn.Linear(2, 2), {}, "expected a model of diffusers, given Linear.*ddp.module"),
     "no plan": (_no_plan, {}, "a transformer with a plan .* given SD3Transformer2DModel.*_cp_plan"),
@@ -319,6 +324,7 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "a shared processor": (_shared_processor, {}, "other processors where keys are whole, given one WanAttnProcessor"),
     "parallelism of diffusers": (_parallel, {}, "without parallelism, given .* after enable_parallelism"),
     "enabled twice": (_on_mesh, {}, "without parallelism, given .* on a mesh already.*disable first"),
+    "fewer heads than ranks": (_one_head, {"shape": (2, 1, 1)}, "at least one key head a rank .* 1 key heads and a he"),
     "an unknown exchange": (MODELS["wan"].model, {"exchange": "rings"}, "exchange: expected one of .* given 'rings'"),
     "an unknown kernel": (MODELS["wan"].model, {"kernel": "fast"}, "kernel: expected one of .* given 'fast'"),
     "checked": (MODELS["wan"].model, {"checked": "yes"}, "checked: expected None, True or False, given 'yes'"),
@@ -327,12 +333,14 @@ ENABLES: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 def refused(case: str, alone: bool) -> str:
     """The error of `enable`, on one rank; with `alone` only rank 1 passes what is wrong."""
-    make, options, _ = ENABLES[case]
+    make, given, _ = ENABLES[case]
+    options = {**given}
+    mesh = named_mesh(Shape(*options.pop("shape", (1, 2, 1))), AXES)
     wrong = not alone or dist.get_rank() == 1
     model = make() if wrong else MODELS["wan"].model()
     before = copy.copy(getattr(model, "_parallel_config", None)), registered()
     try:
-        enable(model, named_mesh(Shape(1, 2, 1), AXES), **(options if wrong else {}))
+        enable(model, mesh, **(options if wrong else {}))
     except errors.InputError as error:
         assert registered() == before[1], "the registry changed"
         return str(error)

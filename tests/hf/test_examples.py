@@ -1,7 +1,6 @@
 """The examples print the same loss, or text, on one rank and on several."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,30 +18,20 @@ def loss(name: str, *arguments: str, ranks: int = 1) -> float:
     return float(run.stdout.split("loss ")[-1].split(" on ")[0])
 
 
-@pytest.mark.parametrize("name", ["trainer", pytest.param("sft", marks=pytest.mark.long)])
-def test_trainers_do_not_depend_on_the_ranks(name: str) -> None:
-    assert loss(name, ranks=2) == pytest.approx(loss(name), abs=2e-4)
-
-
 @pytest.mark.parametrize("data", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_plain_pytorch_does_not_depend_on_the_mesh(data: int) -> None:
     mesh = ("--dp", str(data), "--tp", "2", "--cp", "2")
     assert loss("plain", *mesh, ranks=4 * data) == pytest.approx(loss("plain"), abs=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "more"),
-    [("tensor_parallel", 9, ("--new", 9, "--tp", 2)), ("tensor_parallel", 9, ("--new", 9, "--shared"))]
-    + [("generate", 30, ())],
-)
-def test_examples_generate_the_text_of_one_process(name: str, new: int, more: tuple[Any, ...], tmp_path: Path) -> None:
+def test_generate_writes_the_text_of_one_process(tmp_path: Path) -> None:
     model, words = families.model("llama", "sdpa", num_attention_heads=8, hidden_size=64), tokenizer()
     model.save_pretrained(tmp_path)
     words.save_pretrained(tmp_path)
     text = tmp_path / "text.txt"
     text.write_text(" ".join(f"w{3 + number % 7}" for number in range(60)))
     ids = words(text.read_text(), return_tensors="pt")["input_ids"]
-    expected = model.generate(ids, max_new_tokens=new, do_sample=False)
-    run = run_script(EXAMPLES / f"{name}.py", tmp_path, text, *more, ranks=4 if name == "tensor_parallel" else 2)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False)
+    run = run_script(EXAMPLES / "generate.py", tmp_path, text, ranks=2)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.strip() == words.decode(expected[0, ids.shape[1] :]).strip()

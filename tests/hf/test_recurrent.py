@@ -27,7 +27,7 @@ from tests.tools.tiny_models import Case, build, tiny_config
 GENERATING = (
     *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba"),
     *("mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba", "zamba2"),
-    *("bailing_hybrid", "lfm3", "qwen4_exp_text", "zaya"),
+    *("bailing_hybrid", "lfm3", "qwen4_exp_text", "zaya", "inkling_text"),
 )
 FAMILIES = (*GENERATING, "minimax", "recurrent_gemma")
 
@@ -319,9 +319,9 @@ def kept_elsewhere(mesh: Any) -> None:
 
 REFUSED: dict[Callable[[Any], None], str] = {
     striped: "LayoutError: attnmesh.hf layout: expected a layout whose shards are runs of tokens",
-    cropped: "ShapeError: ShardedCache crop: expected all tokens or none, as recurrent states cannot go back, given 8",
-    recovered: "KernelError: ShardedCache.recover: expected a model without recurrent states, given bamba",
-    assisted: "ArgumentError: generate: expected options that work on recurrent states, given prompt_lookup_num_t",
+    cropped: "ShapeError: ShardedCache crop: expected all tokens or none, as states cannot go back, given 8",
+    recovered: "KernelError: ShardedCache.recover: expected a model without states, given bamba",
+    assisted: "ArgumentError: generate: expected options that work on states, given prompt_lookup_num_t",
     saved: "KernelError: ShardedCache save: expected a cache with layers of attention, given recurrent states alone",
     kept_elsewhere: "KernelError: generate: expected a model whose cache holds its recurrent states, given recurrent_g",
 }

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import attnmesh.hf as hf
 from attnmesh.cli.launch import run_on_ranks
+from attnmesh.core.storage import STORAGES
 from attnmesh.hf.load import PACKAGED, locate, open_model, open_tokenizer
 from attnmesh.mesh.shapes import mesh_shape
 from attnmesh.setup.init_mesh import init_mesh
@@ -42,12 +43,12 @@ def expected(length: int) -> list[int]:
     return tokens
 
 
-def generated(ids: torch.Tensor, folder: str) -> tuple[list[int], int]:
+def generated(ids: torch.Tensor, folder: str, storage: str | None = None) -> tuple[list[int], int]:
     """Return the tokens that a rank generates, and the bytes of its cache."""
     ranks = torch.distributed.get_world_size()
     mesh = init_mesh("cpu", mesh_shape(ranks, 9, 3), 9, 3)
     model = open_model(folder, "auto", torch.device("cpu"))
-    cache = hf.ShardedCache(model.config, mesh)
+    cache = hf.ShardedCache(model.config, mesh, storage=storage)
     output = hf.generate(model, ids, cache=cache, max_new_tokens=NEW, do_sample=False)
     return output[0, ids.shape[1] :].tolist(), cache.held_bytes
 
@@ -62,3 +63,15 @@ def test_the_tokens_are_those_of_stock_transformers(length: int, ranks: int) -> 
     for given, held in answers:
         assert given == tokens
         assert abs(held - whole / ranks) <= 16 * 30 * 2 * 3 * 64 * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_cache_in_8_bits_gives_the_same_tokens_on_any_ranks(storage: str) -> None:
+    length, found = 2000, []
+    for ranks in (1, 2, 3, 4):
+        answers = run_on_ranks(ranks, generated, text(length), locate(PACKAGED), storage, seconds=100)
+        found += [tokens for tokens, _ in answers]
+        assert sum(held for _, held in answers) == (length + NEW - 1) * 30 * 2 * 3 * 66
+    assert found == [found[0]] * len(found)
+    assert len(set(found[0])) > 3

@@ -38,9 +38,15 @@ BLOCKS = {
     "index_local_blocks": 2,
 }
 
+COMPRESSED = {
+    "layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2],
+    "mlp_layer_types": ["hash_moe", *["moe"] * 4],
+}
+
 CASES = {
     "axk2": Case("axk2", "axk2"),
     "deepseek_v32": Case("deepseek_v32", "deepseek_v32"),
+    "deepseek_v4": Case("deepseek_v4", "deepseek_v4", COMPRESSED),
     "dots3": Case("dots3_note_text", "dots3_note_text", WIDTHS),
     "glm": Case("glm_moe_dsa", "glm_moe_dsa", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
     "hy_v4": Case("hy_v4", "hy_v4", {**SHARED, "mlp_layer_types": ["dense", *["sparse"] * 3]}),
@@ -52,8 +58,8 @@ CASES = {
 
 SHAPES = (Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2))
 
-SAMPLED = {("ties", SHAPES[1]), ("glm", SHAPES[2]), ("deepseek_v32", SHAPES[3]), ("dots3", SHAPES[0])}
-SAMPLED |= {("minimax_m3", SHAPES[2]), ("qwen4", SHAPES[3])}
+SAMPLED = {("ties", SHAPES[1]), ("deepseek_v32", SHAPES[3]), ("dots3", SHAPES[0])}
+SAMPLED |= {("minimax_m3", SHAPES[2]), ("qwen4", SHAPES[3]), ("deepseek_v4", SHAPES[2])}
 """The cases of `make test`."""
 
 Generate = Callable[..., Tensor]
@@ -111,8 +117,8 @@ Check = Callable[[Generate], list[Tensor]]
 
 def checks_of(name: str) -> list[tuple[Check, torch.dtype]]:
     """Return the checks of a case."""
-    refused = {"minimax_m3": padded, "qwen4": lookup}.get(name)
-    return [each for each in DTYPES.items() if each[0] is not refused]
+    refused = {"deepseek_v4": (lookup, padded), "minimax_m3": (padded,), "qwen4": (lookup,)}.get(name, ())
+    return [each for each in DTYPES.items() if each[0] not in refused]
 
 
 def ours(name: str, shape: Shape) -> dict[str, Any]:
@@ -263,7 +269,8 @@ def train_compiled(name: str) -> list[bool]:
     return [torch.allclose(some, other, rtol=1e-5, atol=1e-6) for some, other in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", pytest.param("qwen4", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
 def test_a_compiled_model_trains_as_one_that_is_not(name: str, pool: Pool) -> None:
     for right in pool.run(2, train_compiled, name, deadline=60.0):
         assert all(right)
@@ -446,7 +453,7 @@ def test_hooks_are_removed_with_the_rest() -> None:
 # --- one device ---
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "minimax_m3", "qwen4"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4", "minimax_m3", "qwen4"])
 def test_copies_and_other_attention_after_generation(name: str) -> None:
     small, ids = build(CASES[name], "attnmesh", torch.float64), prompt(30)
     options = {"max_new_tokens": 4, "do_sample": False}

@@ -74,10 +74,11 @@ def loss_and_gradients(model: Any, call: Any, batch: dict[str, Tensor]) -> tuple
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def batches(*names: str) -> list[tuple[str, str]]:
-    """Return families and batches: of ids alone, which padded ones include, for two families."""
+def batches(*names: str) -> list[Any]:
+    """Return families and batches: of ids alone, which padded ones include, for two families. Every second is long."""
     every = [(family, name) for family in LOCAL for name in names if name != "ids" or family in LOCAL[:2]]
-    return [each for each in every if each != ("gpt-oss", "packed")]  # stock ignores its packing
+    every = [each for each in every if each != ("gpt-oss", "packed")]  # stock ignores its packing
+    return [pytest.param(*each, marks=[pytest.mark.long] if n % 2 else []) for n, each in enumerate(every)]
 
 
 @pytest.mark.parametrize(("family", "name"), batches("ids", "padded", "packed"))

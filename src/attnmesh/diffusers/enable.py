@@ -17,6 +17,7 @@ from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import check_exchange
+from attnmesh.mesh.shapes import check_heads_axis
 
 SUBJECT = "diffusers.enable"
 
@@ -72,6 +73,8 @@ def enable(
         _check_parallelism(model)
         plan = plan_of(model)
         _check_processors(model, plan)
+        for module in split_attention(model, plan).values():
+            check_heads_axis(f"{SUBJECT} mesh", place.shape, getattr(module, "heads", place.shape.heads))
         return plan
 
     state = MeshState(model, run_agreed(place, check, call), place, checked)

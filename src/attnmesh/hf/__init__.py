@@ -18,6 +18,8 @@ from attnmesh.hf.mask import mask_function
 from attnmesh.hf.models import NAME
 from attnmesh.hf.prefill import prefill as prefill
 from attnmesh.hf.recurrent.prepare import restore as restore
+from attnmesh.hf.serving.engine import Engine as Engine
+from attnmesh.hf.serving.rows import decode_rows as decode_rows
 from attnmesh.hf.shards import Shards as Shards
 from attnmesh.hf.tensor_parallel import tensor_parallel as tensor_parallel
 from attnmesh.hf.training.accelerator import prepare as prepare

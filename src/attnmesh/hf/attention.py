@@ -4,6 +4,7 @@ A call is one of four: training on shards, sharded prefill, decoding, or ordinar
 """
 
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -13,20 +14,24 @@ from torch.nn.functional import pad
 
 from attnmesh.attention.attention import attend_shards, attention
 from attnmesh.attention.call import Call, Options
-from attnmesh.attention.sharding import shard, unshard
-from attnmesh.core.logits import Logits, check_scale
+from attnmesh.core.logits import Logits, check_scale, with_distance_bias
 from attnmesh.core.mask import Mask
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.errors import InputError
+from attnmesh.decode.decode_shard import decode_shard
+from attnmesh.errors import InputError, MaskError, require
 from attnmesh.hf.cache.layer import PendingKV, store_shard
 from attnmesh.hf.checks import check_cached_padding, check_same_weights, checked_mask
+from attnmesh.hf.images.cross import attend_to_images, attends_to_images
+from attnmesh.hf.images.towers import attend_in_tower, in_tower
 from attnmesh.hf.latent import LatentStates
-from attnmesh.hf.mask import MaskSpec, check_covers
+from attnmesh.hf.mask import ONE_PROMPT, SAME_PLACES, MaskSpec, check_covers
 from attnmesh.hf.models import SUBJECT
+from attnmesh.hf.relative import near_bias
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.blocks import selected_blocks
 from attnmesh.hf.traced import TracedMask, attend_traced
+from attnmesh.hf.upstream import is_relative
 from attnmesh.kernels.attend import AttendCall, run_attend
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh
@@ -40,6 +45,7 @@ class LayerCall(NamedTuple):
     sinks: Tensor | None
     softcap: float | None
     selected: Selection | None
+    distance_bias: Tensor | None = None
 
 
 def attention_function(
@@ -56,13 +62,23 @@ def attention_function(
     softcap: float | None = None,
     indices: Tensor | None = None,
     block_indices: Any = None,
+    position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Return the output, (batch, length, heads, dim), and None for the weights."""
+    if in_tower(getattr(module, "config", None)):
+        more |= {"scaling": scaling, "dropout": dropout, "softcap": softcap}
+        return attend_in_tower(module, query, key, value, attention_mask, **more)  # type: ignore[no-any-return]
+    if attends_to_images(module):
+        images = {"scaling": scaling, "dropout": dropout}
+        return attend_to_images(module, query, key, value, attention_mask, **images)  # type: ignore[no-any-return]
     if isinstance(key, LatentStates) and isinstance(value, LatentStates):
         key = value = PendingKV(key.plain(), value.plain(), key.layer, key.latents)
     if isinstance(attention_mask, TracedMask) and isinstance(key, PendingKV):
         attention_mask = attention_mask.spec()
+    traced = isinstance(attention_mask, TracedMask)
+    if traced or not is_relative(getattr(module, "rel_logits_proj", None)):
+        more["position_bias"] = position_bias  # which is refused
     spec = checked_mask(module, query, key, attention_mask, dropout, sliding_window, more)
     selected = spec.selected if isinstance(spec, MaskSpec) else None
     if indices is not None:
@@ -78,18 +94,32 @@ def attention_function(
         return out.transpose(1, 2).contiguous(), None
     if spec.shards is not None and not spec.shards.cached:
         check_same_weights(module, spec.shards, query.device)
-    layer = LayerCall(spec.mask, scaling, s_aux, softcap, selected)
-    q = q if spec.shards is None else _scale_by_position(module, q, spec.shards)
+    layer = LayerCall(spec.mask, scaling, s_aux, softcap, selected, near_bias(module, position_bias, spec.shards))
+    if spec.shards is not None and (ratio := _ratio_by_position(module, spec.shards, q)) is not None:
+        bias = layer.distance_bias
+        q, layer = q * ratio, layer._replace(distance_bias=None if bias is None else bias * ratio)
     with without_autocast(q):
         if isinstance(key, PendingKV):
             is_new = not getattr(module, "is_kv_shared_layer", False)  # else an earlier layer has stored the keys
             latents = None if key.latents is None else key.latents.to(k.dtype)
-            out = _attend_cached(q, PendingKV(k, v, key.layer, latents), layer, spec, is_new)
-        elif spec.shards is None:
-            out = _attend_local(q, k, v, layer, spec)
+            out = _attend_cached(q, replace(key, k=k, v=v, latents=latents), layer, spec, is_new)
         else:
-            out = _attend_shards(q, k, v, layer, spec.shards)
+            out = _attend_new(q, k, v, layer, spec)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_new(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskSpec) -> Tensor:
+    """Return attention without a `ShardedCache`, a sequence at a time if their masks differ."""
+    if not spec.rows:
+        shards = spec.shards
+        return _attend_local(q, k, v, layer, spec) if shards is None else _attend_shards(q, k, v, layer, shards)
+    outs = []
+    for number, mask in enumerate(spec.rows):
+        row = slice(number, number + 1)
+        padding, left = (None if x is None else x[row] for x in (spec.token_mask, spec.left_padding))
+        one = replace(spec, mask=mask, rows=(), token_mask=padding, left_padding=left)
+        outs.append(_attend_new(q[row], k[row], v[row], layer._replace(mask=mask), one))
+    return torch.cat(outs)
 
 
 def _picked(selected: Selection, heads: int, keys: int) -> Tensor:
@@ -103,11 +133,19 @@ def _picked(selected: Selection, heads: int, keys: int) -> Tensor:
 
 def _attend_cached(q: Tensor, pending: PendingKV, layer: LayerCall, spec: MaskSpec, is_new: bool) -> Tensor:
     """Return attention with a `ShardedCache`, which stores new keys and values."""
+    given = "sequences with images in other places"
+    require(not spec.rows, MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
     if spec.discarded:
         return q.new_zeros(len(q), q.shape[1] // pending.layer.cache.shares, q.shape[2], pending.v.shape[3])
     if spec.shards is not None:
         return _prefill(q, pending, layer, spec.shards, is_new)
     kv = _store(pending, layer.mask, spec, q.shape[2]) if is_new else pending.layer.cached
+    if kv.sizes.storage is not None and kv.length == pending.k.shape[2] and spec.token_mask is None:
+        # As in a sharded prefill, the first tokens attend each other before their keys are rounded.
+        out = _attend_local(q, pending.k, pending.v, layer, spec)
+        for axis in (kv.mesh.heads, kv.tokens) if pending.layer.cache.shares > 1 else ():
+            out = out[:, axis.share_of(out.shape[1])]
+        return out
     return _attend_cache(q, pending, kv, layer)
 
 
@@ -115,26 +153,36 @@ def _attend_cache(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall) 
     """Return attention of the last tokens over all cached ones. Queries of latents are absorbed."""
     attend, latents = pending.layer.cache.attend, pending.travelling
     if latents is None:
-        out: Tensor = attend(q, kv, **layer._asdict())
+        out: Tensor = attend(q, kv, partial=pending.layer.further(q, layer.scale), **layer._asdict())
         return out
     scale = check_scale(SUBJECT, layer.scale, q.shape[-1])
     sums = attend(latents.projection.absorb(q), kv, **layer._replace(scale=scale)._asdict())
     return latents.projection.project(sums)
 
 
-def _scale_by_position(module: nn.Module, q: Tensor, shards: Shards) -> Tensor:
-    """Return queries with the temperature of their positions. Llama 4 counts a shard's tokens as if they were a run."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return q
+def _ratio_by_position(module: nn.Module, shards: Shards, q: Tensor) -> Tensor | None:
+    """Return what queries lack of the temperature of their positions, (tokens, 1); None for layers without one.
+
+    Llama 4 and Inkling count a shard's tokens as if they were a run.
+    """
     layer: Any = module
-
-    def temperature(positions: Tensor) -> Any:
-        return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
-
     positions = shards.positions()
-    first, _ = shards.documents.bounds(positions)  # of each token's document
-    ratio: Tensor = temperature(positions - first) / temperature(shards.start + torch.arange(q.shape[2]))
-    return q * ratio.to(q.device, q.dtype)[:, None]
+    if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+        positions = positions - shards.documents.bounds(positions)[0]  # in each token's document
+
+        def temperature(positions: Tensor) -> Any:
+            return torch.log1p(torch.floor((positions + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+    elif is_relative(getattr(module, "rel_logits_proj", None)) and not layer.is_sliding:
+        if (floor := layer.config.log_scaling_n_floor) is None:
+            return None
+
+        def temperature(positions: Tensor) -> Any:
+            return 1.0 + layer.config.log_scaling_alpha * torch.log(((positions + 1.0) / floor).clamp(min=1.0))
+    else:
+        return None
+    applied = shards.start + torch.arange(q.shape[2])
+    ratio: Tensor = temperature(positions).double() / temperature(applied).double()  # of numbers in float32, as stock
+    return ratio.to(q.device, q.dtype)[:, None]
 
 
 _attend_outside_graphs = torch.compiler.disable(attention)
@@ -157,17 +205,23 @@ def _prefill(q: Tensor, pending: PendingKV, layer: LayerCall, shards: Shards, is
     if not shards.has_prefix:
         how = cache.exchange, cache.kernel, layer.scale, layer.softcap, shards.length, shards.length, None
         options = Options(shards.mask_of(layer.mask), shards.layout, shards.layout, *how)
-        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected)
-        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling)
+        call = Call(q, pending.k, pending.v, layer.sinks, None, options, layer.selected, layer.distance_bias)
+        further = pending.layer.further(q, layer.scale)
+        out = attend_shards(call, Mesh.of(shards.mesh), cache.checked, pending.travelling, further)
     if is_new:
         store_shard(kv, *pending.stored, shards)
-    if not shards.has_prefix:
-        return out
-    all_queries = unshard(q, shards.mesh, layout=shards.layout, length=shards.length)
-    if layer.selected is not None:
-        indices = unshard(layer.selected.indices, shards.mesh, layout=shards.layout, length=shards.length)
-        layer = layer._replace(selected=replace(layer.selected, indices=indices))
-    return shard(_attend_cache(all_queries, pending, kv, layer), shards.mesh, layout=shards.layout)
+    return _attend_prefix(q, pending, kv, layer, shards) if shards.has_prefix else out
+
+
+def _attend_prefix(q: Tensor, pending: PendingKV, kv: KVCache, layer: LayerCall, shards: Shards) -> Tensor:
+    """Return attention of this rank's tokens over all cached ones. Queries of latents are absorbed."""
+    options, latents = {"kernel": pending.layer.cache.kernel, **layer._asdict()}, pending.travelling
+    if latents is None:
+        options["further"] = partial(pending.layer.further, scale=layer.scale)
+        return decode_shard(q, kv, shards.layout, shards.length, **options)
+    options["scale"] = check_scale(SUBJECT, layer.scale, q.shape[-1])
+    sums = decode_shard(latents.projection.absorb(q), kv, shards.layout, shards.length, **options)
+    return latents.projection.project(sums)
 
 
 def _store(pending: PendingKV, mask: Mask, spec: MaskSpec, new: int) -> KVCache:
@@ -196,7 +250,8 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
         kept = tokens.nonzero().flatten()
         row = slice(number, number + 1)
         selected = layer.selected and replace(layer.selected, indices=layer.selected.indices[row])
-        own = layer._replace(selected=selected)
+        bias = None if layer.distance_bias is None else layer.distance_bias[row]
+        own = layer._replace(selected=selected, distance_bias=bias)
         shift = 0 if first is None else -int(first[number]) % lcm(*layer.mask.chunks)
         positions = queries + shift, keys[kept.cpu()] + shift
         rows.append(_attend(q[row], k[row, :, kept], v[row, :, kept], own, *positions))
@@ -206,4 +261,5 @@ def _attend_local(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, spec: MaskS
 def _attend(q: Tensor, k: Tensor, v: Tensor, layer: LayerCall, queries: Tensor, keys: Tensor) -> Tensor:
     """Return attention of queries to keys at these positions."""
     layer_args = layer.mask, Logits.of(SUBJECT, layer.scale, layer.softcap, q.shape[-1]), "auto", layer.sinks
+    q = with_distance_bias(q, layer.distance_bias)
     return run_attend(AttendCall(q, k, v, *layer_args, None, queries, keys, layer.selected))[0]

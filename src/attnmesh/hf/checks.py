@@ -1,5 +1,6 @@
 """Checks of a layer's attention call: exact causal attention with a mask and a cache of attnmesh, or an error."""
 
+from dataclasses import replace
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -7,14 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from attnmesh.core.digest import DIGEST_VALUES, fingerprints
-from attnmesh.core.mask import Causal, Full, Mask, Window
+from attnmesh.core.mask import FAR, Causal, Full, Mask, Window
 from attnmesh.decode.cache import KVCache
 from attnmesh.errors import InputError, KernelError, MaskError, ShapeError, require, short
 from attnmesh.guard.consensus import agree, describe_call, may_compare
+from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import PendingKV
 from attnmesh.hf.mask import MaskSpec, check_left_padded
-from attnmesh.hf.models import SUBJECT, check_layers, is_recurrent, mixing_layers
+from attnmesh.hf.models import COMPRESSED_LAYERS, SUBJECT, check_layers, is_recurrent, mixing_layers
 from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.entries import UNPREPARED
 from attnmesh.hf.traced import TracedMask
 from attnmesh.hf.training.labels import ItemCount
 from attnmesh.mesh.axes import Mesh
@@ -26,12 +29,6 @@ NO_EFFECT = {
     *("tokenizer", "assistant_tokenizer"),  # `generate` passes them on
 }
 """Arguments that models pass on to attention and that do not change it. Any other raises, unless None or False."""
-
-KEEP_TO_TEXT = (
-    'call model.set_attn_implementation({"text_config": "attnmesh", "vision_config": "sdpa"}) for a model of images, '
-    "or use a causal language model"
-)
-"""Fix in errors about layers that are not causal."""
 
 
 def checked_mask(
@@ -45,13 +42,17 @@ def checked_mask(
 ) -> MaskSpec | TracedMask:
     """Return the mask of a call that passes all checks. Raise on all ranks if they compare their calls."""
     if isinstance(attention_mask, TracedMask):
-        _check_exact(module, dropout, more)
+        _check_causal(module, attention_mask, more)
+        _check_exact(dropout, more)
+        _check_entries(module, None, None, None)
         return attention_mask
     shards = attention_mask.shards if isinstance(attention_mask, MaskSpec) else None
     pending = key if isinstance(key, PendingKV) else None
     try:
-        _check_exact(module, dropout, more)
+        _check_causal(module, attention_mask, more)
+        _check_exact(dropout, more)
         spec = _check_mask(attention_mask, sliding_window or None)  # some models pass 0 for no window
+        _check_entries(module, pending, shards, spec.token_mask if shards is None else shards.token_mask)
         if shards is not None:
             _check_shards(module, query, key, more, shards)
         if pending is not None:
@@ -75,14 +76,20 @@ def _raise_agreed(error: InputError, query: Tensor, pending: PendingKV | None, s
     raise error
 
 
-def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> None:
-    """Raise for anything but exact causal attention."""
+def _check_causal(module: nn.Module, mask: Any, more: dict[str, Any]) -> None:
+    """Raise unless the layer is causal, or a mask with spans says which later tokens it sees; one token sees none."""
+    says = isinstance(mask, MaskSpec) and mask.shards is None and mask.q_length == 1
+    says = says or (isinstance(mask, MaskSpec) and mask.has_spans)
+    if not says and (not getattr(module, "is_causal", True) or more.get("is_causal") is False):
+        given = f"{type(module).__name__}, which is not causal"
+        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, "use a causal language model")
+
+
+def _check_exact(dropout: float, more: dict[str, Any]) -> None:
+    """Raise for anything but exact attention."""
     if dropout:
         fix = "call model.eval() to generate; to train, load the model with attention_dropout=0 (GPT-2: attn_pdrop=0)"
         raise KernelError(f"{SUBJECT} dropout", "attention without dropout", f"dropout={dropout}", fix)
-    if not getattr(module, "is_causal", True) or more.get("is_causal") is False:
-        given = f"{type(module).__name__}, which is not causal"
-        raise MaskError(f"{SUBJECT} is_causal", "causal attention", given, KEEP_TO_TEXT)
     if more.get("output_attentions"):
         expected, fix = "outputs without attention weights", 'call model.set_attn_implementation("eager")'
         raise KernelError(f"{SUBJECT} output_attentions", expected, "True", f"{fix}, on one device")
@@ -90,6 +97,26 @@ def _check_exact(module: nn.Module, dropout: float, more: dict[str, Any]) -> Non
         if name not in NO_EFFECT and value is not None and value is not False:
             expected = "exact softmax attention under a mask of positions"
             raise KernelError(f"{SUBJECT} {name}", expected, f"{name}={short(value)}", "leave it out")
+
+
+def _check_entries(
+    module: nn.Module, pending: PendingKV | None, shards: Shards | None, token_mask: Tensor | None
+) -> None:
+    """Raise unless the entries of a layer that attends to compressed tokens are in a cache of shards.
+
+    Without one the model joins them to its keys, and gives no mask of them: it has one for tensors alone. In training
+    a shard's entries would be those of its own tokens.
+    """
+    if getattr(module, "layer_type", None) not in COMPRESSED_LAYERS:
+        return
+    layer: Any = None if pending is None else pending.layer
+    expected, given = "a ShardedCache, which keeps the entries of compressed tokens", "another cache, or none"
+    fix = 'call hf.generate; or call model.set_attn_implementation("eager"), to train too, on one device'
+    require(isinstance(layer, CompressedLayer), KernelError, f"{SUBJECT} past_key_values", expected, given, fix)
+    if layer.queries is None or layer.shards is not shards:
+        raise KernelError(*UNPREPARED)
+    expected, fix = "sequences without padding in a model that compresses tokens", "pass sequences of one length"
+    require(token_mask is None, MaskError, f"{SUBJECT} attention_mask", expected, "padding", fix)
 
 
 def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec:
@@ -100,6 +127,12 @@ def _check_mask(given: MaskSpec | Tensor | None, window: int | None) -> MaskSpec
         raise MaskError(subject, "one made by transformers for attnmesh", found, fix)
     expected, fix = "a causal mask, a sliding window or chunks", "use a causal language model"
     require(given.mask != Full(), MaskError, subject, expected, "a bidirectional mask", fix)
+    if window is not None and given.has_spans:
+        rows = [replace(mask, left=window - 1) for mask in (given.mask, *given.rows) if mask.left in (FAR, window - 1)]
+        if len(rows) == 1 + len(given.rows):
+            return replace(given, mask=rows[0], rows=tuple(rows[1:]))
+    if window is not None and given.mask == Causal() and given.q_length == 1 and given.q_offset < window:
+        return replace(given, mask=Window(window - 1))  # of one token, which sees as much
     if window is not None and given.mask != Window(window - 1):
         found = f"{given.mask} for a layer with sliding_window={window}"
         raise MaskError(f"{SUBJECT} sliding_window", f"{Window(window - 1)}", found, "use a released model's code")

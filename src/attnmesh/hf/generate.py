@@ -23,9 +23,11 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
+from attnmesh.hf.images.inputs import Pictures, split_images
+from attnmesh.hf.images.merge import Merged, merge_images
 from attnmesh.hf.models import forget_images, rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
-from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, mark_padding, prefill_rest
+from attnmesh.hf.prefill import CHUNK, crop_to_shared_prefix, left_to_decode, mark_tokens, prefill_rest
 from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
@@ -56,7 +58,7 @@ def generate(
         attention_mask: Padding of the prompts, on the left.
         prefill_chunk_size: Tokens per prefill chunk.
         checkpoint: A folder for checkpoints. The same call continues from the last one.
-        options: Options of transformers' `generate`.
+        options: Options of transformers' `generate`, and images as the model's processor returns them.
 
     Returns:
         The token ids, or the output object that transformers returns.
@@ -82,9 +84,11 @@ def generate(
     prepare_indexers(model)
     cache = ShardedCache(model.config, mesh) if cache is None else cache
     mask = _infer_padding(model.config, input_ids, settings) if attention_mask is None else attention_mask
+    images, options = split_images(model, options)
+    merged = merge_images(place, model, input_ids, mask, images, left_to_decode(model.config))
     chunk_size = prefill_chunk_size or settings["prefill_chunk_size"]
     if checkpoint is None:
-        return _generate(model, input_ids, cache, mask, chunk_size, options)
+        return _generate(model, input_ids, cache, mask, chunk_size, options, merged)
     unpadded = mask is None or bool(mask.all())
     require(unpadded, MaskError, CHECKPOINT, "a prompt without padding", "padding", "remove the padding")
     return _generate_with_checkpoint(model, input_ids, cache, checkpoint, chunk_size or CHUNK, options)
@@ -97,33 +101,36 @@ def _generate(
     attention_mask: Tensor | None,
     chunk_size: int | None,
     options: dict[str, Any],
+    merged: Merged | None,
 ) -> Any:
     """Prefill the prompt, then run transformers' `generate`. Keep the cache's `tokens` up to date."""
     settings = Settings(model, dict(options))
     beams, samples = settings["num_beams"] or 1, settings["num_return_sequences"] or 1
     assisted = any(settings[name] for name in ASSISTED_OPTIONS)
-    shared = crop_to_shared_prefix(model, cache, ids, attention_mask)
+    pictures = None if merged is None else merged.pictures
+    shared = crop_to_shared_prefix(model, cache, ids, attention_mask, pictures)
     expected, given = "an empty cache for assisted decoding", f"{shared} tokens in the cache"
     fits = not (assisted and shared)  # transformers feeds the whole prompt
     require(fits, KernelError, "generate", expected, given, "pass a new cache, or none")
     if not assisted:
-        prefill_rest(model, ids, cache, attention_mask, chunk_size)
+        prefill_rest(model, ids, cache, attention_mask, chunk_size, merged=merged)
         cache.batch_repeat_interleave(max(beams, samples))
         options["prefill_chunk_size"] = None
     _synchronize_generators(model, cache, ids.device)
     if not assisted and beams == 1:
 
         def record(tokens: Tensor) -> None:
-            cache.tokens = tokens if attention_mask is None else _mark_sequences(tokens, attention_mask)
+            cache.tokens = _mark_sequences(tokens, attention_mask, pictures)
 
         options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), TokenCallback(record)]
         if samples == 1:
-            cache.tokens = _mark_sequences(ids, attention_mask)  # while the first new token is computed
-    options["use_cache"] = True
+            cache.tokens = _mark_sequences(ids, attention_mask, pictures)  # while the first new token is computed
+    options |= {"use_cache": True} | ({} if merged is None else merged.decoding)
     output = _run_generate(model, ids, cache, {"attention_mask": attention_mask, **options})
     sequences = getattr(output, "sequences", output)
     # With several beams, the rows of the cache are in an unknown order.
-    cache.tokens = None if beams > 1 else _mark_sequences(sequences, attention_mask)[:, : cache.get_seq_length()]
+    marked = None if beams > 1 else _mark_sequences(sequences, attention_mask, pictures)
+    cache.tokens = None if marked is None else marked[:, : cache.get_seq_length()]
     return output
 
 
@@ -164,7 +171,7 @@ def _generate_with_checkpoint(
     }
     output = _run_generate(model, ids, cache, {"stopping_criteria": [keep], **remaining})
     checkpoint.wait()
-    cache.tokens = mark_padding(output, None)[:, : cache.get_seq_length()]
+    cache.tokens = mark_tokens(output)[:, : cache.get_seq_length()]
     return output
 
 
@@ -216,12 +223,12 @@ def _infer_padding(config: PreTrainedConfig, ids: Tensor, settings: Settings) ->
     return mask
 
 
-def _mark_sequences(sequences: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return token ids of prompts and new tokens, with -1 for padding. Each prompt may have several sequences."""
+def _mark_sequences(sequences: Tensor, attention_mask: Tensor | None, pictures: Pictures | None) -> Tensor:
+    """Return `mark_tokens` of prompts and new tokens. Each prompt may have several sequences."""
     if attention_mask is not None:
         samples, new = len(sequences) // len(attention_mask), sequences.shape[1] - attention_mask.shape[1]
         attention_mask = pad(attention_mask.repeat_interleave(samples, 0), (0, new), value=1)
-    return mark_padding(sequences, attention_mask)
+    return mark_tokens(sequences, attention_mask, pictures)
 
 
 def _synchronize_generators(model: PreTrainedModel, cache: ShardedCache, device: torch.device) -> None:

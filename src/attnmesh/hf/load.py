@@ -19,8 +19,10 @@ from huggingface_hub.constants import HF_ASSETS_CACHE
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -67,13 +69,13 @@ def locate(name: str, report: Report = lambda _: None) -> str:
     return name
 
 
-def open_config(name_or_path: str) -> PreTrainedConfig:
-    """Return the model's configuration. Raise unless it is a supported causal language model."""
-    fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
-    with as_model_error("model", "a model of transformers", name_or_path, fix):
-        config = AutoConfig.from_pretrained(name_or_path)
-    given, fix = f"{name_or_path!r}, a {config.model_type}", "use one that generates text"
-    require(type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, ModelError, "model", "a causal language model", given, fix)
+def open_config(name_or_path: str, *, images: bool = False) -> PreTrainedConfig:
+    """Return the model's configuration. Raise unless it is a supported causal language model, or one of images."""
+    config = _config_of(name_or_path)
+    given, fix = f"{name_or_path!r}, a {config.model_type}", f"use one that generates text{' from images' * images}"
+    expected = "a model of images and text" if images else "a causal language model"
+    kinds: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if images else MODEL_FOR_CAUSAL_LM_MAPPING
+    require(type(config) in kinds, ModelError, "model", expected, given, fix)
     check_layers(config)
     return config
 
@@ -84,12 +86,45 @@ def open_tokenizer(name_or_path: str) -> Any:
         return AutoTokenizer.from_pretrained(name_or_path)
 
 
+def _config_of(name_or_path: str) -> PreTrainedConfig:
+    fix = f"name a folder with config.json, a model on the hub (and be connected), or {PACKAGED!r}"
+    with as_model_error("model", "a model of transformers", name_or_path, fix):
+        found: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path)
+    return found
+
+
+def reads_images(name_or_path: str) -> bool:
+    """Return whether a model is one of images and text; of types that may be either, whether its processor says so."""
+    kind = type(_config_of(name_or_path))
+    if kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    try:
+        open_processor(name_or_path)
+    except ModelError:
+        return False
+    return True
+
+
+def open_processor(name_or_path: str) -> Any:
+    """Return the model's processor of images and text."""
+    from transformers import AutoProcessor
+
+    with as_model_error("--image", "the model's processor", name_or_path, "add its files"):
+        processor = AutoProcessor.from_pretrained(name_or_path)
+    expected, fix = "a processor of images and text", "name a model of images"
+    fits, given = hasattr(processor, "image_processor"), type(processor).__name__
+    require(fits, ModelError, "--image", expected, given, fix)
+    return processor
+
+
 def open_model(
     name_or_path: str,
     dtype: str,
     device: torch.device,
     sharing: DeviceMesh | None = None,
     output: str = "replicated",
+    *,
+    images: bool = False,
 ) -> PreTrainedModel:
     """Return the model in evaluation mode, with attention of attnmesh. Ranks on one host map the same files.
 
@@ -98,7 +133,8 @@ def open_model(
     weights_dtype = "auto" if dtype == "auto" else getattr(torch, dtype)
     fix = "check its files, or download them again"
     with as_model_error("model", "weights that fit its configuration", name_or_path, fix):
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
+        kind: Any = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        model = kind.from_pretrained(name_or_path, attn_implementation=NAME, dtype=weights_dtype)
     shared: Any = tensor_parallel(model, sharing, output=output)
     with as_model_error("model", "weights that fit the device", name_or_path, fix):
         on_device: PreTrainedModel = shared.to(device).eval()

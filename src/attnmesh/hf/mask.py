@@ -1,12 +1,13 @@
-"""Mask function registered with transformers: returns a `MaskSpec`, which every layer gets as its `attention_mask`.
+"""Mask function registered with transformers: what it returns every layer gets as its `attention_mask`.
 
 transformers describes a mask by a function of indices and a 2D table of padding. `mask_function` recognises causal
-masks, causal sliding windows and chunks from the function's values, and raises on any other mask.
+masks, causal sliding windows, chunks and spans of images from the function's values, and raises on any other mask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
-from attnmesh.core.mask import Causal, Chunks, Full, Mask, Window
+from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
+from attnmesh.hf.images.spans import spans_of
+from attnmesh.hf.images.towers import in_tower, tower_mask
 from attnmesh.hf.models import SUBJECT, check_layers
-from attnmesh.hf.shards import ShardMask, Shards
+from attnmesh.hf.shards import PromptMask, ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
 
@@ -43,6 +46,8 @@ class MaskSpec(LayerMask):
     """Tokens of padding before each sequence, (batch,); None if no mask was given."""
     selected: Selection | None = None
     """The keys that each query selects, of those that it sees; None for all."""
+    rows: tuple[Mask, ...] = ()
+    """Mask of each sequence, if their images are in different places; `mask` is that of the first."""
     discarded: bool = False
     """True for layers whose output nobody reads: in a prefill, those that cache no keys."""
 
@@ -57,7 +62,17 @@ class MaskSpec(LayerMask):
         if (stop, step) != (self.q_length, 1) or (first and self.shards is not None and not in_prefill):
             self._raise_read("getitem")
         offset, length = self.q_offset + first, self.q_length - first
-        return replace(self, q_offset=offset, q_length=length, discarded=bool(first) and in_prefill)
+        return replace(self, q_offset=offset, q_length=length, discarded=self.discarded or (bool(first) and in_prefill))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that it would have as a tensor, with the keys up to the last query."""
+        return 1, 1, self.q_length, self.q_offset + self.q_length - self.kv_offset
+
+    @property
+    def has_spans(self) -> bool:
+        """Return whether tokens of an image see each other both ways, in some sequence."""
+        return any(mask.spans for mask in (self.mask, *self.rows))
 
     def spec(self) -> "MaskSpec":
         """Return itself."""
@@ -66,7 +81,8 @@ class MaskSpec(LayerMask):
     def seen(self, keys: int) -> Tensor:
         """Return which keys each query sees on one device, (1 or batch, queries, keys)."""
         places = torch.arange(keys) + self.kv_offset
-        seen = self.mask.visible(torch.arange(self.q_length) + self.q_offset, places)[None]
+        queries = torch.arange(self.q_length) + self.q_offset
+        seen = torch.stack([mask.visible(queries, places) for mask in self.rows or (self.mask,)])
         if self.token_mask is None:
             return seen
         return seen.to(self.token_mask.device) & pad(self.token_mask, (0, keys - self.token_mask.shape[1]))[:, None]
@@ -75,16 +91,27 @@ class MaskSpec(LayerMask):
 SDPA = 'call model.set_attn_implementation("sdpa"), on one device'
 """Fix in errors about masks that positions do not describe."""
 
+UNTYPED = f"leave token types out if there are no images, or {SDPA}"
+"""Fix in errors about masks that a model makes of token types, or by itself."""
+
+SAME_PLACES, ONE_PROMPT = (
+    "spans in the same places of all sequences, without padding before them",
+    "pass one prompt at a time, and pad batches to learn on the right",
+)
+"""Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
+
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
 
 
-def mask_function(**arguments: Any) -> MaskSpec | TracedMask:
+def mask_function(**arguments: Any) -> MaskSpec | TracedMask | Tensor | None:
     """Return the mask of one kind of layer. transformers calls it once per kind and forward pass."""
     given = arguments.get("attention_mask")
+    if in_tower(arguments.get("config")):
+        return tower_mask(arguments)
     if isinstance(given, MaskSpec | TracedMask):
         return given  # with a static cache, `generate` makes the mask before the model runs
-    if isinstance(given, ShardMask) or not needs_tensor(arguments):
+    if isinstance(given, ShardMask | PromptMask) or not needs_tensor(arguments):
         return mask_spec(**arguments)
     if arguments.get("mask_function") is bidirectional_mask_function:
         return MaskSpec(Full(), arguments["q_length"], 0, 0)
@@ -120,7 +147,7 @@ def mask_spec(
     **_: Any,
 ) -> MaskSpec:
     """Return the mask as positions, from the arguments that transformers describes it with."""
-    shards = attention_mask.shards if isinstance(attention_mask, ShardMask) else None
+    shards = attention_mask.shards if isinstance(attention_mask, ShardMask | PromptMask) else None
     token_mask = covered = left_padding = None
     if shards is None:
         left_padding = _left_padding(attention_mask)
@@ -129,11 +156,20 @@ def mask_spec(
         covered = width if width is not None and width < q_offset + q_length else None
     elif config is not None:
         check_layers(config)
-    expected = "a causal mask, a sliding window or chunks"
-    require(not use_vmap, MaskError, "attention mask", expected, "a mask function of the model's own", SDPA)
     first = torch.zeros(batch_size, dtype=torch.long) if left_padding is None else left_padding.cpu()
-    mask = _recognise(mask_function, local_size, (q_offset, q_length), (kv_offset, kv_length), first)
-    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding)
+    ranges = (q_offset, q_length), (kv_offset, kv_length)
+    rows = () if isinstance(attention_mask, ShardMask) else _with_spans(mask_function, config, *ranges, first)
+    mask = rows[0] if rows else None
+    if mask is None and q_length == 1 and local_size is None:
+        mask = _of_one_token(mask_function, config, *ranges, batch_size)
+    if rows and isinstance(attention_mask, PromptMask):
+        _check_spans_unpadded(rows, attention_mask.plain().bool())
+    if mask is None:
+        expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
+        require(not use_vmap, MaskError, "attention mask", expected, given, UNTYPED)
+        mask = _recognise(mask_function, local_size, *ranges, first)
+    differ = rows if len({*rows}) > 1 else ()
+    return MaskSpec(mask, q_length, q_offset, kv_offset, token_mask, shards, covered, left_padding, rows=differ)
 
 
 def _recognise(
@@ -158,13 +194,80 @@ def _recognise(
             unbroken = _unbroken(mask, local_size, *query_range, first)
             if torch.equal(seen[1], unbroken) and _equals(function, mask, *samples, int(first[0])):
                 return mask
-    given, fix = "another mask", SDPA
+    given, fix = "another mask", UNTYPED
     if seen is not None and bool(seen[0].any()):
         given = "tokens that see later ones, as those of an image do"
     elif seen is not None and not bool(seen[1].all()):
         given = "packed sequences, whose positions restart"
         fix = "pass them through attnmesh.hf.shard_batch, with mesh=None on one device"
     raise MaskError("attention mask", "a causal mask, a sliding window or chunks", given, fix)
+
+
+def _with_spans(
+    function: IndexFunction,
+    config: PreTrainedConfig | None,
+    query_range: tuple[int, int],
+    key_range: tuple[int, int],
+    first: Tensor,
+) -> tuple[Mask, ...]:
+    """Return the causal mask with spans that a function of indices computes for each sequence; none if it is another.
+
+    It has a window if the function has one.
+    """
+    if function in (causal_mask_function, bidirectional_mask_function) or query_range[1] < 2:
+        return ()  # one token, as in decoding, sees no later one
+    seen = _neighbours(function, *query_range, len(first))
+    if seen is None or not bool(seen[0].any()):
+        return ()
+    given = "padding before a sequence with images"
+    require(not bool(first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
+    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None) or FAR
+    masks = list[Mask]()
+    sampled = _sample_pairs(query_range, key_range, min(window, query_range[1]), 0)
+    for row, sees_next in enumerate(seen[0]):
+        spans = spans_of(sees_next, query_range[0])
+        edges = torch.tensor([edge + near for edge in chain(*spans) for near in (-1, 0, 1)], dtype=torch.long)
+        queries, keys = (  # the function may look tokens up in a table
+            torch.cat((places, edges)).clamp(start, start + length - 1).unique()
+            for places, (start, length) in zip(sampled, (query_range, key_range), strict=True)
+        )
+        known = Spans(spans), Spans(spans, window - 1)
+        masks += [mask for mask in known if _equals(function, mask, queries, keys, 0, row)][:1]
+    return tuple(masks) if len(masks) == len(first) else ()
+
+
+def _of_one_token(
+    function: IndexFunction,
+    config: PreTrainedConfig | None,
+    query_range: tuple[int, int],
+    key_range: tuple[int, int],
+    batch: int,
+) -> Mask | None:
+    """Return the causal mask or the window that a function of indices computes for one token, as in decoding; or None.
+
+    Both are equal where there are no more keys than the window has: then it is causal.
+    """
+    if function in (causal_mask_function, bidirectional_mask_function):
+        return None
+    rows, zero = torch.arange(batch)[:, None], torch.zeros((), dtype=torch.long)
+    query, keys = torch.tensor([query_range[0]]), key_range[0] + torch.arange(key_range[1])
+    try:
+        seen = function(rows, zero, query[None], keys[None]).cpu().expand(batch, len(keys))
+    except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
+        return None
+    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
+    masks = [Causal(), *([Window(window - 1)] if window else [])]
+    return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
+
+
+def _check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
+    """Raise if tokens of a span see padding, which a mask of positions does not hide."""
+    spans = [
+        (row, *span) for row, mask in enumerate(rows) for span in zip(mask.spans[::2], mask.spans[1::2], strict=True)
+    ]
+    unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
+    expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
+    require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
 
 
 def _neighbours(function: IndexFunction, offset: int, length: int, batch: int) -> tuple[Tensor, Tensor] | None:
@@ -222,7 +325,7 @@ def _left_padding(attention_mask: Tensor | MaskSpec | None) -> Tensor | None:
 def _sample_pairs(
     query_range: tuple[int, int], key_range: tuple[int, int], size: int, first: int
 ) -> tuple[Tensor, Tensor]:
-    """Return some positions of queries and keys, from `first` on: in their ranges, and where masks of a size differ.
+    """Return some positions of queries and keys, from `first` on: of their ranges, and where masks of a size differ.
 
     A shard's range may be too short to tell a window from chunks, so the first edges of chunks are always among them.
     """
@@ -237,11 +340,11 @@ def _spread(first: int, count: int) -> Tensor:
     return torch.linspace(0, max(count - 1, 0), 17).long() + first
 
 
-def _equals(function: IndexFunction, mask: Mask, queries: Tensor, keys: Tensor, first: int) -> bool:
+def _equals(function: IndexFunction, mask: Mask, queries: Tensor, keys: Tensor, first: int, row: int = 0) -> bool:
     """Return True if a function of indices is this mask at these positions, which the mask counts from `first`."""
     zero = torch.zeros((), dtype=torch.long)
     try:
-        visible = function(zero, zero, queries[:, None], keys[None])
+        visible = function(zero + row, zero, queries[:, None], keys[None])
     except (IndexError, RuntimeError):  # a function that looks positions up in a table of the batch
         return False
     return torch.equal(visible.cpu(), mask.visible(queries - first, keys - first))

@@ -1,26 +1,37 @@
 """Sizes of a language model for the planner, from its configuration: heads, layers, widths and bytes of weights."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from attnmesh.core.mask import Mask, Window
+from attnmesh.core.mask import Window
 from attnmesh.errors import ModelError, require
+from attnmesh.hf.cache.layer import SHORT_WINDOW
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.load import as_model_error
 from attnmesh.hf.models import (
     HYBRID_LAYERS,
+    INDEXED_LAYERS,
+    INDEXED_MODELS,
     NAME,
     OTHER_LAYERS,
     RECURRENT_LAYERS,
     WINDOWED_LAYERS,
     cached_layers,
+    indexed_layers,
+    is_compressed,
     layer_kinds,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
+from attnmesh.hf.upstream import Conv1D
+from attnmesh.planner.selected import Selected
 from attnmesh.planner.serving import Model
+from attnmesh.planner.training import TrainedModel
 from attnmesh.planner.workload import Workload
 
 
@@ -39,25 +50,49 @@ def model_size(config: PreTrainedConfig, dtype: str = "bfloat16", **workload: An
     ('decode, 1,000 tokens, 4/2 heads of 16, bfloat16, causal, 2 layers', 173696, 87168)
     """
     config = config.get_text_config(decoder=True)
-    whole, windows = _attention_layers(config) if hasattr(config, "num_attention_heads") else (0, 0)
+    attends = config.is_heterogeneous or hasattr(config, "num_attention_heads")
+    whole, windows = _attention_layers(config) if attends else (0, 0)
     given, fix = f"{config.model_type} without any", "use a model whose layers attend"
     require(whole + windows > 0, ModelError, "plan model", "layers of attention", given, fix)
+    given, fix = f"{config.model_type}, which compresses them", "write --heads 64/1 with entries as the --length"
+    require(not is_compressed(config), ModelError, "plan model", "layers that keep keys of tokens", given, fix)
     skeleton = _skeleton(config, dtype)
-    latent, kind = latent_widths(config), dict(workload)
-    heads, dims = _heads(config, windowed=not whole), {}
-    if latent is not None:
-        dims = {"value_dim": config.v_head_dim, "latent": latent}
-        heads = config.num_attention_heads, config.num_attention_heads, config.qk_nope_head_dim + latent[1]
-    elif not whole:
-        kind["mask"] = Window(min(_window(config), workload["length"]) - 1)
-    common = {"dtype": dtype, **dims, **kind}
-    work = Workload(*heads, layers=whole or windows, **common)
-    kept = 0
-    if whole and windows:
-        mask: Mask = Window(min(_window(config), work.length) - 1)
-        small = Workload(*_heads(config, windowed=True), layers=windows, **{**common, "mask": mask})
-        kept = small.kept_bytes
-    return Model(work, config.hidden_size, config.num_hidden_layers, _weights(skeleton), kept)
+    workload["dtype"] = dtype
+    small = _windowed(config, windows, workload) if windows else None
+    work = _unwindowed(config, whole, workload) if whole else small
+    assert work is not None
+    kept = small.kept_bytes if whole and small else 0
+    return Model(work, config.hidden_size, config.num_hidden_layers, _weights(skeleton), kept, _active(skeleton))
+
+
+def training_size(config: PreTrainedConfig, lora: int = 0, **workload: Any) -> TrainedModel:
+    """Return the sizes of a model that is trained, or of one with an adapter of rank `lora` on all linear layers.
+
+    >>> from transformers import LlamaConfig
+    >>> sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    >>> config = LlamaConfig(vocab_size=100, intermediate_size=128, **sizes)
+    >>> training_size(config, length=1000, phase="training").parameters
+    86848
+    >>> training_size(config, 8, length=1000, phase="training").adapter
+    16384
+    """
+    model, config = model_size(config, **workload), config.get_text_config(decoder=True)
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    widths = (getattr(config, name, None) for name in ("moe_intermediate_size", "intermediate_size"))
+    inner = experts * next(filter(None, widths), 4 * config.hidden_size)
+    parameters = model.weights(1, False) // model.workload.item
+    fits, fix = lora <= config.hidden_size, "take a smaller one, such as 16"
+    require(fits, ModelError, "lora", f"a rank up to the model's width, {config.hidden_size}", f"{lora:,}", fix)
+    sizes = model.layers, model.hidden, inner, config.vocab_size, parameters
+    return TrainedModel(model.workload, *sizes, _adapter(config, lora) if lora else 0)
+
+
+def _adapter(config: PreTrainedConfig, rank: int) -> int:
+    """Return the numbers of an adapter on all linear layers but the output head: "all-linear" of peft."""
+    skeleton = _skeleton(config, "bfloat16")
+    head = skeleton.get_output_embeddings()
+    layers = [one for one in skeleton.modules() if isinstance(one, (nn.Linear, Conv1D)) and one is not head]
+    return rank * sum(sum(one.weight.shape) for one in layers)
 
 
 def other_layers(config: PreTrainedConfig) -> dict[str, int]:
@@ -79,18 +114,48 @@ def _attention_layers(config: PreTrainedConfig) -> tuple[int, int]:
     return len(kinds) - windows, windows
 
 
-def _window(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "sliding_window", None) or config.attention_chunk_size)
+def _unwindowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
+    """Return the workload of the layers that see all tokens."""
+    work = Workload(**{**given, **_widths(config, windowed=False), "layers": layers})
+    return replace(work, selected=_selected(config, work.kv_heads))
 
 
-def _heads(config: PreTrainedConfig, *, windowed: bool) -> tuple[int, int, int]:
-    """Return query heads, key heads and columns of the first layer that has a window, or that has none."""
+def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
+    """Return the workload of the layers with windows, of which short ones are not stored in 8 bits."""
+    work = Workload(**{**given, **_widths(config, windowed=True), "layers": layers})
+    window = int(getattr(config, "sliding_window", None) or config.attention_chunk_size)
+    storage = work.storage if window > SHORT_WINDOW else None
+    return replace(work, mask=Window(min(window, work.length) - 1), storage=storage)
+
+
+def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
+    """Return heads and columns, as a workload names them, of the first layer that has a window, or that has none."""
     layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
     numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
-    q_heads = one.num_attention_heads
+    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), one.num_attention_heads
+    if latent is not None:
+        heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": one.qk_nope_head_dim + latent[1]}
+        return {**heads, "value_dim": one.v_head_dim, "latent": latent}
     kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)
-    return q_heads, kv_heads or q_heads, dim or config.hidden_size // q_heads
+    return {"q_heads": q_heads, "kv_heads": kv_heads or q_heads, "head_dim": dim or config.hidden_size // q_heads}
+
+
+def _selected(config: PreTrainedConfig, kv_heads: int) -> Selected | None:
+    """Return what the layers with indexers select, or None without such layers."""
+    layers = sum(kind in INDEXED_LAYERS for kind in layer_kinds(config))
+    if not layers:
+        return None
+    given, fix = f"{config.model_type} with an indexer", "pass its sizes to am.Workload, with selected="
+    require(config.model_type in INDEXED_MODELS, ModelError, "plan model", "a known indexer", given, fix)
+    counts = {"layers": layers, "indexers": len(indexed_layers(config))}
+    if config.model_type == "qwen4_exp_text":  # a key is the mean of a block, and whether the block is whole
+        ratio, width = config.indexer_compress_ratio, config.indexer_head_dim + 1
+        return Selected(config.indexer_budget // ratio, config.indexer_n_heads, width, block=ratio, **counts)
+    sizes = config.index_n_heads, config.index_head_dim
+    if config.model_type == "minimax_m3_vl_text":
+        return Selected(config.index_topk_blocks, *sizes, block=config.index_block_size, heads=kv_heads, **counts)
+    return Selected(config.index_topk, *sizes, **counts)
 
 
 def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
@@ -99,6 +164,23 @@ def _skeleton(config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
     with torch.device("meta"), as_model_error("plan model", "a configuration", config.model_type, "use another model"):
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kind)
     return made
+
+
+def _active(skeleton: PreTrainedModel) -> int | None:
+    """Return the weights that one token of a prompt is multiplied by; None if the experts that it takes are unknown.
+
+    The output head is left out: it multiplies the last token alone.
+    """
+    config = skeleton.config.get_text_config(decoder=True)
+    ends = {id(part.weight) for part in (skeleton.get_input_embeddings(), skeleton.get_output_embeddings()) if part}
+    sizes: dict[str, int] = {name: one.numel() for name, one in skeleton.named_parameters() if id(one) not in ends}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    if not experts:
+        return sum(sizes.values())
+    counts = (getattr(config, name, None) for name in ("num_local_experts", "n_routed_experts", "num_experts"))
+    taken: int | None = getattr(config, "num_experts_per_tok", None)
+    count: int | None = next(filter(None, counts), None)
+    return None if not taken or not count else sum(sizes.values()) - experts + experts * taken // count
 
 
 def _weights(skeleton: PreTrainedModel) -> Any:

@@ -6,6 +6,7 @@ masks and cached keys that pass through it, and raises.
 
 import sys
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, NoReturn
 
 from torch import nn
@@ -38,6 +39,9 @@ UNLISTED_RECURRENT = ("rwkv", "xlstm")
 INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
 """Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
 
+COMPRESSED_LAYERS = ("compressed_sparse_attention", "heavily_compressed_attention")
+"""Values of `config.layer_types` for layers that attend to a window of tokens and to entries of compressed tokens."""
+
 HYBRID_LAYERS = ("hybrid", "hybrid_sliding")
 """Values of `config.layer_types` for layers that attend and keep a state."""
 
@@ -48,16 +52,27 @@ OTHER_LAYERS = ("mlp", "moe")
 """Values of `config.layer_types` for layers that mix no tokens."""
 
 RECURRENT_MODELS = (
-    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2"),
-    *("lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
-    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya"),
+    *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling_text", "jamba"),
+    *("kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba"),
+    *("zamba2", "zaya"),
 )
 """Model types whose recurrent layers can run on shards."""
+
+BIASED_MODELS = ("inkling_text",)
+"""Model types with a bias of logits by distance, for which they count cached tokens themselves."""
 
 INDEXED_MODELS = (
     *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text", "qwen4_exp_text"),
 )
 """Model types in which an indexer selects the keys of each query."""
+
+COMPRESSED_MODELS = ("deepseek_v4",)
+"""Model types whose layers attend to entries of compressed tokens."""
+
+
+REPEATED_KEYS = ("jetmoe",)
+"""Model types that repeat their key heads before attention."""
 
 
 class Opaque:
@@ -98,6 +113,11 @@ def check_model(model: PreTrainedModel) -> None:
     supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
     fix = "load it with AutoModelForCausalLM"
     require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
+    expected, takes_ids = (
+        "a model whose generate begins with token ids",
+        "inputs" in signature(model.generate).parameters,
+    )
+    require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
     check_layers(model.config)
     check_keys(model.config)
     kind = model.config.get_text_config(decoder=True).model_type
@@ -115,12 +135,20 @@ def check_model(model: PreTrainedModel) -> None:
     check_implementation("generate", model.config)
 
 
+def check_rows(subject: str, model: PreTrainedModel) -> None:
+    """Raise unless one forward pass can decode requests of the model: `check_model`, and no images of their own."""
+    check_model(model)
+    expected, given = "a model without cross-attention over images", type(model).__name__
+    require(not cross_layers(model.config), KernelError, subject, expected, given, "call hf.generate for each request")
+
+
 def check_implementation(subject: str, config: PreTrainedConfig) -> None:
     """Raise unless the model's attention is attnmesh: no other attention can read sharded keys."""
-    if config._attn_implementation != NAME:
+    given = config.get_text_config(decoder=True)._attn_implementation
+    if given != NAME:
         expected = f"a model with attn_implementation {NAME!r}"
         fix = f'call model.set_attn_implementation("{NAME}") after importing attnmesh.hf'
-        raise KernelError(subject, expected, repr(config._attn_implementation), fix)
+        raise KernelError(subject, expected, repr(given), fix)
 
 
 def check_layers(config: PreTrainedConfig) -> None:
@@ -132,6 +160,8 @@ def check_layers(config: PreTrainedConfig) -> None:
         known |= {*RECURRENT_LAYERS, *OTHER_LAYERS}
     if config.model_type in INDEXED_MODELS:
         known |= {*INDEXED_LAYERS}
+    if is_compressed(config):
+        known |= {*COMPRESSED_LAYERS}
     unsupported = sorted({*layer_types} - known)
     if not layer_types and getattr(config, "attention_chunk_size", None):
         unsupported.append("chunks in unknown places")
@@ -167,20 +197,45 @@ def is_recurrent(config: PreTrainedConfig) -> bool:
     return config.get_text_config(decoder=True).model_type in RECURRENT_MODELS
 
 
+def is_compressed(config: PreTrainedConfig) -> bool:
+    """Return whether the model has layers that attend to entries of compressed tokens."""
+    return config.get_text_config(decoder=True).model_type in COMPRESSED_MODELS
+
+
 def attends(config: PreTrainedConfig) -> bool:
     """Return whether the model has layers of attention."""
     return any(kind not in ("linear_attention", "conv", *OTHER_LAYERS) for kind in layer_kinds(config))
 
 
+def key_heads(config: PreTrainedConfig) -> int | None:
+    """Return the key heads of a layer of attention; None without such layers, or where the configuration has none."""
+    config = config.get_text_config(decoder=True)
+    grouped = None if config.model_type in REPEATED_KEYS else getattr(config, "num_key_value_heads", None)
+    heads = grouped or getattr(config, "num_attention_heads", None)
+    return heads if isinstance(heads, int) and attends(config) else None
+
+
 def mixing_layers(config: PreTrainedConfig) -> int:
     """Return the number of calls that mix tokens in one forward pass. A hybrid layer attends and keeps a state."""
     kinds = layer_kinds(config)
-    return sum(kind not in OTHER_LAYERS for kind in kinds) + sum(kind in HYBRID_LAYERS for kind in kinds)
+    kept = sum(kind not in OTHER_LAYERS for kind in kinds) - len(cross_layers(config))
+    return kept + _states(config) * sum(kind in HYBRID_LAYERS for kind in kinds)
+
+
+def cross_layers(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of the layers of cross-attention over images. Text without images skips them."""
+    return [*(getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ())]
 
 
 def recurrent_layers(config: PreTrainedConfig) -> int:
     """Return the number of layers that keep a state, in a model whose recurrent layers can run on shards."""
-    return sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config)) if is_recurrent(config) else 0
+    count = sum(kind in RECURRENT_LAYERS for kind in layer_kinds(config))
+    return count * _states(config) if is_recurrent(config) else 0
+
+
+def _states(config: PreTrainedConfig) -> int:
+    """Return the convolutions with a state of their own in each layer that keeps states."""
+    return getattr(config.get_text_config(decoder=True), "number_of_conv_states", 1)
 
 
 def check_keys(config: PreTrainedConfig) -> None:

@@ -1,5 +1,6 @@
 """Checks of the options of `generate`. All ranks compare their calls before the model runs."""
 
+from collections.abc import Callable
 from numbers import Number
 from pathlib import Path
 from types import NoneType
@@ -16,14 +17,24 @@ from attnmesh.errors import (
     KernelError,
     MaskError,
     ShapeError,
+    check_count,
     require,
     short,
     type_and_shape,
 )
 from attnmesh.guard.consensus import describe_call, run_agreed
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, OWN_PROCESSOR, check_images, image_inputs
 from attnmesh.hf.mask import check_left_padded
-from attnmesh.hf.models import USE_TOKENIZER, check_model, check_rope_switch, has_windows, is_recurrent, rope_regime
+from attnmesh.hf.models import (
+    USE_TOKENIZER,
+    check_model,
+    check_rope_switch,
+    has_windows,
+    is_compressed,
+    is_recurrent,
+    rope_regime,
+)
 from attnmesh.hf.tensor_parallel import sharing
 from attnmesh.mesh.axes import Mesh
 
@@ -115,6 +126,9 @@ def agree_on_call(
         check_model(model)
         _check_prompt(model, ids, attention_mask)
         _check_options(model, options)
+        for name in ("chunk_size", "prefill_chunk_size"):
+            if options.get(name) is not None:
+                check_count(f"{name}", options[name], "count the tokens of a chunk, or leave it out")
         if cache is not None:
             _check_cache(cache, ids)
         if "chunk_size" not in options:  # an option of `prefill`, which makes no new tokens
@@ -126,6 +140,14 @@ def agree_on_call(
         fields = {name: describe_value(value) for name, value in sorted(options.items()) if name != "streamer"}
         config = {"model's generation_config": describe_value(model.generation_config)}
         return describe_call("generate", **{**prompt, "held": held, **fields, **config})
+
+    run_agreed_with_peers(place, model, check, describe)
+
+
+def run_agreed_with_peers(
+    place: Mesh, model: PreTrainedModel, check: Callable[[], None], describe: Callable[[None], str]
+) -> None:
+    """Run a check as `run_agreed` does, first with the ranks that share the model's weights."""
 
     def check_with_peers() -> None:  # whose error the other ranks of the mesh raise too
         peers = sharing(model) if isinstance(model, PreTrainedModel) else None
@@ -168,16 +190,19 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     complete = not strings or options.get("tokenizer") is not None
     given = f"stop_strings={describe_value(strings)} alone"
     require(complete, ArgumentError, "generate", "a tokenizer beside stop strings", given, "pass tokenizer=")
-    assisted = [name for name in ASSISTED_OPTIONS if settings[name] and is_recurrent(model.config)]
-    expected, fix = "options that work on recurrent states", "leave it out: states cannot go back"
+    goes_back = not (is_recurrent(model.config) or is_compressed(model.config))
+    assisted = [name for name in ASSISTED_OPTIONS if settings[name] and not goes_back]
+    expected, fix = "options that work on states", "leave it out: states cannot go back"
     require(not assisted, ArgumentError, "generate", expected, ", ".join(assisted), fix)
     checkpoint, fix = options.get("checkpoint"), "pass hf.Checkpoint(path)"
     is_spec, given = isinstance(checkpoint, (NoneType, CheckpointSpec)), type(checkpoint).__name__
     require(is_spec, ArgumentError, "generate checkpoint", "an hf.Checkpoint", given, fix)
-    fix = "leave it out: prefill takes only input_ids and attention_mask"
+    refused = {"checkpoint": checkpoint, **{name: settings[name] for name in ASSISTED_OPTIONS}}
+    check_images(model, options, refused)
+    text_fix, image_fix = "leave it out: prefill takes only token ids, attention_mask and images", OWN_PROCESSOR
     for name, value in options.items():
-        known = name in ACCEPTED or name == "chunk_size"
-        given = f"{name}={short(value)}"
+        known = name in ACCEPTED or name == "chunk_size" or name in image_inputs(model)
+        given, fix = f"{name}={short(value)}", image_fix if name in IMAGE_INPUTS else text_fix
         require(known, ArgumentError, "generate", "options of transformers' generation", given, fix)
 
 

@@ -1,6 +1,6 @@
 """Prefill: compute a prompt over a mesh, each rank its share, and fill a cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from inspect import signature
 from itertools import pairwise
@@ -13,6 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images
+from attnmesh.hf.images.merge import Merged, merge_images
+from attnmesh.hf.images.spans import uncut
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import USE_SUPPORTED, forget_images, is_recurrent, rope_growth, rope_regime, unwrap
 from attnmesh.hf.options import agree_on_call
@@ -22,7 +25,7 @@ from attnmesh.hf.sparse.prepare import prepare_indexers
 from attnmesh.mesh.axes import Mesh
 
 CHUNK = 8192
-"""Tokens per chunk after cached tokens or with padding. There, every rank holds the queries of all ranks."""
+"""Tokens per chunk after cached tokens or with padding. There, every rank attends the queries of all ranks."""
 
 MAMBA = ("falcon_mamba", "jamba", "mamba", "zamba")
 """Model types whose rule for several tokens always begins with a state of zero."""
@@ -39,6 +42,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     chunk_size: int | None = None,
     after: Callable[[int], None] | None = None,
+    **images: Any,
 ) -> None:
     """Fill the cache with all tokens of the prompt but the last one, from which `generate` decodes.
 
@@ -52,6 +56,7 @@ def prefill(
         attention_mask: Padding of the prompts, on the left.
         chunk_size: Tokens per forward pass. None for all of them, or 8192 after cached tokens and with padding.
         after: Called after each chunk with the number of cached tokens.
+        images: Images, as the model's processor returns them: `pixel_values` and what comes with it.
 
     Raises:
         InputError: The model or an argument is not supported, or ranks differ in an argument.
@@ -66,12 +71,14 @@ def prefill(
     2
     """
     model = unwrap(model)
-    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size}
+    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **images}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
     forget_images(model)
     prepare_indexers(model)
-    crop_to_shared_prefix(model, cache, input_ids, attention_mask)
-    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after)
+    images, _ = split_images(model, images)
+    merged = merge_images(place, model, input_ids, attention_mask, images, left_to_decode(model.config))
+    crop_to_shared_prefix(model, cache, input_ids, attention_mask, None if merged is None else merged.pictures)
+    prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after, merged)
 
 
 def prefill_rest(
@@ -81,45 +88,77 @@ def prefill_rest(
     attention_mask: Tensor | None,
     chunk_size: int | None,
     after: Callable[[int], None] | None = None,
+    merged: Merged | None = None,
 ) -> None:
-    """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout.
+    """Compute the prompt after the cached tokens, chunk by chunk, in the cache's block-cyclic layout."""
+    start, padded = cache.get_seq_length(), attention_mask is not None and not bool(attention_mask.all())
+    if chunk_size is None and (start or padded or cache.shares > 1):
+        chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
+    for stop in prefill_chunks(model, ids, cache, attention_mask, lambda: chunk_size or ids.shape[1], merged):
+        if after is not None:
+            after(stop)
+    pictures = None if merged is None else merged.pictures
+    cache.tokens = mark_tokens(ids[:, : cache.get_seq_length()], attention_mask, pictures)
 
-    All ranks compute the tokens before the first full round of blocks, and every token if the model takes no
-    position_ids or the ranks share its weights. Models with recurrent layers, which need runs of tokens, compute in the
-    contiguous layout.
+
+def prefill_chunks(
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: ShardedCache,
+    attention_mask: Tensor | None,
+    size: Callable[[], int],
+    merged: Merged | None = None,
+) -> Iterator[int]:
+    """Compute the prompt after the cached tokens, and yield the number of cached tokens after each chunk.
+
+    `size` is asked for the tokens of each chunk. All ranks compute the tokens before the first full round of blocks,
+    and every token if the model takes no position_ids or the ranks share its weights. Models with recurrent layers,
+    which need runs of tokens, compute in the contiguous layout.
     """
     start, end = cache.get_seq_length(), max(ids.shape[1] - left_to_decode(cache.config), 0)
     token_mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     if token_mask is not None:
         positions = (token_mask.long().cumsum(1) - 1).masked_fill(~token_mask, 0)
-    last, takes_positions = int(positions.max()), "position_ids" in signature(model.forward).parameters
-    recurrent = is_recurrent(cache.config)
+    decoder, pictures, spans, left = model, None, [], 0
+    if merged is not None:
+        decoder, pictures, spans = merged.decoder, merged.pictures, merged.spans
+        positions = positions if merged.positions is None else merged.positions
+        left = max(ids.shape[1] - end, 0) if merged.reaches_end else 0
+    last, recurrent = int(positions.max()), is_recurrent(cache.config)
+    in_shards = recurrent or "position_ids" in signature(decoder.forward).parameters
+    end += left
     cache.begin(end)
+    cache.images = None if pictures is None else pictures.fingerprints
+    cache.shift = (0, 0) if merged is None else merged.shift
     layout: Layout = Contiguous() if recurrent else Striped(cache.block)
-    if chunk_size is None and (start or token_mask is not None or cache.shares > 1):
-        chunk_size = CHUNK if latent_widths(cache.config) is None else LATENT_CHUNK
-    cache.intact = False
-    with torch.no_grad(), prepared(model) if recurrent else nullcontext():
-        for first, stop, sharded in _chunks(cache, start, end, chunk_size or end):
-            index = torch.arange(first, stop, device=ids.device)
-            mask = None if token_mask is None else token_mask[:, :stop].long()
-            padding = None if token_mask is None else token_mask[:, first:stop]
-            shards = Shards(cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
-            if sharded and (takes_positions or recurrent):
-                index = first + layout.positions(stop - first, cache.ranks, Mesh.of(cache.mesh).shard).to(ids.device)
-                mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
-            local = ShardPositions.of(positions[:, index], shards=shards, last=last)
-            _run_model(model, ids[:, index], mask, local, cache)
-            kept = all(layer.get_seq_length() == stop for layer in cache.attention_layers)
-            given = f"{type(model).__name__}, in which some layers cache no keys"
-            require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
-            cache.count(stop)
-            cache.tokens = mark_padding(ids[:, :stop], attention_mask)  # to continue from if a rank is lost
-            if after is not None:
-                after(stop)
-    cache.intact = True
-    cache.tokens = mark_padding(ids[:, : cache.get_seq_length()], attention_mask)
+    while chunks := uncut(_chunks(cache, start, end, size()), spans):
+        first, stop, sharded = chunks[0]
+        index = torch.arange(first, stop, device=ids.device)
+        mask: Any = None if token_mask is None else token_mask[:, :stop].long()
+        padding = None if token_mask is None else token_mask[:, first:stop]
+        shards = Shards(cache.mesh, layout, stop - first, start=first, token_mask=padding, cached=True)
+        sharded = sharded and in_shards
+        if sharded:
+            index = first + layout.positions(stop - first, cache.ranks, Mesh.of(cache.mesh).shard).to(ids.device)
+            mask = ShardMask.of(torch.ones_like(ids[:, index]), shards=shards)
+        local = ShardPositions.of(positions[..., index], shards=shards, last=last, whole=not sharded)
+        cache.intact = False
+        with torch.no_grad(), prepared(model) if recurrent else nullcontext():
+            if merged is None:
+                _run_model(model, ids[:, index], mask, local, cache)
+            else:
+                mask = merged.mask(len(index), first, shards if sharded else None) if spans else mask
+                merged.run(index, attention_mask=mask, position_ids=local, past_key_values=cache)
+        kept = all(layer.get_seq_length() == stop for layer in cache.attention_layers)
+        given = f"{type(model).__name__}, in which some layers cache no keys"
+        require(kept, KernelError, "generate", "a model whose layers all cache their keys", given, USE_SUPPORTED)
+        cache.count(stop)
+        cache.tokens = mark_tokens(ids[:, :stop], attention_mask, pictures)  # to continue from if a rank is lost
+        cache.intact, start = True, stop
+        yield stop
+    if left:
+        cache.crop(-left)  # tokens that earlier ones see are computed here, and again where decoding begins
 
 
 def left_to_decode(config: PreTrainedConfig) -> int:
@@ -192,7 +231,11 @@ def _run_model(
 
 
 def crop_to_shared_prefix(
-    model: PreTrainedModel, cache: ShardedCache, ids: Tensor, attention_mask: Tensor | None
+    model: PreTrainedModel,
+    cache: ShardedCache,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    pictures: Pictures | None = None,
 ) -> int:
     """Crop the cache to the prefix that it shares with the prompt, without its last token. Return the prefix length."""
     cache.truncate_to_shortest()
@@ -206,13 +249,15 @@ def crop_to_shared_prefix(
         0 if cache.tokens is None else min(length, ids.shape[1] - left_to_decode(cache.config), cache.tokens.shape[1])
     )
     if cache.tokens is not None and shared:
-        same = (mark_padding(ids, attention_mask)[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
-        shared = int(same.long().cumprod(0).sum())
+        marked = mark_tokens(ids, attention_mask, pictures)
+        same = (marked[:, :shared] == cache.tokens[:, :shared].to(ids.device)).all(0)
+        shared = shared_with_images(cache.tokens, cache.images, pictures, int(same.long().cumprod(0).sum()))
     shared = cache.prefix(shared)  # layers that have forgotten what it needs compute it again
     cache.crop(shared - length)
     return shared
 
 
-def mark_padding(ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return token ids of the prompt with -1 for padding."""
-    return ids.clone() if attention_mask is None else ids.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)
+def mark_tokens(ids: Tensor, attention_mask: Tensor | None = None, pictures: Pictures | None = None) -> Tensor:
+    """Return token ids of the prompt with -1 for padding, and with marks for image tokens."""
+    marked = ids.clone() if pictures is None else pictures.mark(ids)
+    return marked if attention_mask is None else marked.masked_fill(attention_mask[:, : ids.shape[1]] == 0, -1)

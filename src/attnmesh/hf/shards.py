@@ -4,7 +4,9 @@ A model reads its arguments as if they were the whole sequence, but each rank pa
 are subclasses of `Tensor`, which return what the whole sequence would return, or raise:
 
     input_ids            `ShardIds`        starts a forward pass when the tokens are embedded
+                         `PromptIds`       those of a whole sequence with images
     attention_mask       `ShardMask`       passes its `Shards` to `mask_function`; a model that reads it raises
+                         `PromptMask`      the same for a whole sequence with images, which a model may read
     position_ids         `ShardPositions`  returns the maximum of the whole sequence, which scales ropes
     labels               `GuardedLabels`   raises if the model computes its loss from it, not from shift_labels
     shift_labels         `ShardLabels`     raises in the loss if a layer has not called attnmesh for attention
@@ -253,6 +255,20 @@ class ShardMask(ShardTensor):
         return KernelError(SUBJECT, expected, given, fix)
 
 
+class PromptIds(ShardTensor):
+    """Tokens of a whole sequence with images, as `input_ids` of a model that cuts what its text model gets."""
+
+    def dispatch(self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result. Before the shape or the first value is read, the model that reads it is prepared."""
+        if name not in METADATA_FUNCTIONS or name == "__get__":
+            self.shards.forward_pass.on_begin(self.shards)
+        return super().dispatch(name, call, args, kwargs)
+
+
+class PromptMask(ShardTensor):
+    """Padding of a whole sequence with images, as `attention_mask` of a model that cuts what its text model gets."""
+
+
 class NoPadding(ShardTensor):
     """A `ShardMask` compared with 1. transformers drops the mask of recurrent layers if no token is padding.
 
@@ -291,6 +307,8 @@ class ShardPositions(ShardTensor):
 
     last: int
     """Largest position of the whole sequence, on any rank."""
+    whole: bool = False
+    """True if this rank has all tokens, as all ranks do."""
     ids: Tensor | None = None
     """Tokens of the whole sequence if positions count them from 0; None if the batch had position_ids."""
 

@@ -67,6 +67,11 @@ class TracedMask(LayerMask):
     describe: Callable[[], Any]
     """Return the `MaskSpec` of the same mask."""
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, by which transformers counts keys without a cache."""
+        return self.visible.shape
+
     @classmethod
     def of(cls, arguments: dict[str, Any], spec: Callable[[], Any]) -> "TracedMask":
         """Return the mask that transformers describes."""

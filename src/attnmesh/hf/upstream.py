@@ -75,12 +75,14 @@ PEFT = Upstream("peft", "0.20", "0.22", ("peft:PeftModel.get_base_model", "peft:
 
 TRANSFORMERS.check()
 CacheLayerMixin: Any = TRANSFORMERS.find("transformers.cache_utils:CacheLayerMixin")
+Conv1D: Any = TRANSFORMERS.find("transformers.pytorch_utils:Conv1D")
 DummyLayer: Any = TRANSFORMERS.find("transformers.cache_utils:DummyLayer")
 LinearAttentionLayer: Any = TRANSFORMERS.find("transformers.cache_utils:LinearAttentionLayer")
 apply_tensor_parallelism: Any = TRANSFORMERS.find("transformers.distributed.tensor_parallel:apply_tensor_parallelism")
 bidirectional_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:bidirectional_mask_function")
 causal_mask_function: Any = TRANSFORMERS.find("transformers.masking_utils:causal_mask_function")
 is_tracing: Any = TRANSFORMERS.find("transformers.utils.import_utils:is_tracing")
+sdpa_attention: Any = TRANSFORMERS.find("transformers.integrations.sdpa_attention:sdpa_attention_forward")
 sdpa_mask: Any = TRANSFORMERS.find("transformers.masking_utils:sdpa_mask")
 
 
@@ -106,27 +108,50 @@ def is_indexer(module: Any) -> bool:
     return code is not None and "update_indexer" in code.co_names
 
 
+COMPRESSES = ("self", "hidden_states", "q_residual", "position_ids", "past_key_values", "layer_idx")
+STORES = ("store_compression_weights", "update_compressor_states")
+
 INDEXERS = {
+    "DeepseekV4CSACompressor": (COMPRESSES, (*STORES, "update_overlap_state", "indexer", "new_full")),
+    "DeepseekV4HCACompressor": (COMPRESSES, STORES),
+    "DeepseekV4IndexerScorer": (("self", "q", "compressed_kv", "hidden_states"), ("weights_proj", "relu")),
     "MiniMaxM3VLIndexer": (
-        *("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
-        *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
-        *("apply_rotary_pos_emb", "update_index"),
+        ("self", "hidden_states", "position_embeddings", "past_key_values", "position_ids"),
+        (
+            *("q_proj", "k_proj", "q_norm", "k_norm", "head_dim", "block_size", "topk_blocks", "local_blocks"),
+            *("apply_rotary_pos_emb", "update_index"),
+        ),
     ),
     "Qwen4ExpTextQSAIndexer": (
-        *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
-        *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
-        *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+        ("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values"),
+        (
+            *("index_qk_proj", "index_n_heads", "index_kv_heads", "q_layernorm", "k_layernorm", "compress_ratio"),
+            *("block_topk", "token_budget", "apply_rotary_pos_emb", "update_indexer"),
+        ),
     ),
 }
-"""Classes of indexers that score keys before they know the mask, or in a loop: five arguments, and names they read."""
+"""Classes of indexers and compressors that run as subclasses: the arguments of `forward`, and names that it reads."""
 
 
 def is_known_indexer(module: Any) -> bool:
     """Return whether a module is such an indexer, as attnmesh knows it. Another one is refused when it is called."""
-    kind, names = type(module), INDEXERS.get(type(module).__name__)
-    if names is None or not kind.__module__.startswith("transformers"):
+    kind, known = type(module), INDEXERS.get(type(module).__name__)
+    if known is None or not kind.__module__.startswith("transformers"):
         return False
-    return {*names[5:]} <= {*kind.forward.__code__.co_names} and (*signature(kind.forward).parameters,) == names[:5]
+    arguments, names = known
+    return {*names} <= {*kind.forward.__code__.co_names} and (*signature(kind.forward).parameters,) == arguments
+
+
+RELATIVE = ("self", "relative_states", "query_positions", "key_positions")
+"""Arguments of `InklingRelativeLogits`, whose biases depend on the distance alone."""
+
+
+def is_relative(module: Any) -> bool:
+    """Return whether a module adds Inkling's bias by distance to logits, as attnmesh knows it."""
+    known = (each for each in type(module).__mro__ if each.__name__ == "InklingRelativeLogits")
+    stock = next((each for each in known if each.__module__.startswith("transformers.models.inkling.modeling")), None)
+    forward = getattr(stock, "forward", None)
+    return forward is not None and (*signature(forward).parameters,) == RELATIVE
 
 
 class RecurrentKind(NamedTuple):
@@ -171,6 +196,7 @@ RECURRENT: dict[str, RecurrentKind] = {
     "FalconH1Mixer": MAMBA2,
     "FalconMambaMixer": FUSED_MAMBA1,
     "GraniteMoeHybridMambaLayer": MAMBA2,
+    "InklingShortConvolution": SHORT_CONVOLUTION,
     "JambaMambaMixer": MAMBA1,
     "KimiLinearDeltaAttention": KIMI_DELTA,
     "Lfm2MoeShortConv": SHORT_CONVOLUTION,

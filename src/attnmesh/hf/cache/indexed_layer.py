@@ -10,7 +10,7 @@ from attnmesh.attention.sharding import shard
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.indexer import top_k_tokens
 from attnmesh.errors import KernelError
-from attnmesh.hf.cache.layer import ShardedLayer, growth_capacity, store_shard
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, store_shard
 from attnmesh.hf.models import SUBJECT
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.scores import IndexScores
@@ -21,6 +21,8 @@ class IndexedLayer(ShardedLayer):
     """Keys and values of one layer, or its latents, and the keys of its indexer, in a cache of the same tokens."""
 
     caches = 2
+    index_is_stored = True
+    """True if index keys are stored as the cache's keys are."""
 
     def __init__(self, cache: Any) -> None:
         super().__init__(cache)
@@ -62,7 +64,8 @@ class IndexedLayer(ShardedLayer):
         new, spec = self.new_index[:, None], scores.spec
         shards: Shards | None = spec.shards
         tokens = new.shape[2] if shards is None else shards.length
-        index = self._index_for(new, tokens)
+        storage = self.cache.storage if self.index_is_stored else None
+        index = self.index = self.keys_cache(self.index, new, tokens, values="none", storage=storage)
         if shards is None:
             index.append(new, token_mask=None if spec.token_mask is None else spec.token_mask[:, -tokens:])
             return self._best(scores, scores.operands, k)
@@ -85,38 +88,20 @@ class IndexedLayer(ShardedLayer):
         assert self.index is not None
         return self.index
 
-    def _index_for(self, new: Tensor, tokens: int) -> KVCache:
-        """Return the cache of the indexer's keys with space for more tokens, counted over all ranks."""
-        index = self.index
-        if index is None or (index.sizes.batch != len(new) and not index.length):
-            options: dict[str, Any] = {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
-            options |= {"checked": self.cache.checked, "copies": self.cache.copies, "values": "none"}
-            capacity = self.cache.capacity or growth_capacity(tokens)
-            options |= {"batch": len(new), "kv_heads": 1, "head_dim": new.shape[3], "capacity": capacity}
-            index = self.index = KVCache(self.cache.mesh, **options)
-        elif self.must_grow(index, tokens):
-            index.reserve(growth_capacity(index.length + tokens))
-        return index
-
     def reset(self) -> None:
         """Drop all tokens."""
         super().reset()
         self.index = None
 
 
-class PooledLayer(IndexedLayer):
+class PooledLayer(StatefulLayer, IndexedLayer):
     """The same with means of blocks as keys. The last tokens, of which the next means are made, are on all ranks."""
+
+    index_is_stored = False
+    """Rows of means have a column that is -inf where a block is incomplete."""
 
     indexer_position_ids = property(lambda _: None, lambda *_: None)
     """Positions of all tokens, which a model keeps here and reads. None: keys are rotated before they are stored."""
-
-    def __init__(self, cache: Any) -> None:
-        super().__init__(cache)
-        self.tensors: dict[str, Tensor] = {}
-
-    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Replace the rows of the last tokens."""
-        self.tensors = dict(tensors)
 
     @property
     def lengths(self) -> Tensor | int:
@@ -137,13 +122,3 @@ class PooledLayer(IndexedLayer):
             if spec.shards is None
             else spec.shards.positions()
         )
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
-        super().reorder_cache(beam_idx)
-        self.tensors = {name: x[beam_idx.long().to(x.device)] for name, x in self.tensors.items()}
-
-    def reset(self) -> None:
-        """Drop all tokens."""
-        super().reset()
-        self.tensors = {}

@@ -11,7 +11,9 @@ from attnmesh.attention.latent import Latents, Projection
 from attnmesh.attention.sharding import unshard
 from attnmesh.core.layout import Striped
 from attnmesh.core.mask import FAR, Mask, Window
+from attnmesh.core.partial import Partial
 from attnmesh.decode.cache import KVCache
+from attnmesh.decode.cache_config import check_key_heads, check_storage
 from attnmesh.decode.checks import check_reproducible
 from attnmesh.decode.replicas import check_copies
 from attnmesh.decode.window import longest_row
@@ -20,7 +22,15 @@ from attnmesh.guard.checks import check_checked
 from attnmesh.guard.consensus import agree
 from attnmesh.guard.merge_checks import check_merge
 from attnmesh.hf.latent import check_projection, has_weight, latent_states, latent_widths, projection_of
-from attnmesh.hf.models import Opaque, check_implementation, check_keys, check_layers, indexed_layers
+from attnmesh.hf.models import (
+    Opaque,
+    check_implementation,
+    check_keys,
+    check_layers,
+    indexed_layers,
+    is_compressed,
+    key_heads,
+)
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.upstream import CacheLayerMixin
 from attnmesh.kernels.driver import check_kernel
@@ -108,10 +118,13 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             options = {"dtype": k.dtype, "device": k.device, "block": self.cache.block}
             if v is not None:
                 sizes["value_dim"] = v.shape[3]
-            elif self.projection is not None:
-                sizes["value_dim"], options["values"] = self.projection.rank, "prefix"
+            else:
+                columns = k.shape[3] if self.projection is None else self.projection.rank
+                sizes["value_dim"], options["values"] = columns, "prefix"
             options |= {"checked": self.cache.checked, "copies": self.cache.copies}
-            if self.cache.windows and (row := longest_row(mask, FAR)) < FAR:
+            row = longest_row(mask, FAR)
+            options["storage"] = self.cache.storage if row > SHORT_WINDOW else self.cache.window_storage
+            if self.cache.windows and row < FAR:
                 # Where a chunk ends it equals a window, and transformers has one function for both.
                 options |= {"mask": Window(row - 1), "keep": self.cache.keep}
             kv = self.kv = KVCache(self.cache.mesh, capacity=capacity, **sizes, **options)  # type: ignore[arg-type]
@@ -124,6 +137,16 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
     def kvs(self) -> list[KVCache]:
         """The caches of the layer that have been made."""
         return [] if self.kv is None else [self.kv]
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens in the caches that count them, which an interrupted forward pass leaves unequal."""
+        return [self.get_seq_length(), *(kv.length for kv in self.kvs)]
+
+    @property
+    def tokens_per_key(self) -> list[int]:
+        """Tokens that a key of each of the layer's caches stands for."""
+        return [1] * self.caches
 
     def fill(self, kvs: Sequence[KVCache]) -> None:
         """Set the caches of the layer."""
@@ -144,6 +167,21 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         kv = self.kv
         replaced = kv is not None and kv.sizes.batch != pending.k.shape[0] and not kv.length
         return None if replaced else kv
+
+    def keys_cache(self, kv: KVCache | None, new: Tensor, keys: int, *, per: int = 1, **options: Any) -> KVCache:
+        """Return a cache of keys of one head with space for more `keys`, counted over all ranks. Make one if need be.
+
+        `new` has the shape (batch, 1, keys, dim). Each key stands for `per` tokens. `options` are those of `KVCache`.
+        """
+        if kv is None or (kv.sizes.batch != len(new) and not kv.length):
+            options |= {"dtype": new.dtype, "device": new.device, "block": self.cache.block}
+            options |= {"checked": self.cache.checked, "copies": self.cache.copies}
+            limit = self.cache.capacity
+            options["capacity"] = growth_capacity(keys) if limit is None else -(-limit // per)
+            return KVCache(self.cache.mesh, batch=len(new), kv_heads=1, head_dim=new.shape[3], **options)
+        if self.must_grow(kv, keys):
+            kv.reserve(growth_capacity(kv.length + keys))
+        return kv
 
     def must_grow(self, kv: KVCache, tokens: int) -> bool:
         """Return whether a cache has no space for more tokens, and may get some."""
@@ -166,6 +204,10 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
         elif compares is None:
             kv.checker.check("append", check, dict)
         raise error
+
+    def further(self, q: Tensor, scale: float | None) -> Partial | None:
+        """Return attention of the queries over keys of this rank that are no tokens'; None if there are none."""
+        return None
 
     def get_seq_length(self) -> int:
         """Return the number of cached tokens, over all ranks."""
@@ -205,6 +247,32 @@ class ShardedLayer(CacheLayerMixin):  # type: ignore[misc]
             kv.reorder(beam_idx.long() if isinstance(beam_idx, Tensor) else beam_idx)
 
 
+class StatefulLayer(ShardedLayer):
+    """A layer that also keeps tensors of the last tokens, whole on all ranks."""
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__(cache)
+        self.tensors: dict[str, Tensor] = {}
+
+    def set_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the tensors."""
+        self.tensors = dict(tensors)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink."""
+        super().reorder_cache(beam_idx)
+        self.tensors = {name: x[beam_idx.long().to(x.device)] for name, x in self.tensors.items()}
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.tensors = {}
+
+
+SHORT_WINDOW = 1024
+"""Tokens of the longest window whose keys stay as they are, unless `window_storage=` is given."""
+
+
 def store_shard(kv: KVCache, k: Tensor, v: Tensor | None, shards: Shards) -> None:
     """Store the keys and values of all ranks' tokens in a cache, each rank those of its blocks."""
     if isinstance(shards.layout, Striped):
@@ -228,14 +296,17 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     require(is_config, KernelError, "ShardedCache config", expected, given, "pass model.config")
     check_layers(config)
     check_keys(config)
-    one_head = latent_widths(config) is not None or bool(indexed_layers(config))
+    one_head = latent_widths(config) is not None or bool(indexed_layers(config)) or is_compressed(config)
     fits, fix = not one_head or shape.heads == 1, "give its ranks to the keys axis"
-    expected = "a mesh without a heads axis for latents or index keys, which have one head"
+    expected = "a mesh without a heads axis for latents, index keys or entries, which have one head"
     given = f"a heads axis of {shape.heads}"
     require(fits, ShapeError, "ShardedCache mesh", expected, given, fix)
+    if not one_head and (heads := key_heads(config)) is not None:
+        check_key_heads("ShardedCache mesh", heads, shape.heads)
     check_merge("ShardedCache", options["merge"], options["output"])
     fits, fix = options["output"] == "replicated" or not one_head, 'pass output="replicated"'
-    given = f"{'index keys' if latent_widths(config) is None else 'latents'}, which have none"
+    kind = "entries" if is_compressed(config) else "index keys" if latent_widths(config) is None else "latents"
+    given = f"{kind}, which have none"
     require(fits, KernelError, "ShardedCache output", "keys and values with heads", given, fix)
     check_kernel(options["kernel"])
     check_exchange("ShardedCache exchange", options["exchange"])
@@ -243,10 +314,15 @@ def check_settings(config: Any, shape: Shape, options: Mapping[str, Any]) -> Non
     given, is_bool = repr(options["windows"]), isinstance(options["windows"], bool)
     require(is_bool, KernelError, "ShardedCache windows", "True or False", given, "leave it at True")
     check_count("ShardedCache keep", options["keep"], "count the tokens that crop may remove", least=0)
+    for name in ("storage", "window_storage"):
+        check_storage(f"ShardedCache {name}", options[name])
     if options["capacity"] is not None:
         check_count("ShardedCache capacity", options["capacity"], "count prompt and new tokens, or leave it out")
     if options["block"] is not None:
         check_count("ShardedCache block", options["block"], "leave it out")
     ranks = shape.queries * shape.keys
     check_copies(options["copies"], ranks)
+    for name in ("reproducible", "storage", "window_storage") if is_compressed(config) else ():
+        given, expected = repr(options[name]), "none for a model that compresses tokens"
+        require(not options[name], KernelError, f"ShardedCache {name}", expected, given, "leave it out")
     check_reproducible("ShardedCache reproducible", options["reproducible"], ranks, options["merge"])

@@ -14,9 +14,10 @@ from attnmesh.decode.cache import KVCache
 from attnmesh.decode.decode import decode
 from attnmesh.errors import KernelError, ShapeError, require
 from attnmesh.guard.consensus import describe_call, run_agreed
-from attnmesh.hf.cache.layer import ShardedLayer, check_settings
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers, states_of
 from attnmesh.hf.cache.stored_layers import StoredLayers
+from attnmesh.hf.images.inputs import shift_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
 
@@ -48,6 +49,9 @@ class ShardedCache(StoredLayers):
         windows: True to keep no more tokens of a sliding or chunked layer than its window. False keeps all tokens, so
             that a turn can branch off at any token without computing its prefix again.
         keep: Tokens that `crop` may remove from a layer that keeps its window; more, within the last forward pass.
+        storage: "int8" or "fp8_e4m3" to store keys and values in 8 bits, as in `attnmesh.KVCache`. The first forward
+            pass attends its own keys before they are rounded; later tokens attend the stored ones.
+        window_storage: The same of layers with a window of 1,024 tokens or less: they lose most and hold least.
 
     Raises:
         InputError: A layer of the model is not supported, or ranks differ in an argument.
@@ -74,11 +78,14 @@ class ShardedCache(StoredLayers):
         copies: int = 1,
         windows: bool = True,
         keep: int = 0,
+        storage: str | None = None,
+        window_storage: str | None = None,
     ) -> None:
         place = Mesh.of(mesh)
         options = {"capacity": capacity, "block": block, "merge": merge, "output": output}
         options |= {"kernel": kernel, "exchange": exchange, "checked": checked, "copies": copies}
         options |= {"windows": windows, "keep": keep, "reproducible": reproducible}
+        options |= {"storage": storage, "window_storage": window_storage}
         call = describe_call("ShardedCache", **options)
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
@@ -92,15 +99,17 @@ class ShardedCache(StoredLayers):
         self.merge, self.output, self.reproducible = merge, output, reproducible
         self.kernel, self.exchange = kernel, exchange
         self.checked, self.copies, self.windows, self.keep = checked, copies, windows, keep
+        self.storage, self.window_storage = storage, window_storage
         self.tokens: Tensor | None = None
-        """Ids of the cached tokens, -1 for padding. After an interrupted generation, the ids to continue from.
-
-        None if the tokens were not cached by `attnmesh.hf.generate`.
-        """
+        """Ids of the cached tokens, with -1 for padding and -2 - id for image tokens. After an interrupted generation,
+        the ids to continue from. None if the tokens were not cached by `attnmesh.hf.generate`."""
+        self.images: dict[str, Tensor] | None = None
+        """Fingerprints of the images among the tokens; None if there are none, or if they are unknown."""
+        self.shift: tuple[int, int] | None = (0, 0)
+        """From which token on all is text, and its positions less its places, which images shift. None if unknown."""
         self.rope: tuple[int, ...] | None = None
         """`rope_regime` of the cached keys; None if they were not cached by `attnmesh.hf.generate`."""
-        self.intact = True
-        """False while the model runs: recurrent states may be ahead of the tokens after an error."""
+        self.intact = True  # False while the model runs: after an error, recurrent states may be ahead of the tokens
         self._length = 0  # of models without attention, which count no tokens
         super().__init__(layers=make_layers(self.config, self))
 
@@ -142,12 +151,16 @@ class ShardedCache(StoredLayers):
 
         `layer` has the arguments of `decode` that the model sets: mask, scale, softcap and sinks.
         """
+        return decode(q, kv, **self.how(q), **layer)
+
+    def how(self, q: Tensor) -> dict[str, Any]:
+        """Return the options of `decode` that the cache sets. Raise if ranks share heads and q has not all of them."""
         if self.shares > 1:
             heads, fix = self.config.num_attention_heads, 'shard the model by tensor_parallel(output="heads")'
             given, fits = f"{q.shape[1]}", q.shape[1] == heads
             require(fits, ShapeError, 'ShardedCache output="heads"', f"queries of all {heads} heads", given, fix)
-        how: dict[str, Any] = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
-        return decode(q, kv, reproducible=self.reproducible, **how, **layer)
+        options = {"merge": self.merge, "output": self.output, "kernel": self.kernel}
+        return {**options, "reproducible": self.reproducible}
 
     @property
     def held(self) -> int:
@@ -157,7 +170,7 @@ class ShardedCache(StoredLayers):
     @property
     def held_bytes(self) -> int:
         """Bytes of keys, values and recurrent states that this rank holds, over all layers."""
-        keys = sum(kv.shard.token_bytes for kv in self.kvs)
+        keys = sum(kv.shard.token_bytes for kv in self.kvs) + sum(layer.held_bytes for layer in self.cross_layers)
         return keys + sum(x.numel() * x.element_size() for x in states_of(self.layers).values())
 
     def truncate_to_shortest(self) -> None:
@@ -165,13 +178,12 @@ class ShardedCache(StoredLayers):
 
         Layers that have forgotten what they need there drop all tokens, and so do the others.
         """
-        kvs, unmade = self.kvs, [layer for layer in self.attention_layers if layer.kv is None]
-        lengths = [kv.length for kv in kvs] + [0] * len(unmade)
-        if self.state_layers and (not self.intact or len(set(lengths)) > 1):
+        lengths = {count for layer in self.attention_layers for count in layer.token_counts}
+        if self.state_layers and (not self.intact or len(lengths) > 1):
             self.reset()
-        elif len(set(lengths)) > 1:
+        elif len(lengths) > 1:
             length = self.prefix(min(lengths))
-            for kv in kvs:
+            for kv in self.kvs:
                 kv.truncate(length)
 
     def prefix(self, length: int) -> int:
@@ -194,9 +206,9 @@ class ShardedCache(StoredLayers):
         given, fix = f"{left} of {length} tokens", "make the cache with windows=False, or a larger keep="
         expected = "tokens that layers with a window still know"
         if self.state_layers:
-            expected, fix = "all tokens or none, as recurrent states cannot go back", "make a new cache"
+            expected, fix = "all tokens or none, as states cannot go back", "make a new cache"
         require(self.prefix(left) == left, ShapeError, "ShardedCache crop", expected, given, fix)
-        if self.state_layers and not left:
+        if (self.state_layers or self.cross_layers) and not left:
             self.reset()
             return
         super().crop(tokens_to_remove)
@@ -206,7 +218,7 @@ class ShardedCache(StoredLayers):
     def reset(self) -> None:
         """Drop all tokens."""
         super().reset()
-        self.tokens, self.intact, self._length = None, True, 0
+        self.tokens, self.images, self.shift, self.intact, self._length = None, None, (0, 0), True, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replace sequence b by sequence `beam_idx[b]`. The batch may grow or shrink.
@@ -214,6 +226,8 @@ class ShardedCache(StoredLayers):
         Args:
             beam_idx: Indices into the batch.
         """
+        if self.images is not None and self.batch_size > 1:
+            self.tokens = None  # fingerprints of images do not say which sequence each belongs to
         super().reorder_cache(beam_idx)
         if self.tokens is not None:
             self.tokens = self.tokens[beam_idx.long().to(self.tokens.device)]
@@ -267,10 +281,11 @@ class ShardedCache(StoredLayers):
         """
         recovered = cls(config, mesh, **options)
         run_agreed(Mesh.of(mesh), lambda: _check_recoverable(cache, recovered), "ShardedCache.recover")
-        kvs = [] if cache is None else cache.kvs
+        kvs, tokens = ([], None) if cache is None else (cache.kvs, cache.tokens)
         left = len(kvs) == recovered.caches  # a prefill interrupted in its first chunk leaves layers without a cache
         recovered._fill(recover(kvs if left else None, mesh, device=device, **recovered._kv_options))
-        recovered.tokens = _gather_tokens(None if cache is None else cache.tokens, recovered.attention_layers[0].cached)
+        recovered.tokens = _gather_tokens(tokens, recovered.attention_layers[0].cached)
+        recovered.shift = shift_of(recovered.tokens, config)
         return recovered
 
     def fork(self) -> "ShardedCache":
@@ -299,7 +314,7 @@ class ShardedCache(StoredLayers):
             if isinstance(layer, ShardedLayer):
                 other.cache = copied
                 other.replace(copy_layer)
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, (StateLayer, StatefulLayer)):
                 other.set_tensors(layer.tensors)
             copied.layers.append(other)
         return copied
@@ -307,15 +322,15 @@ class ShardedCache(StoredLayers):
 
 def _check_recoverable(cache: Any, recovered: ShardedCache) -> None:
     """Raise unless the cache is None or has the layers of the recovered one, without recurrent states."""
-    expected, given = "a model without recurrent states", recovered.config.model_type
+    expected, given = "a model without states", recovered.config.model_type
     fix = "generate with checkpoint=hf.Checkpoint(path), or prefill again"
     require(not recovered.state_layers, KernelError, "ShardedCache.recover", expected, given, fix)
-    layers = len(recovered.layers)
     if cache is None:
         return
     subject, fix = "ShardedCache.recover cache", "pass the ShardedCache of this rank, or None on a new rank"
     require(isinstance(cache, ShardedCache), KernelError, subject, "a ShardedCache", type(cache).__name__, fix)
-    given, fix = f"one of {len(cache.layers)} layers", "pass the config of the cache's model"
+    cache.check_no_images(subject)
+    layers, given, fix = len(recovered.layers), f"one of {len(cache.layers)} layers", "pass the config of its model"
     require(len(cache.layers) == layers, KernelError, subject, f"a cache of {layers} layers", given, fix)
 
 

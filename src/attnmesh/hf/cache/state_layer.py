@@ -8,19 +8,27 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from attnmesh.errors import KernelError, require
+from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.indexed_layer import IndexedLayer, PooledLayer
-from attnmesh.hf.cache.layer import ShardedLayer
+from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer
+from attnmesh.hf.images.cross import CrossLayer, SomeKeys
 from attnmesh.hf.latent import latent_widths
 from attnmesh.hf.models import (
+    COMPRESSED_LAYERS,
     HYBRID_LAYERS,
     OTHER_LAYERS,
     RECURRENT_LAYERS,
     cached_layers,
+    cross_layers,
     indexed_layers,
+    is_compressed,
     is_recurrent,
     layer_kinds,
 )
 from attnmesh.hf.upstream import DummyLayer, LinearAttentionLayer
+
+CROSS = "cross_attention"
+"""Kind of layers with the keys of images."""
 
 INDEXED = "indexed"
 """Kind of layers with the keys of an indexer."""
@@ -60,9 +68,12 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class HybridLayer(StateLayer, ShardedLayer):
     """Keys and values, and the states of a recurrent layer beside them."""
 
+    is_compileable = ShardedLayer.is_compileable
+
     def __init__(self, cache: Any) -> None:
         ShardedLayer.__init__(self, cache)
-        LinearAttentionLayer.__init__(self)
+        config = cache.config.get_text_config(decoder=True)
+        LinearAttentionLayer.__init__(self, getattr(config, "number_of_conv_states", 1))
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Allocate states. Keys and values are allocated by `reserve`."""
@@ -85,20 +96,27 @@ class HybridLayer(StateLayer, ShardedLayer):
 def make_layers(config: PreTrainedConfig, cache: Any) -> list[Any]:
     """Return an empty layer of the cache for each layer of the model that keeps something."""
     indexed, kinds = indexed_layers(config), layer_kinds(config)
-    if not indexed and not is_recurrent(config):
-        kinds = ["full_attention"] * cached_layers(config)
+    if not indexed and not is_recurrent(config) and not is_compressed(config):
+        crossed = cross_layers(config)
+        kinds = [CROSS if n in crossed else "full_attention" for n in range(cached_layers(config))]
     layers = [_make_layer(kind if n not in indexed else INDEXED, cache) for n, kind in enumerate(kinds)]
     for number, layer in enumerate(layers):
         if isinstance(layer, ShardedLayer):
             layer.latent_widths = latent_widths(config, number)
+            if cross_layers(config):
+                layer.keys = layer.values = SomeKeys()
     return layers
 
 
 def _make_layer(kind: str, cache: Any) -> Any:
+    if kind == CROSS:
+        return CrossLayer()
     if kind in OTHER_LAYERS:
         return DummyLayer()
     if kind == INDEXED:
         return PooledLayer(cache) if is_recurrent(cache.config) else IndexedLayer(cache)
+    if kind in COMPRESSED_LAYERS:
+        return CompressedLayer(cache, cache.config, kind)
     if kind not in RECURRENT_LAYERS:
         return ShardedLayer(cache)
     return HybridLayer(cache) if kind in HYBRID_LAYERS else StateLayer()
@@ -106,14 +124,14 @@ def _make_layer(kind: str, cache: Any) -> Any:
 
 def states_of(layers: Iterable[Any]) -> dict[str, Tensor]:
     """Return the states of all layers by number of the layer and name."""
-    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, (StateLayer, PooledLayer))]
+    states = [(number, layer) for number, layer in enumerate(layers) if isinstance(layer, (StateLayer, StatefulLayer))]
     return {f"{number}.{name}": x for number, layer in states for name, x in layer.tensors.items()}
 
 
 def set_states(layers: list[Any], states: dict[str, Tensor], device: torch.device) -> None:
     """Replace the states of all layers."""
     for number, layer in enumerate(layers):
-        if isinstance(layer, (StateLayer, PooledLayer)):
+        if isinstance(layer, (StateLayer, StatefulLayer)):
             prefix = f"{number}."
             named = {name.removeprefix(prefix): x for name, x in states.items() if name.startswith(prefix)}
             layer.set_tensors({name: x.to(device) for name, x in named.items()})

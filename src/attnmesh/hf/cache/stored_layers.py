@@ -7,14 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import Cache
+from transformers import Cache, PreTrainedConfig
 
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.saved_cache import Saving
 from attnmesh.errors import KernelError, ShapeError, StoreError, require
 from attnmesh.guard.consensus import run_agreed
+from attnmesh.hf.cache.compressed_layer import CompressedLayer
 from attnmesh.hf.cache.layer import ShardedLayer
 from attnmesh.hf.cache.state_layer import StateLayer, set_states, states_of
+from attnmesh.hf.images.cross import CrossLayer
+from attnmesh.hf.images.inputs import shift_of
+from attnmesh.hf.models import has_windows
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.checkpoint import load_layers
 from attnmesh.store.checkpoint_writer import save_layers
@@ -27,12 +31,17 @@ STATES = "recurrent."
 class StoredLayers(Cache):  # type: ignore[misc]
     """Layers of a `ShardedCache`, and how they go to a folder and back."""
 
+    config: PreTrainedConfig
     mesh: DeviceMesh | None
     capacity: int | None
     block: int
     checked: bool | None
     copies: int
+    storage: str | None
+    window_storage: str | None
     tokens: Tensor | None
+    images: dict[str, Tensor] | None
+    shift: tuple[int, int] | None
 
     @property
     def attention_layers(self) -> list[ShardedLayer]:
@@ -45,14 +54,35 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return [kv for layer in self.attention_layers for kv in layer.kvs]
 
     @property
+    def next_position(self) -> int:
+        """Position of the next token, a text: images before it may have shifted it."""
+        return int(self.get_seq_length()) + (0 if self.shift is None else self.shift[1])
+
+    @property
     def caches(self) -> int:
         """The number of these caches when all have been made."""
         return sum(layer.caches for layer in self.attention_layers)
 
     @property
-    def state_layers(self) -> list[StateLayer]:
-        """Layers that hold recurrent states."""
-        return [layer for layer in self.layers if isinstance(layer, StateLayer)]
+    def state_layers(self) -> list[Any]:
+        """Layers whose states cannot go back to fewer tokens."""
+        return [layer for layer in self.layers if isinstance(layer, (StateLayer, CompressedLayer))]
+
+    @property
+    def cross_layers(self) -> list[CrossLayer]:
+        """Layers that hold keys and values of images."""
+        return [layer for layer in self.layers if isinstance(layer, CrossLayer)]
+
+    @property
+    def tokens_per_key(self) -> list[int]:
+        """Tokens that a key of each cache stands for."""
+        return [count for layer in self.attention_layers for count in layer.tokens_per_key]
+
+    def check_no_images(self, subject: str) -> None:
+        """Raise if layers of cross-attention have keys of images, which are neither saved nor recovered."""
+        images = any(layer.is_initialized for layer in self.cross_layers)
+        expected, fix = "a cache without images of cross-attention", "prefill the prompt and its images in a new cache"
+        require(not images, KernelError, subject, expected, "one with images", fix)
 
     def save(
         self, path: str | Path, *, more: Mapping[str, Tensor] | None = None, note: str = "", wait: bool = True
@@ -79,9 +109,13 @@ class StoredLayers(Cache):  # type: ignore[misc]
             require(
                 bool(self.attention_layers), KernelError, "ShardedCache save", expected, "recurrent states alone", fix
             )
-            filled = len(kvs) == self.caches and all(kv.length for kv in kvs)
+            self.check_no_images("ShardedCache save")
+            counts = {count for layer in self.attention_layers for count in layer.token_counts}
+            filled = len(kvs) == self.caches and 0 not in counts
             expected, fix = "a cache with tokens in all layers", "prefill a prompt first"
             require(filled, ShapeError, "ShardedCache save", expected, repr(self.attention_layers[0]), fix)
+            given, fix = f"layers of {sorted(counts)} tokens", "call hf.prefill with the prompt"
+            require(len(counts) == 1, StoreError, "ShardedCache save", "layers of the same tokens", given, fix)
             taken = [name for name in more or {} if name == "held" or name.startswith(STATES)]
             expected = f"names other than held and {STATES}*"
             require(not taken, StoreError, "save more", expected, ", ".join(taken), "rename it")
@@ -89,7 +123,8 @@ class StoredLayers(Cache):  # type: ignore[misc]
         run_agreed(Mesh.of(self.mesh), check, "save")
         held = {"held": self.tokens.cpu()} if self.tokens is not None and kvs[0].length == self.tokens.shape[1] else {}
         states = {STATES + name: x.cpu().clone() for name, x in states_of(self.layers).items()}
-        return save_layers(kvs, path, more={**held, **states, **(more or {})}, note=note, wait=wait)
+        tensors, differ = {**held, **states, **(more or {})}, self.tokens_per_key != [1] * self.caches
+        return save_layers(kvs, path, more=tensors, note=note, wait=wait, lengths_differ=differ)
 
     def restore(
         self, path: str | Path, *, device: torch.device | str | None = None, capacity: int | None = None
@@ -108,13 +143,15 @@ class StoredLayers(Cache):  # type: ignore[misc]
             InputError: The folder has no complete save of such a cache, or ranks differ.
         """
         options = self._kv_options | ({} if capacity is None else {"capacity": capacity})
-        kvs, more, note = load_layers(KVCache, path, self.mesh, layers=self.caches, device=device, **options)
+        options |= {"tokens_per_key": self.tokens_per_key, "device": device, "layers": self.caches}
+        kvs, more, note = load_layers(KVCache, path, self.mesh, **options)
         states = {name: more.pop(name) for name in [*more] if name.startswith(STATES)}
         states = {name.removeprefix(STATES): x for name, x in states.items()}
         self._fill(kvs)
         set_states(self.layers, states, kvs[0].device)
         self.capacity = options["capacity"]
-        self.tokens = more.pop("held", None)
+        self.tokens, self.images = more.pop("held", None), None
+        self.shift = shift_of(self.tokens, self.config)
         return more, note
 
     @property
@@ -123,8 +160,13 @@ class StoredLayers(Cache):  # type: ignore[misc]
         return {"capacity": self.capacity, "checked": self.checked, "copies": self.copies}
 
     def _fill(self, kvs: Sequence[KVCache]) -> None:
-        """Set the `KVCache` of each layer."""
-        given = iter(kvs)
+        """Set the `KVCache` of each layer. Raise if they are stored in another way than the cache's."""
+        found, wanted = {kv.sizes.storage for kv in kvs} - {None}, {self.storage, self.window_storage} - {None}
+        fits = found <= wanted and (bool(found) or self.storage is None or has_windows(self.config))
+        given = f"storage={next(iter(found), None)!r}"
+        expected = f"keys stored with storage={self.storage!r}, as the cache's"
+        require(fits, KernelError, "ShardedCache", expected, given, f"make the cache with {given}")
+        left = iter(kvs)
         for layer in self.attention_layers:
-            layer.fill([next(given) for _ in range(layer.caches)])
+            layer.fill([next(left) for _ in range(layer.caches)])
         self.block = kvs[0].sizes.block

@@ -17,13 +17,14 @@ class PrefillStates:
 
     def __init__(self, cache: Any, layer: Any) -> None:
         self.cache, self.layer = cache, layer
+        self.index = getattr(layer, "conv_idx", 0)  # of a layer's states
         self.conv: dict[str, Any] | None = None  # arguments of the cache's `update_conv_state`
         self.state: Tensor | None = None
 
     def entering(self) -> list[Tensor] | None:
         """Return the cached states, in the order in which the layer reads them; None if there are none."""
-        conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=0)
-        state = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=0)
+        conv = self.cache.get_conv_state(self.layer.layer_idx, state_idx=self.index)
+        state = self.cache.get_recurrent_state(self.layer.layer_idx, state_idx=self.index)
         heads = getattr(self.layer, "n_mamba_heads", None)  # Zamba: the states of its heads are read one by one
         states = [] if state is None else [state] if heads is None else [*state.unbind(1)]
         return None if conv is None else [conv, *states]

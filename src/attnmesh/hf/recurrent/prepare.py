@@ -24,6 +24,7 @@ from attnmesh.hf.recurrent.chain import Chain, HeadChain, parts_of, pieces_of, r
 from attnmesh.hf.recurrent.functions import forward_on_shards, kind_of, refusal_of
 from attnmesh.hf.recurrent.layers import ShardedConv1d, ShardedRglru
 from attnmesh.hf.recurrent.prefill_states import CompressedStates, PrefillStates
+from attnmesh.hf.relative import prepare_relative, restore_relative
 from attnmesh.hf.shards import ShardPositions, Shards, ShardTensor
 from attnmesh.hf.sparse.prepare import restore_indexer
 from attnmesh.hf.upstream import CACHES, COMPRESSED, MASKS, PER_TOKEN, RGLRU, TRANSFORMERS, code_of
@@ -185,6 +186,7 @@ def _prepare_model(model: Any) -> ModelCall | None:
     _forget_refusal(model)
     call = ModelCall(models, refusal)
     if refusal is None:
+        prepare_relative(model)
         for layer in new:
             _prepare_layer(layer, call, mixing_layers(model.config) if isinstance(model, PreTrainedModel) else 1)
     else:
@@ -237,6 +239,7 @@ def _restore_layers(model: nn.Module) -> None:
     modules: list[Any] = [*model.modules()]
     for module in modules:
         _forget_refusal(module)
+        restore_relative(module)
         if type(module) is ShardedConv1d:
             module.__class__ = nn.Conv1d  # type: ignore[assignment]
         elif issubclass(type(module), (RecurrentLayer, ShardedRglru)):

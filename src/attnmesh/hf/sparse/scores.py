@@ -23,14 +23,14 @@ KEYWISE = {"transpose", "float", "unsqueeze", "squeeze", "matmul", "mul", "relu"
 
 
 class KeySource(Protocol):
-    """What holds the keys of an indexer."""
+    """Holder of the keys of an indexer."""
 
     def select(self, scores: "IndexScores", k: int) -> Tensor:
         """Return the best k keys of each query, (batch, queries, k) of int32."""
 
 
 class Found(NamedTuple):
-    """What `topk` returns to a model."""
+    """Result of `topk` for a model."""
 
     indices: Tensor
 

@@ -16,9 +16,11 @@ from attnmesh.core.layout import Layout, Zigzag, check_layout
 from attnmesh.core.mask import Causal, Documents, Full, Mask
 from attnmesh.errors import ArgumentError, DtypeError, MaskError, ShapeError, require, short, type_and_shape
 from attnmesh.guard.consensus import describe_call, run_agreed
+from attnmesh.hf.images.inputs import IMAGE_INPUTS, check_cross_mask
 from attnmesh.hf.models import USE_TOKENIZER
-from attnmesh.hf.shards import ShardIds, ShardMask, ShardPositions, Shards
-from attnmesh.hf.training.caller import prepare_caller
+from attnmesh.hf.options import describe_value
+from attnmesh.hf.shards import PromptIds, PromptMask, ShardIds, ShardMask, ShardPositions, Shards
+from attnmesh.hf.training.caller import prepare_caller, prepare_caller_with_images
 from attnmesh.hf.training.labels import GuardedLabels, ItemCount, ShardLabels
 from attnmesh.mesh.axes import Mesh
 
@@ -51,6 +53,7 @@ def shard_batch(
     Args:
         batch: The same batch on every rank: `input_ids` (batch, length), and `labels` or `shift_labels` to learn from.
             `attention_mask` may have padding on the right. `position_ids` of packed sequences restart in each.
+            Images are those that the model's processor returns. The model merges them into the whole sequence.
         mesh: The mesh that shares the sequence; None for one device.
         layout: The tokens that each rank gets. "auto" chooses for the documents of this batch, as `am.shard` does.
         exchange: What ranks exchange in recurrent layers. "scan": each runs its tokens, and sends its state. "heads":
@@ -58,7 +61,8 @@ def shard_batch(
         more: Further entries of the batch, such as `num_items_in_batch`.
 
     Returns:
-        Tensors of this rank's tokens, for a model with `attn_implementation="attnmesh"`. Labels are shifted.
+        Tensors of this rank's tokens, for a model with `attn_implementation="attnmesh"`. Labels are shifted. With
+        images the tokens are whole, and the text model begins with those of this rank.
 
     Raises:
         InputError: An entry is missing, unknown or inconsistent, or the batch differs between ranks.
@@ -86,19 +90,25 @@ def shard_agreed(agreed: AgreedBatch, mesh: DeviceMesh | None, layout: Layout, e
     _check_shards(ids.shape[1], Mesh.of(mesh).shape.ranks, layout)
     even = labels is None or _labels_even(labels, Mesh.of(mesh).shape.ranks, layout)
     shards = Shards(mesh, layout, ids.shape[1], documents, even=even, exchange=exchange)
-    shards.forward_pass.on_begin = prepare_caller
+    images = {name: x for name, x in batch.items() if name in IMAGE_INPUTS and x is not None}
+    shards.forward_pass.on_begin = prepare_caller_with_images if images else prepare_caller
 
     def part(x: Tensor) -> Tensor:
         return shard(x, mesh, layout=layout, dim=1)
 
-    sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
+    loss = {} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, shards)
     mask = batch.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    if images:  # the model merges them into the whole sequence, and computes its positions
+        whole = {"input_ids": PromptIds.of(ids, shards=shards), "attention_mask": PromptMask.of(mask, shards=shards)}
+        return whole | {"use_cache": False} | images | loss
+    sequence = {"last": int(positions.max()), "ids": ids if batch.get("position_ids") is None else None}
     return {
         "input_ids": ShardIds.of(part(ids), shards=shards),
         "position_ids": ShardPositions.of(part(positions), shards=shards, **sequence),
-        "attention_mask": ShardMask.of(part(torch.ones_like(ids) if mask is None else mask), shards=shards),
+        "attention_mask": ShardMask.of(part(mask), shards=shards),
         "use_cache": False,
-    } | ({} if labels is None else _loss_arguments(labels, batch.get("num_items_in_batch"), part, shards))
+    } | loss
 
 
 def agree_on_batch(
@@ -117,11 +127,12 @@ def agree_on_batch(
         _check_batch(whole, place.shape.ranks)
         positions, documents = _positions(whole)
         _check_packing(whole, documents)
+        check_cross_mask("shard_batch", whole["input_ids"], whole)
         return AgreedBatch(whole, positions, documents)
 
     def describe(checked: AgreedBatch) -> str:
         tensors = {name: x for name, x in checked.entries.items() if isinstance(x, Tensor)}
-        others = {name: x for name, x in checked.entries.items() if name not in tensors}
+        others = {name: describe_value(x) for name, x in checked.entries.items() if name not in tensors}
         return describe_call(
             "shard_batch", **{"layout": layout, "exchange": exchange, **fingerprints(tensors), **others}
         )
@@ -180,10 +191,14 @@ def _positions(batch: Mapping[str, Any]) -> tuple[Tensor, Mask]:
 def _check_batch(batch: Mapping[str, Any], ranks: int) -> None:
     """Raise unless all entries are known and have matching shapes."""
     accepted = (*TOKEN_ARGUMENTS, "num_items_in_batch")
-    fix = "leave it out, or pass it to the model yourself if it has no value per token"
-    for name in batch:
-        known = name in (*accepted, *PACKING_ARGUMENTS)
+    images = any(name in IMAGE_INPUTS and x is not None for name, x in batch.items())
+    for name, x in batch.items():
+        fix = "leave it out, or pass it to the model yourself if it has no value per token; else train on one device"
+        known = name in (*accepted, *PACKING_ARGUMENTS, *IMAGE_INPUTS)
         require(known, ArgumentError, "shard_batch", f"some of {', '.join(accepted)}", repr(name), fix)
+        packs = images and x is not None and name in ("position_ids", *PACKING_ARGUMENTS)
+        fix = "leave it out: the model computes positions; train packed rows without images"
+        require(not packs, ArgumentError, f"shard_batch {name}", "no positions or packing beside images", short(x), fix)
     subject, ids = "shard_batch input_ids", batch.get("input_ids")
     valid = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point()
     require(valid, DtypeError, subject, "token ids (batch, length)", type_and_shape(ids), USE_TOKENIZER)

@@ -9,6 +9,7 @@ from types import FrameType
 
 from torch import nn
 
+from attnmesh.hf.images.cut import prepare_text_model
 from attnmesh.hf.recurrent.prepare import CODE, prepare_layers
 from attnmesh.hf.shards import Shards
 from attnmesh.hf.sparse.prepare import CODE as INDEXER_CODE
@@ -29,6 +30,12 @@ def prepare_caller(shards: Shards) -> None:
             for call in prepare_layers(module):  # the model's own hooks run from its next call on
                 call.begin(call.shards or shards)
             known.update(module.modules())
+
+
+def prepare_caller_with_images(shards: Shards) -> None:
+    """Prepare the modules that are being called, and let the text model cut the merged sequence to its shards."""
+    prepare_caller(shards)
+    prepare_text_model(_running_modules())
 
 
 def _running_modules() -> list[nn.Module]:

@@ -8,10 +8,10 @@ from attnmesh.attention.auto_layout import chosen_layout, price
 from attnmesh.core.layout import Layout
 from attnmesh.core.mask import Causal
 from attnmesh.errors import ArgumentError, KernelError, MeshError, require, short
-from attnmesh.hf.models import is_recurrent
+from attnmesh.hf.models import indexed_layers, is_recurrent, key_heads
 from attnmesh.hf.training.batch import AgreedBatch
 from attnmesh.mesh.axes import Mesh
-from attnmesh.mesh.shapes import Shape, mesh_shapes
+from attnmesh.mesh.shapes import Shape, check_heads_axis, mesh_shapes
 from attnmesh.setup.init_mesh import split_mesh
 
 Heads = tuple[int, int, int]
@@ -39,8 +39,11 @@ class MeshShapes:
         self.meshes: dict[Heads, list[DeviceMesh]] = {}  # those for the heads of each model
 
     def set_up(self, config: Any) -> None:
-        """Make the meshes for a model, once. All ranks of the world call it together."""
+        """Make the meshes for a model, once, or raise if the mesh does not fit it. All ranks of the world call it."""
         if self.shape is None or self.mesh is None:
+            kv_heads = None if indexed_layers(config) else key_heads(config)  # selected keys reach all ranks
+            if kv_heads is not None:
+                check_heads_axis("on_mesh mesh", Mesh.of(self.mesh).shape, kv_heads)
             return
         fits, fix = not is_recurrent(config), "leave shape out"
         require(fits, KernelError, "on_mesh shape", "a model without recurrent layers", config.model_type, fix)
@@ -68,5 +71,4 @@ def _heads(config: Any) -> Heads:
     """Return the query heads, the key heads and the columns of a head of a model."""
     text = config.get_text_config()
     q_heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or q_heads
-    return q_heads, kv_heads, getattr(text, "head_dim", None) or text.hidden_size // q_heads
+    return q_heads, key_heads(config) or q_heads, getattr(text, "head_dim", None) or text.hidden_size // q_heads

@@ -7,10 +7,12 @@ Tensors of many tokens, such as logits, are gathered when they are first read.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
+from logging import getLogger
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
@@ -18,13 +20,24 @@ from torch.utils.hooks import RemovableHandle
 from attnmesh.attention.sharding import shard, unshard
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.errors import ArgumentError, KernelError, require, short
+from attnmesh.hf.images.inputs import IMAGE_INPUTS
 from attnmesh.hf.models import check_implementation, is_recurrent, unwrap
 from attnmesh.hf.shards import Shards, ShardTensor
-from attnmesh.hf.training.batch import PACKING_ARGUMENTS, TOKEN_ARGUMENTS, agree_on_batch, shard_agreed
+from attnmesh.hf.training.batch import (
+    PACKING_ARGUMENTS,
+    TOKEN_ARGUMENTS,
+    AgreedBatch,
+    agree_on_batch,
+    shard_agreed,
+)
 from attnmesh.hf.training.mesh_shapes import MeshShapes
+from attnmesh.mesh.axes import Mesh
 
-BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, "num_items_in_batch")
+BATCH_ARGUMENTS = (*TOKEN_ARGUMENTS, *PACKING_ARGUMENTS, *IMAGE_INPUTS, "num_items_in_batch")
 """Arguments that `shard_batch` takes."""
+
+WHOLE = ("image_", "video_", "vision_", "audio_", "rope_deltas")
+"""First letters of outputs that all ranks have as a whole: features of images, and shifts of positions."""
 
 SUBJECT = "attnmesh.hf on_mesh"
 """First words of errors of a call with a whole batch."""
@@ -41,6 +54,7 @@ class ShardedCalls:
     ) -> None:
         self.mesh, self.layout, self.exchange = mesh, layout, exchange
         self.shapes = MeshShapes(mesh, shape)
+        self.chosen: set[tuple[object, type[Layout]]] = set()  # shapes and layouts that were logged
         self.is_active = False
         self.shards: Shards | None = None  # of the present call
         self.outermost: nn.Module | None = None  # the module that was called
@@ -95,13 +109,14 @@ class ShardedCalls:
         batch = {name: named.pop(name) for name in BATCH_ARGUMENTS if named.get(name) is not None}
         named.pop("past_key_values", None)
         for name, value in named.items():
-            expected, fix = "text alone", "leave it out, or shard it yourself and call the model with shard_batch"
+            expected, fix = "text and images", "leave it out, or shard it yourself and call the model with shard_batch"
             require(not isinstance(value, Tensor), ArgumentError, f"{SUBJECT} {name}", expected, short(value), fix)
         layout = self.layout
         if isinstance(layout, str) and is_recurrent(unwrap(module).config):
             layout = Zigzag()  # a state passes through runs of tokens
         agreed = agree_on_batch(batch, self.mesh, layout, self.exchange, {})
         mesh, layout = self.shapes.choose(agreed, layout, unwrap(module).config)
+        self._log_choice(agreed, mesh, layout)
         part = shard_agreed(agreed, mesh, layout, self.exchange)
         self.shards, self.outermost = part["input_ids"].shards, module
         mask = batch.get("attention_mask")
@@ -109,6 +124,18 @@ class ShardedCalls:
         self.shards.forward_pass.gathers_routers = unwrap(module).base_model is not module
         self.is_shifted = "shift_labels" in batch or not named.get("fused_lm_head")
         return (), {**{name: None for name in BATCH_ARGUMENTS if name in named}, **named, **part}
+
+    def _log_choice(self, batch: AgreedBatch, mesh: DeviceMesh | None, layout: Layout) -> None:
+        """Log on the first rank the shape and the layout that "auto" has chosen, once each."""
+        shape = Mesh.of(mesh).shape
+        chosen, is_auto = (shape, type(layout)), isinstance(self.layout, str) or self.shapes.shape is not None
+        if not is_auto or chosen in self.chosen or shape.ranks == 1 or dist.get_rank():
+            return
+        self.chosen.add(chosen)
+        length, documents = batch.positions.shape[1], max(1, len(batch.documents.ends))
+        held = f"{length:,} tokens in {documents} document{'s' * (documents > 1)}"
+        where = f"{type(layout).__name__} on {'x'.join(map(str, shape))} ranks (heads x queries x keys)"
+        getLogger(__name__).info("%s: %s", held, where)
 
     def _gather_routers(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the outputs of the layers with the routers' logits of all tokens, for a loss that balances experts."""
@@ -128,16 +155,18 @@ class ShardedCalls:
         """Return the outputs for the whole batch, after the outermost call."""
         if self.shards is None or module is not self.outermost:
             return None
-        ids = kwargs["input_ids"]
         shards, self.shards = self.shards, None
+        shape = len(kwargs["input_ids"]), len(shards.positions())
         shards.check_all_layers_counted()
         tokens = slice(None) if self.is_shifted else slice(-1)
 
         def whole(name: object, value: Any) -> Any:
             value = value.plain() if isinstance(value, ShardTensor) else value
+            if str(name).startswith(WHOLE):
+                return value
             if isinstance(value, (tuple, list)):
                 return type(value)(whole(None, item) for item in value)
-            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == ids.shape:
+            if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == shape:
                 return ShardedOutput.of(value, shards=shards, tokens=tokens)
             is_loss = isinstance(value, Tensor) and not value.ndim
             return apply(_MeanOverRanks, value, shards.mesh) if is_loss else value

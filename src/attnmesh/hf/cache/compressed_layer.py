@@ -1,0 +1,185 @@
+"""A layer of a `ShardedCache` that attends to a window of tokens and, in the same softmax, to entries of older ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmesh.attention.attend import attend
+from attnmesh.core.candidates import unpack
+from attnmesh.core.mask import Causal
+from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.selection import Selection
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.indexer import top_k_tokens
+from attnmesh.hf.cache.layer import PendingKV, StatefulLayer
+from attnmesh.hf.models import check_implementation
+from attnmesh.hf.shards import Shards
+from attnmesh.hf.sparse.entries import IndexEntries
+from attnmesh.hf.sparse.select import all_tokens
+from attnmesh.kernels.indexer import IndexKeys, Score, indexer_top_k
+
+ENTRIES = {
+    "compressed_sparse_attention": {"compressor": "prefix", "indexer": "none"},
+    "heavily_compressed_attention": {"compressor": "prefix"},
+}
+"""For each kind of layer the names of its entries, and the `values=` of their caches."""
+
+
+@dataclass(frozen=True)
+class JoinedKV(PendingKV):
+    """Keys of new tokens, which are their values too. The model joins them with the entries that it gets: none."""
+
+    @property
+    def stored(self) -> tuple[Tensor, None]:
+        """The keys alone."""
+        return self.k, None
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return itself joined with no entries. Raise for other functions."""
+        first, *rest = args[0] if func is torch.cat else (None,)
+        if not isinstance(first, cls) or any(x.numel() for x in rest):
+            cls._raise_read(func.__name__)
+        return first
+
+
+class CompressedLayer(StatefulLayer):
+    """Keys of a window of tokens, and entries in caches of their own. What the next entries need is on all ranks."""
+
+    def __init__(self, cache: Any, config: Any, kind: str) -> None:
+        super().__init__(cache)
+        self.formats, self.rate, self.k = ENTRIES[kind], int(config.compress_rates[kind]), int(config.index_topk)
+        self.caches = 1 + len(self.formats)
+        self.entries: dict[str, KVCache] = {}
+        self.new: dict[str, Tensor] = {}
+        """Entries of this forward pass, (batch, entries, dim)."""
+        self.shards: Shards | None = None
+        self.stays = False
+        """True if queries attend on their own rank, where the entries of all ranks are made."""
+        self.queries: Tensor | None = None
+        """Tokens whose queries attend on this rank; None unless a prepared compressor has run in this forward pass."""
+        self.selected: Selection | None = None
+
+    @property
+    def kvs(self) -> list[KVCache]:
+        """The caches of the layer that have been made."""
+        return [*super().kvs, *self.entries.values()]
+
+    @property
+    def token_counts(self) -> list[int]:
+        """Tokens in the caches that count them."""
+        return [self.get_seq_length()]
+
+    @property
+    def tokens_per_key(self) -> list[int]:
+        """Tokens that a key of each of the layer's caches stands for."""
+        return [1, *[self.rate] * len(self.formats)]
+
+    def fill(self, kvs: Sequence[KVCache]) -> None:
+        """Set the caches of the layer."""
+        super().fill(kvs[:1])
+        self.entries = dict(zip(self.formats, kvs[1:], strict=True))
+
+    def replace(self, function: Callable[[KVCache], KVCache]) -> None:
+        """Replace each cache by a function of it."""
+        super().replace(function)
+        self.entries = {name: function(kv) for name, kv in self.entries.items()}
+
+    def reset(self) -> None:
+        """Drop all tokens."""
+        super().reset()
+        self.entries = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
+        """Return the new keys with their layer, for the attention function to store."""
+        check_implementation("ShardedCache", self.cache.config)
+        self.queries = self.selected = None
+        pending = JoinedKV(key_states, value_states, self)
+        return pending, pending
+
+    def begin_entries(self, new: int, shards: Shards | None) -> None:
+        """Begin a forward pass of new tokens on this rank, before the model compresses them."""
+        self.shards = shards
+        self.stays = shards is not None and not shards.has_prefix
+        if shards is not None and self.stays:
+            self.queries = shards.positions()
+        else:
+            self.queries = self.get_seq_length() + torch.arange(new if shards is None else shards.length)
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return what whole blocks of tokens are compressed of, and their first token. Keep the rest."""
+        rows = torch.cat((kv, gate), -1)
+        rows = rows if self.shards is None else all_tokens(rows, self.shards, dim=1)
+        rows = torch.cat((self.tensors[name], rows), 1) if name in self.tensors else rows
+        whole = rows.shape[1] // self.rate * self.rate
+        self.tensors[name] = rows[:, whole:].clone()
+        first = self.entries[name].length * self.rate if name in self.entries else 0
+        kv, gate = rows[:, :whole].chunk(2, -1)
+        return kv, gate, first
+
+    def update_overlap_state(self, name: str, kv: Tensor, gate: Tensor, dim: int) -> tuple[Tensor | None, ...]:
+        """Return the part of the last block that the next one begins with, None at first. Keep that of these blocks."""
+        names = f"{name} kv", f"{name} gate"
+        earlier = tuple(map(self.tensors.get, names))
+        self.tensors |= {each: x[:, -1, :, :dim].clone() for each, x in zip(names, (kv, gate), strict=True)}
+        return earlier
+
+    @torch.no_grad()
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Any:
+        """Store new entries, (batch, entries, dim). Return none of them."""
+        new, held, form = compressed[:, None], self.entries.get(name), self.formats[name]
+        entries = self.entries[name] = self.keys_cache(held, new, new.shape[2], per=self.rate, values=form)
+        if new.shape[2]:
+            entries.append(new)
+        self.new[name] = compressed
+        return IndexEntries(compressed, self) if name == "indexer" else compressed[:, :0]
+
+    @torch.no_grad()
+    def select(self, score: Score, operands: Sequence[Tensor]) -> None:
+        """Select the best entries of each query, of operands of this rank's tokens."""
+        index, seen = self.entries["indexer"], self._seen().to(operands[0].device)
+        k, last = min(self.k, index.length), seen - 1
+        if not k:
+            return
+        if self.stays:
+            keys, places = self.new["indexer"], torch.arange(index.length, device=last.device)
+            bounds = torch.zeros_like(last)[None], last[None]
+            best = indexer_top_k(score, operands, IndexKeys(keys, places, places[None]), *bounds, k)
+            found = unpack(best)[1]
+        else:
+            given = operands if self.shards is None else [all_tokens(x, self.shards, dim=1) for x in operands]
+            found = top_k_tokens(index, score, given, k, last=last)
+        self.selected = Selection(found[:, None])
+
+    def _seen(self) -> Tensor:
+        """Return how many entries each query sees: those of blocks that end with its token or before."""
+        assert self.queries is not None
+        return (self.queries + 1) // self.rate
+
+    def further(self, q: Tensor, scale: float | None) -> Partial | None:
+        """Return attention of the queries over the entries on this rank; None if there are no entries yet."""
+        entries = self.entries["compressor"]
+        parts = [self._attend(q, *held, scale) for held in self._held(entries)] if entries.length else []
+        self.new = {}
+        return merge_unchecked(parts) if parts else None
+
+    def _attend(self, q: Tensor, keys: Tensor, numbers: Tensor, scale: float | None) -> Partial:
+        """Return attention of the queries over entries with these numbers."""
+        keys = keys.to(q.dtype)
+        if self.selected is not None:
+            return attend(q, keys, keys, k_positions=numbers, scale=scale, selected=self.selected)
+        seen, places = self._seen(), numbers + 1  # from 1 on: a query may see none
+        kernel: str = self.cache.kernel
+        return attend(q, keys, keys, mask=Causal(), q_positions=seen, k_positions=places, scale=scale, kernel=kernel)
+
+    def _held(self, entries: KVCache) -> list[tuple[Tensor, Tensor]]:
+        """Return the entries that this rank attends to, (batch, 1, entries, dim), and their numbers, in parts."""
+        if self.stays:
+            new = self.new["compressor"]
+            return [(new[:, None], torch.arange(new.shape[1]))]
+        view = entries.shard.view
+        parts = [(each, int(each.state[1])) for each in (*view.shared, view)]
+        return [(each.keys[:, :, :used], each.token_index[:used].cpu()) for each, used in parts]

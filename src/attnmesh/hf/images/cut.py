@@ -1,0 +1,76 @@
+"""Training with images: a model merges whole sequences, and its text model gets this rank's tokens of them.
+
+Every rank runs the tower on all images. Gradients reach the features of this rank's image tokens, so those of the
+tower are averaged over ranks as all others are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attnmesh.errors import KernelError, require
+from attnmesh.hf.images.merge import SET_HERE, select, text_arguments
+from attnmesh.hf.mask import SDPA, MaskSpec
+from attnmesh.hf.shards import PromptIds, PromptMask, ShardMask, ShardPositions, Shards
+
+CUTTING: WeakSet[nn.Module] = WeakSet()
+"""Text models that cut whole sequences with images. The mask says which are."""
+
+
+def prepare_text_model(running: Sequence[nn.Module]) -> None:
+    """Make the text model of the outermost model that is being called cut what it gets, unless it does."""
+    model = next((module for module in running if isinstance(module, PreTrainedModel)), None)
+    if model is None:
+        return  # a wrapper moves the batch
+    decoder: Any = model.get_decoder()
+    expected, given = "a model that merges images into the embeddings of its text model", type(model).__name__
+    fits = isinstance(decoder, nn.Module) and decoder not in running
+    require(fits, KernelError, "train images", expected, given, f"leave images and token types out, or {SDPA}")
+    if decoder not in CUTTING:
+        CUTTING.add(decoder)
+        decoder.register_forward_pre_hook(partial(_cut, given), with_kwargs=True, prepend=True)
+
+
+def _cut(name: str, decoder: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """Return the arguments of this rank's tokens, if the mask is of a whole sequence with images."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if (shards := _whole(mask)) is None:
+        return None
+    whole = text_arguments(
+        "train images", name, decoder, given if not args else {**given, "positional arguments": args}
+    )
+    shards.forward_pass.begin()
+    if isinstance(ids := whole.get("input_ids"), PromptIds):
+        whole["input_ids"] = ids.plain()
+    index = shards.positions().to(next(x for x in whole.values() if isinstance(x, torch.Tensor)).device)
+    positions = torch.arange(shards.length, device=index.device)[None] if positions is None else positions
+    local = {key: select(key, value, index, whole) for key, value in whole.items()}
+    local["position_ids"] = ShardPositions.of(positions[..., index], shards=shards, last=int(positions.max()))
+    local["attention_mask"] = _local(mask, index)
+    kept = {key: value for key, value in given.items() if key in SET_HERE and key != "cache_position"}
+    return (), {**kept, **local}
+
+
+def _whole(mask: Any) -> Shards | None:
+    """Return the shards that a mask of a whole sequence is to be cut into; None for all other masks."""
+    if isinstance(mask, dict):
+        return next((shards for one in mask.values() if (shards := _whole(one)) is not None), None)
+    if isinstance(mask, PromptMask):
+        return mask.shards
+    is_whole = isinstance(mask, MaskSpec) and mask.shards is not None and mask.q_length == mask.shards.length
+    return mask.shards if is_whole and not mask.shards.cached else None
+
+
+def _local(mask: Any, index: torch.Tensor) -> Any:
+    """Return the part of a mask, or of the masks of several kinds of layers, for the tokens of these indices."""
+    if isinstance(mask, dict):
+        return {kind: _local(one, index) for kind, one in mask.items()}
+    if isinstance(mask, MaskSpec):
+        return replace(mask, q_length=len(index))
+    return ShardMask.of(mask.plain()[:, index], shards=mask.shards) if isinstance(mask, PromptMask) else mask

@@ -1,0 +1,152 @@
+"""Inputs that describe images: their names, and fingerprints by which a cache knows the images of its prefix."""
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from attnmesh.core.digest import digest_rows
+from attnmesh.errors import ArgumentError, ShapeError, require
+
+SECONDS = ("second_per_grid_ts", "video_second_per_grid")
+"""Seconds between the frames of each video, which positions are computed from."""
+
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+"""Names of inputs that say of each token what it is; 0 for text."""
+
+IMAGE_INPUTS = {
+    *("pixel_values", "pixel_mask", "pixel_attention_mask", "pixel_values_local", "pixel_values_images"),
+    *("high_res_pixel_values", "pixel_values_videos", "video_compression_mask", *SECONDS),
+    *("image_sizes", "image_sizes_videos", "image_grid_thw", "image_grid_hw", "video_grid_thw", "spatial_shapes"),
+    *("image_position_ids", "video_position_ids", "image_merge_sizes", "video_merge_sizes", "num_frames_per_video"),
+    *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids", "tile_fine_mask"),
+    *("num_local_patches", "patches_grid", "batch_num_images", "vision_aspect_ratio", "target_sizes"),
+    *("target_sizes_videos", "downsample_mode", "image_patches", "image_patches_indices"),
+    *("aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask", *TOKEN_TYPES),
+}
+"""Names of inputs that processors of transformers return for images and videos."""
+
+OWN_PROCESSOR = "pass what the model's own processor returns"
+"""Fix in errors about inputs for images that a model does not take."""
+
+IMAGE_MARK = -2
+"""Image token `id` stands as `IMAGE_MARK - id` among the tokens of a cache. -1 stands for padding."""
+
+
+class Pictures(NamedTuple):
+    """Places of images in a prompt, and their digests."""
+
+    places: Tensor
+    """(batch, length), True for tokens with features of images."""
+    fingerprints: dict[str, Tensor]
+    """Digests of each input, in the order of images or tokens."""
+
+    def mark(self, ids: Tensor) -> Tensor:
+        """Return token ids of the prompt and of what follows it, with marks for image tokens."""
+        columns = slice(self.places.shape[1])
+        marked = ids.clone()
+        places = self.places.repeat_interleave(len(ids) // len(self.places), 0)[:, : ids.shape[1]]
+        marked[:, columns] = ids[:, columns].where(~places, IMAGE_MARK - ids[:, columns])
+        return marked
+
+
+def image_inputs(model: Any) -> set[str]:
+    """Return the names of the inputs for images that the model takes; none if it takes no images."""
+    names = signature(model.forward).parameters if hasattr(model, "forward") else ()
+    found = IMAGE_INPUTS & {*names}
+    return found if any("pixel" in name or "patches" in name for name in found) else set()
+
+
+def split_images(model: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the inputs for images, and all other options."""
+    names = image_inputs(model)
+    images = {name: value for name, value in options.items() if name in names and value is not None}
+    return unless_text(images), {name: value for name, value in options.items() if name not in names}
+
+
+def check_cross_mask(subject: str, ids: Tensor, images: Mapping[str, Any]) -> None:
+    """Raise unless a mask of cross-attention has a row for each token, and a column for each tile of each image."""
+    mask, pixels = images.get("cross_attention_mask"), images.get("pixel_values")
+    if mask is None:
+        return
+    expected, given = "pixel_values beside cross_attention_mask", "none"
+    require(pixels is not None, ArgumentError, subject, expected, given, OWN_PROCESSOR)
+    wanted = *ids.shape, *torch.as_tensor(pixels).shape[1:3]
+    expected, given = f"cross_attention_mask of shape {wanted}", f"{tuple(torch.as_tensor(mask).shape)}"
+    require(torch.as_tensor(mask).shape == wanted, ShapeError, subject, expected, given, OWN_PROCESSOR)
+
+
+def unless_text(images: Mapping[str, Any]) -> dict[str, Any]:
+    """Return inputs for images; none if they say no more than that all tokens are text."""
+    is_text = images.keys() <= TOKEN_TYPES and not any(torch.as_tensor(types).any() for types in images.values())
+    return {} if is_text else {**images}
+
+
+def on_model(images: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """Return inputs for images on the model's device, pixels in its dtype."""
+    return {
+        name: x.to(model.device, model.dtype if x.is_floating_point() and name not in SECONDS else None)
+        if isinstance(x, Tensor)
+        else x
+        for name, x in images.items()
+    }
+
+
+def check_images(model: Any, options: Mapping[str, Any], refused: Mapping[str, Any]) -> None:
+    """Raise if a call has images, and `refused` options that are set."""
+    images, _ = split_images(model, options)
+    given = ", ".join(name for name, value in refused.items() if value)
+    expected, fix = "images without these options", "leave them out, or generate from text"
+    require(not (images and given), ArgumentError, "generate images", expected, given, fix)
+
+
+def fingerprints_of(ids: Tensor, images: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a digest of each row of each input. Rows are tokens, images, their tiles or their patches."""
+    return {name: _digests(value, ids) for name, value in sorted(images.items())}
+
+
+def _digests(value: Any, ids: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        value = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8)[None]
+    if value.shape[:2] == ids.shape:
+        value = value.transpose(0, 1)
+    return digest_rows(value.flatten(0, 1) if value.ndim == 5 else value).cpu()
+
+
+def shift_of(tokens: Tensor | None, config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Return the `shift` of a cache that was restored with these tokens: that of text, or None after images."""
+    if config.get_text_config(decoder=True) is config:
+        return 0, 0
+    return None if tokens is None or bool((tokens <= IMAGE_MARK).any()) else (0, 0)
+
+
+def shared_with_images(
+    tokens: Tensor, held: Mapping[str, Tensor] | None, pictures: Pictures | None, shared: int
+) -> int:
+    """Return the part of a prefix that a prompt and a cache share with images: all of it, or that before the first.
+
+    The `tokens` of the cache are equal to those of the prompt, but the images of equal tokens may differ. The k-th
+    image token has the k-th feature. So the images of a prefix are the same if those of the cache, `held`, are the
+    first ones of the prompt, or the other way round.
+    """
+    marked = tokens <= IMAGE_MARK
+    inside = int(marked[:, :shared].sum())
+    if not inside:
+        return shared
+    assert pictures is not None  # or no token of the prompt would have a mark
+    whole = inside in (int(marked.sum()), int(pictures.places.sum()))
+    if held is not None and whole and _are_first(held, pictures.fingerprints, exactly=len(tokens) > 1):
+        return shared
+    return min(shared, int(marked.any(0).long().argmax()))
+
+
+def _are_first(held: Mapping[str, Tensor], given: Mapping[str, Tensor], *, exactly: bool) -> bool:
+    """Return whether the rows of one side are the first ones of the other. The rows of a batch must be equal."""
+    if held.keys() != given.keys():
+        return False
+    counts = {name: min(len(held[name]), len(given[name])) for name in held}
+    alike = all(torch.equal(held[name][:count], given[name][:count]) for name, count in counts.items())
+    return alike and (not exactly or all(len(held[name]) == len(given[name]) for name in held))

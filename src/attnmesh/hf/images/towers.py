@@ -1,0 +1,56 @@
+"""Layers of a model that are not its text model: towers of images, videos and audio, which "sdpa" computes.
+
+A tower gets pixels, which no rank shards, so it is exact on each rank as it is. Only the text model is on the mesh.
+"""
+
+from functools import lru_cache
+from logging import getLogger
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnmesh.hf.upstream import sdpa_attention, sdpa_mask
+
+TEXT_KEYS = ("", "text_config", "decoder_config")
+"""Names under which a model's configuration may hold that of its text model."""
+
+
+def in_tower(config: Any) -> bool:
+    """Return whether this is the configuration of a tower: of a part that is named otherwise, or has no words.
+
+    >>> from transformers import LlamaConfig, SiglipVisionConfig
+    >>> in_tower(SiglipVisionConfig()), in_tower(LlamaConfig()), in_tower(None)
+    (True, False, False)
+    """
+    kind: Any = type(config)
+    return config is not None and _is_tower(kind)
+
+
+@lru_cache
+def _is_tower(kind: type) -> bool:
+    named: Any = kind
+    has_words = "vocab_size" in named.__dataclass_fields__  # a compiler cannot trace `fields`
+    part = getattr(kind, "base_config_key", "")
+    return part not in TEXT_KEYS or not (has_words or "text_config" in named.sub_configs)
+
+
+def tower_mask(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the mask of a tower's layers as "sdpa" takes it."""
+    mask: Tensor | None = sdpa_mask(**arguments)
+    return mask
+
+
+def attend_in_tower(module: nn.Module, query: Tensor, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+    """Return attention of a tower's layer, as "sdpa" computes it."""
+    kind: Any = type(module.config)
+    _say_once(kind)
+    return sdpa_attention(module, query, key, value, mask, **more)
+
+
+@lru_cache
+def _say_once(kind: type) -> None:
+    """Log on the first rank which layers are not on the mesh."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        name = kind.__name__.removesuffix("Config")
+        getLogger(__name__).warning('%s runs with "sdpa" on each rank. The text model runs on the mesh.', name)

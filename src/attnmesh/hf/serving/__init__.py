@@ -1,0 +1,1 @@
+"""Serving: steps of several requests at once, and the engine that schedules them."""

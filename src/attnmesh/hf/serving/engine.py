@@ -1,0 +1,264 @@
+"""An engine that serves requests on a mesh: rank 0 admits, schedules and samples, and the other ranks follow its plans.
+
+A step is one exchange of a plan, in which all rows decode a token and one prompt computes a chunk. Followers need no
+tokenizer, no clock and no random numbers.
+"""
+
+import queue
+from collections.abc import Iterable, Mapping, Sequence
+from secrets import randbits
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
+from attnmesh.guard.consensus import describe_call
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text
+from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
+from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.serving.link import Link, can_be_sent
+from attnmesh.hf.serving.schedule import Schedule
+from attnmesh.hf.serving.stream import Sampling, Stream
+from attnmesh.hf.serving.worker import Worker
+from attnmesh.hf.tensor_parallel import sharing
+from attnmesh.mesh.axes import Mesh
+from attnmesh.runtime.counters import counted
+
+BEAT = 1.0
+"""Seconds of an idle engine between exchanges, in which it finds that a rank is lost."""
+
+SUBJECT = "hf.Engine"
+
+
+class Engine:
+    """Serves requests of unequal lengths on one mesh, with tokens that do not depend on what else runs.
+
+    All ranks make an engine with the same arguments. Rank 0 calls `run`, and the others `follow`.
+
+    Args:
+        model: A causal language model with `attn_implementation="attnmesh"`. Ranks may share its weights, as
+            `tensor_parallel` has it: rank 0 is then the first of these and of the mesh.
+        mesh: The mesh that shares keys and values; None for one device.
+        max_rows: Requests that decode at the same time.
+        max_queue: Requests that wait, beyond which `submit` raises `Busy`.
+        cache_memory: Bytes for caches on each rank; None for no limit. Kept prefixes go first, least recently used
+            first; then the youngest request waits, and computes its tokens again.
+        max_gap: Seconds that a prompt's chunk may add to a step of rows. By default two steps of rows, and two more for
+            each request that waits. A chunk has at least a block of the cache on each rank, 128 tokens in long prompts.
+        max_model_len: Tokens of a prompt and its answer; the model's context by default.
+        tokens_end: Tokens that end an answer; the model's by default. They are not among its tokens.
+        cache_options: Options of each request's `ShardedCache`. With `storage=`, tokens may depend on what else runs:
+            the first chunk of a prompt attends its keys before they are rounded, and chunks are shorter beside others.
+
+    Raises:
+        InputError: An argument is not supported, or ranks differ in one.
+
+    >>> from threading import Thread
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = LlamaConfig(vocab_size=97, eos_token_id=None, **sizes)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
+    >>> engine = Engine(model, None)
+    >>> thread = Thread(target=engine.run)
+    >>> thread.start()
+    >>> len([token.id for token in engine.submit([5, 6, 7], max_new_tokens=4)])
+    4
+    >>> engine.close()
+    >>> thread.join()
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh | None,
+        *,
+        max_rows: int = 16,
+        max_queue: int = 64,
+        cache_memory: int | None = None,
+        max_gap: float | None = None,
+        max_model_len: int | None = None,
+        tokens_end: Iterable[int] | None = None,
+        **cache_options: Any,
+    ) -> None:
+        self.model, place = unwrap(model), Mesh.of(mesh)
+        limits: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue}
+        limits |= {"cache_memory": cache_memory, "max_model_len": max_model_len}
+
+        def check() -> None:
+            check_rows(SUBJECT, self.model)
+            for name, limit in limits.items():
+                if limit is not None or name in ("max_rows", "max_queue"):
+                    check_count(f"{SUBJECT} {name}", limit, "pass a positive int")
+            fits = max_gap is None or (isinstance(max_gap, (int, float)) and max_gap > 0)
+            fix = "pass seconds, or leave it out"
+            require(fits, ArgumentError, f"{SUBJECT} max_gap", "seconds above 0", repr(max_gap), fix)
+
+        run_agreed_with_peers(place, self.model, check, lambda _: describe_call(SUBJECT, **limits, max_gap=max_gap))
+        ShardedCache(self.model.config, mesh, **cache_options)  # raises here, not at the first request
+        config = self.model.config.get_text_config(decoder=True)
+        context = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
+        longest = max_model_len, context, cache_options.get("capacity")
+        self.longest = min((limit for limit in longest if limit is not None), default=None)
+        ends = self.model.generation_config.eos_token_id if tokens_end is None else tokens_end
+        self.ends = frozenset(() if ends is None else (ends,) if isinstance(ends, int) else ends)
+        peers = None if cache_options.get("output") == "heads" else sharing(self.model)  # else the ranks of the mesh
+        self.link, self.worker = Link(place, Mesh.of(peers)), Worker(self.model, mesh, cache_options)
+        self.schedule = Schedule(self.worker, max_rows, cache_memory, max_gap)
+        self.max_queue = int(max_queue)
+        self.inbox: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        self.closing = False
+        self.seconds, self.merging = 0.0, 0.0
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        stop_ids: Iterable[int] = (),
+        logprobs: int = 0,
+        replay: Sequence[int] = (),
+        images: Mapping[str, Any] | None = None,
+    ) -> Stream:
+        """Queue a request on rank 0, from any thread. Iterate over the stream for its tokens.
+
+        Args:
+            ids: The prompt.
+            max_new_tokens: Tokens of the answer at most.
+            temperature: 0 takes the most likely token; else tokens are drawn.
+            top_p: Share of the probability that is drawn from.
+            top_k: Tokens that are drawn from; 0 for all.
+            seed: Seed of the draws: the same seed draws the same tokens, whatever else runs. None for a random one.
+            stop_ids: More tokens that end the answer.
+            logprobs: Most likely tokens to return with each token.
+            replay: The first tokens of the answer, which were drawn before: the stream continues after them.
+            images: Images of the prompt, as the model's processor returns them: `pixel_values` and what comes with it.
+
+        Returns:
+            The stream.
+
+        Raises:
+            Busy: The queue is full.
+            TooLong: The prompt and its answer can never fit.
+            InputError: An argument is not supported.
+        """
+        if self.error is not None or self.closing:
+            raise self.error or Busy("submit", "an engine that runs", "one that is closing", "submit to another")
+        sampling = Sampling(temperature, top_p, top_k, randbits(62) if seed is None else seed, logprobs)
+        sampling.check()
+        ends = self.ends | frozenset(stop_ids)
+        stream = Stream([*ids], sampling, max_new_tokens, ends, unless_text(images or {}) or None, [*replay])
+        known = all(type(token) is int for token in stop_ids)
+        require(
+            known, ArgumentError, "submit stop_ids", "a list of ints", short(repr(stop_ids)), "pass tokens.tolist()"
+        )
+        self._check(stream)
+        if self.inbox.qsize() + len(self.schedule.waiting) >= self.max_queue:
+            given, fix = f"one of {self.max_queue} requests that wait", "submit again later, or raise max_queue"
+            raise Busy("submit", "a queue with room", given, fix)
+        self.inbox.put(stream)
+        if self.closing:  # it may have come too late to be found
+            stream.end(self.error or "cancelled")
+        return stream
+
+    def _check(self, stream: Stream) -> None:
+        """Raise unless the model can serve the request."""
+        config = self.model.config.get_text_config(decoder=True)
+        words = getattr(self.model.get_input_embeddings(), "num_embeddings", config.vocab_size)
+        check_count("submit max_new_tokens", stream.max_new_tokens, "count the tokens of the answer")
+        known = all(type(token) is int and 0 <= token < words for token in stream.ids)
+        expected, fix = f"tokens from 0 to {words - 1}, as ints", "use this model's tokenizer, and tokens.tolist()"
+        require(known and len(stream.prompt) > 0, ArgumentError, "submit ids", expected, "others, or none", fix)
+        prompt = len(stream.prompt)
+        total, fix = prompt + stream.max_new_tokens, "shorten the prompt, or pass a smaller max_new_tokens"
+        fits = self.longest is None or total <= self.longest
+        given = f"{prompt} and {stream.max_new_tokens} new ones"
+        require(fits, TooLong, "submit ids", f"at most {self.longest} tokens", given, fix)
+        unknown = sorted((stream.images or {}).keys() - image_inputs(self.model))
+        expected, given = "inputs for images that the model takes", ", ".join(unknown)
+        require(not unknown, ArgumentError, "submit images", expected, given, OWN_PROCESSOR)
+        others = ", ".join(name for name, value in (stream.images or {}).items() if not can_be_sent(value))
+        expected, fix = "tensors, numbers and text", 'make them with return_tensors="pt"'
+        require(not others, ArgumentError, "submit images", expected, f"others: {others}", fix)
+        check_rope_switch(config, prompt - 1, total)
+        same = rope_regime(config, prompt) == rope_regime(config, total)
+        require(same, ShapeError, "submit ids", "a rope that stays the same", given, fix)
+
+    def run(self) -> None:
+        """Serve on rank 0 until `close`. A lost rank ends the engine, and its streams, with `RankFailure`."""
+        require(self.link.leads, MeshError, f"{SUBJECT} run", "rank 0", "another rank", "call follow")
+        try:
+            while not self.closing:
+                self._step()
+            self.schedule.end_all("cancelled")
+            self._exchange([["end"]])
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self.closing = True
+            self._receive(wait=False)
+            self.schedule.end_all(self.error or "cancelled")
+
+    def follow(self) -> None:
+        """Do what rank 0 plans, until it closes."""
+        require(not self.link.leads, MeshError, f"{SUBJECT} follow", "a rank other than 0", "rank 0", "call run")
+        while True:
+            plan, _ = self.link.exchange(None, self.worker.nbytes)
+            if plan == [["end"]]:
+                return
+            self._run(plan, None)
+
+    def close(self) -> None:
+        """End `run`: streams that are open are cancelled."""
+        self.closing = True
+        self.inbox.put(None)
+
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Return counts and sizes: numbers, and lists with a number for each rank."""
+        share = self.merging / self.seconds if self.seconds else 0.0
+        return {
+            **self.schedule.metrics(),
+            "queue": self.inbox.qsize() + len(self.schedule.waiting),
+            "merge_share": share,
+        }
+
+    def _step(self) -> None:
+        """Take in requests, and run one step with all ranks."""
+        self._receive(wait=not self.schedule.busy)
+        plan = self.schedule.plan()
+        with counted() as traffic:
+            results = self._exchange(plan)
+        self.seconds += sum(self.worker.seconds.values())
+        self.merging += sum(traffic.merges)
+        self.schedule.take(results)
+
+    def _receive(self, *, wait: bool) -> None:
+        """Move new requests to the schedule; wait for one, or a beat."""
+        while True:
+            try:
+                stream = self.inbox.get(timeout=BEAT) if wait else self.inbox.get_nowait()
+            except queue.Empty:
+                return
+            wait = False
+            if stream is not None:  # else `close` wakes the engine
+                self.schedule.waiting.append(stream)
+
+    def _exchange(self, plan: list[Any]) -> dict[str, Any]:
+        """Send a plan to all ranks and run it."""
+        plan, self.schedule.nbytes = self.link.exchange(plan, self.worker.nbytes)
+        begun = self.schedule.filling
+        return {} if plan == [["end"]] else self._run(plan, begun.images if begun is not None else None)
+
+    def _run(self, plan: list[Any], images: dict[str, Any] | None) -> dict[str, Any]:
+        """Run a plan. Rank 0 sends the images of the prompt that begins."""
+        for operation in plan:
+            if operation[0] == "start":
+                operation[-1] = self.link.share(operation[-1], images, self.model.device)
+        return self.worker.run(plan)

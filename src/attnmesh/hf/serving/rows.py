@@ -1,0 +1,192 @@
+"""One forward pass of one token of several requests, each with a cache of its own."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnmesh.errors import ArgumentError, KernelError, MaskError, MeshError, ShapeError, require
+from attnmesh.guard.consensus import describe_call
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.models import (
+    BIASED_MODELS,
+    attends,
+    check_rows,
+    forget_images,
+    indexed_layers,
+    is_compressed,
+    rope_regime,
+    unwrap,
+)
+from attnmesh.hf.options import run_agreed_with_peers
+from attnmesh.hf.serving.rows_cache import RowsCache
+from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.mesh.axes import Mesh
+
+SUBJECT = "hf.decode_rows"
+
+OPTIONS = ("merge", "output", "reproducible", "kernel", "checked", "storage", "window_storage")
+"""Options of caches that rows of one step share."""
+
+
+@torch.no_grad()
+def decode_rows(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> Tensor:
+    """Return the logits after one more token of each request, (requests, vocabulary), by one forward pass.
+
+    Row r is what the model computes from `tokens[r]` and `caches[r]` alone. Every rank makes the same call. Models that
+    take no position_ids, count tokens of the cache themselves, select keys or compress them run a row at a time.
+
+    Args:
+        model: A causal language model with `attn_implementation="attnmesh"`.
+        tokens: The next token of each request, which is added to its cache.
+        caches: The cache of each request, on one mesh, with the tokens before, as `prefill` or `generate` leaves it.
+
+    Returns:
+        The logits, equal on all ranks.
+
+    Raises:
+        InputError: An argument is not supported, or ranks differ in one.
+
+    >>> from transformers import AutoModelForCausalLM, LlamaConfig
+    >>> from attnmesh.hf.prefill import prefill
+    >>> sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    >>> config = LlamaConfig(vocab_size=97, eos_token_id=None, **sizes)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="attnmesh").eval()
+    >>> caches = [ShardedCache(model.config) for _ in range(2)]
+    >>> for prompt, cache in zip(([5, 6, 7], [8, 9]), caches, strict=True):
+    ...     prefill(model, torch.tensor([prompt]), cache)
+    >>> decode_rows(model, [7, 9], caches).shape
+    torch.Size([2, 97])
+    """
+    model = unwrap(model)
+    _agree(model, tokens, caches)
+    forget_images(model)
+    prepare_indexers(model)
+    groups = defaultdict(list)
+    for row, cache in enumerate(caches):  # a forward pass has one rope, and makes the keys of an empty cache anew
+        length = cache.get_seq_length()
+        alone = row if not length or not _runs_rows(model) else -1
+        groups[alone, rope_regime(cache.config, length + 1)].append(row)
+    rows, logits = [], []
+    for members in groups.values():
+        chosen = [caches[row] for row in members]
+        logits.append(_step(model, [tokens[row] for row in members], chosen))
+        rows += members
+    return torch.cat(logits)[torch.tensor(rows).argsort().to(logits[0].device)]
+
+
+def _step(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> Tensor:
+    """Run the model over one token of each cache. Return the logits, (caches, vocabulary)."""
+    ids = torch.tensor(tokens, device=model.device)[:, None]
+    rows = RowsCache(caches) if len(caches) > 1 else None
+    lengths = [cache.get_seq_length() for cache in caches]
+    for cache in caches:
+        cache.intact = False
+    positions = [[cache.next_position] for cache in caches]
+    logits = run_tokens(model, ids, torch.tensor(positions, device=ids.device), rows or caches[0])
+    if rows is not None:
+        rows.finish()
+    for token, cache, length in zip(ids, caches, lengths, strict=True):
+        note_tokens(cache, token[None], length)
+    return logits
+
+
+def run_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: ShardedCache) -> Tensor:
+    """Run the model over tokens that all ranks have, and return the logits of the last of each row."""
+    parameters = signature(model.forward).parameters
+    options: dict[str, Any] = {"cache_params" if "cache_params" in parameters else "past_key_values": cache}
+    if "position_ids" in parameters:
+        options["position_ids"] = positions
+    if "logits_to_keep" in parameters:
+        options["logits_to_keep"] = 1
+    logits: Tensor = model(input_ids=ids, use_cache=True, **options).logits[:, -1]
+    return logits
+
+
+def note_tokens(cache: ShardedCache, ids: Tensor, length: int) -> None:
+    """Record tokens that the model has added to a cache of so many tokens."""
+    cache.intact = True
+    cache.count(length + ids.shape[1])
+    if cache.tokens is not None and cache.tokens.shape[1] == length:
+        cache.tokens = torch.cat((cache.tokens, ids.to(cache.tokens.device)), 1)
+    elif not length:
+        cache.tokens = ids
+
+
+def _runs_rows(model: PreTrainedModel) -> bool:
+    """Return whether a forward pass may have rows of several lengths: positions come from the caller alone."""
+    config = model.config.get_text_config(decoder=True)
+    counts = getattr(config, "attn_temperature_tuning", False) or config.model_type in BIASED_MODELS
+    if counts or indexed_layers(config) or is_compressed(config):
+        return False
+    return "position_ids" in signature(model.forward).parameters or not attends(config)
+
+
+def _agree(model: PreTrainedModel, tokens: Sequence[int], caches: Sequence[ShardedCache]) -> None:
+    """Raise the same error on all ranks unless all make the same valid call."""
+
+    def describe(_: None) -> str:
+        lengths = [cache.get_seq_length() for cache in caches]
+        return describe_call(SUBJECT, tokens=[*map(int, tokens)], lengths=lengths)
+
+    def check() -> None:
+        _check(model, tokens, caches)
+
+    first = caches[0] if isinstance(caches, Sequence) and len(caches) else None
+    place = first.mesh if isinstance(first, ShardedCache) else None
+    run_agreed_with_peers(Mesh.of(place), model, check, describe)
+
+
+def _check(model: PreTrainedModel, tokens: Any, caches: Any) -> None:
+    """Raise unless each request has a token and a cache of its own, and one forward pass serves them."""
+    check_rows(SUBJECT, model)
+    given, fix = type(caches).__name__, "pass a list of hf.ShardedCache"
+    require(isinstance(caches, Sequence) and len(caches) > 0, KernelError, f"{SUBJECT} caches", "caches", given, fix)
+    fits = isinstance(tokens, Sequence) and all(type(token) is int for token in tokens)
+    given, fix = f"{tokens}", "pass the next token of each request"
+    fits = fits and len(tokens) == len(caches)
+    require(fits, ShapeError, f"{SUBJECT} tokens", f"a list of {len(caches)} ints", given, fix)
+    config = model.config.get_text_config(decoder=True)
+    words = getattr(model.get_input_embeddings(), "num_embeddings", config.vocab_size)
+    wrong, expected = [token for token in tokens if not 0 <= token < words], f"tokens from 0 to {words - 1}"
+    require(not wrong, ArgumentError, f"{SUBJECT} tokens", expected, f"{wrong}", "use the tokenizer of this model")
+    once, fix = len({id(cache) for cache in caches}) == len(caches), "pass cache.fork()"
+    require(once, ArgumentError, f"{SUBJECT} caches", "each cache once", "one cache twice", fix)
+    for cache in caches:
+        _check_cache(cache, caches[0])
+    longest = None if rope_regime(config, 0) else getattr(config, "max_position_embeddings", None)
+    length, expected = max(cache.get_seq_length() for cache in caches), f"at most {longest} tokens, the model's context"
+    fix = "end the request, or use a model with a longer context"
+    require(longest is None or length < longest, ShapeError, SUBJECT, expected, f"{length + 1}", fix)
+
+
+def _check_cache(cache: Any, first: Any) -> None:
+    """Raise unless a cache holds one request, and has the mesh, the model and the options of the first."""
+    subject, fix = f"{SUBJECT} caches", "pass attnmesh.hf.ShardedCache(model.config, mesh)"
+    is_cache = isinstance(cache, ShardedCache) and not isinstance(cache, RowsCache)
+    require(is_cache, KernelError, subject, "ShardedCaches", type(cache).__name__, fix)
+    given, fix = f"one of {cache.batch_size}", "make a cache for each request"
+    require(cache.batch_size in (-1, 1), ShapeError, subject, "caches of one sequence", given, fix)
+    one_mesh, fix = Mesh.of(cache.mesh) == Mesh.of(first.mesh), "make all caches on one mesh"
+    require(one_mesh, MeshError, subject, "caches on one mesh", "caches on several", fix)
+    alike = [name for name in OPTIONS if getattr(cache, name) != getattr(first, name)]
+    given = f"another {alike[0]}" if alike else f"one of {len(cache.layers)} layers"
+    kinds = [type(layer) for layer in cache.layers] == [type(layer) for layer in first.layers]
+    fix = "make all caches with the same config and options"
+    require(kinds and not alike, KernelError, subject, "caches of one model with the same options", given, fix)
+    padded, fix = any(kv.padding is not None for kv in cache.kvs), "prefill the prompt without its padding"
+    require(not padded, MaskError, subject, "caches without padding", "padding", fix)
+    fix = "prefill the prompt again"
+    intact = cache.intact or not cache.state_layers
+    require(intact, KernelError, subject, "a cache that no error interrupted", "an interrupted one", fix)
+    length = cache.get_seq_length()
+    known, expected = cache.shift is not None and cache.shift[0] <= length, "caches whose images are whole and known"
+    require(known or not length, ShapeError, subject, expected, "another", "prefill the prompt again, with its images")
+    regime = rope_regime(cache.config, length + 1)
+    given, fix = f"{length + 1} tokens, where it changes", "call hf.generate with the tokens so far as the prompt"
+    same = cache.rope in (None, regime) or not length
+    require(same, ShapeError, subject, "a rope that stays the same", given, fix)

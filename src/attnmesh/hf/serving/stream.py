@@ -1,0 +1,139 @@
+"""A request of an engine: its sampling, and the stream of its tokens."""
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from attnmesh.errors import ArgumentError, ModelError, require
+
+COLDEST = 1e-5
+"""Temperatures below it take the likeliest token, which then has all of the probability."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token. `logprob` and the most likely tokens `top` are those of the model, before temperature and cuts."""
+
+    id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: as transformers' `generate` draws them after `torch.manual_seed(seed)`, on the CPU."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    logprobs: int = 0
+
+    def check(self) -> None:
+        """Raise unless each value is possible."""
+        limits = {"temperature": (0.0, 1e6), "top_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            kinds = (int,) if isinstance(least, int) else (int, float)
+            fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+            require(fits, ArgumentError, f"submit {name}", f"{least} to {most}", repr(value), "pass such a number")
+        fits = type(self.seed) is int and 0 <= self.seed < 2**63
+        require(fits, ArgumentError, "submit seed", "an int from 0 to 2^63 - 1", repr(self.seed), "pass one, or None")
+
+    @property
+    def greedy(self) -> bool:
+        """True if the likeliest token is taken."""
+        return self.temperature < COLDEST
+
+    def generator(self, tokens: int, vocabulary: int) -> torch.Generator:
+        """Return the generator after so many tokens were drawn."""
+        generator = torch.Generator().manual_seed(self.seed)
+        even = torch.ones(1, vocabulary)
+        for _ in range(0 if self.greedy else tokens):
+            torch.multinomial(even, 1, generator=generator)
+        return generator
+
+    def draw(self, logits: Tensor, generator: torch.Generator) -> Token:
+        """Return the next token, from the model's logits, (vocabulary,)."""
+        scores = logits.float().cpu()
+        given, fix = "NaN", "check the model's weights and dtype"
+        require(not bool(scores.isnan().any()), ModelError, "Engine", "logits that are numbers", given, fix)
+        chosen = int(scores.argmax()) if self.greedy else self._sampled(scores[None], generator)
+        if not self.logprobs:
+            return Token(chosen)
+        logprobs = scores.log_softmax(-1)
+        values, ids = logprobs.topk(min(self.logprobs, len(logprobs)))
+        return Token(chosen, float(logprobs[chosen]), [*zip(ids.tolist(), values.tolist(), strict=True)])
+
+    def _sampled(self, scores: Tensor, generator: torch.Generator) -> int:
+        scores = TemperatureLogitsWarper(float(self.temperature))(None, scores)
+        if self.top_k > 0:
+            scores = TopKLogitsWarper(self.top_k)(None, scores)
+        if self.top_p < 1:
+            scores = TopPLogitsWarper(float(self.top_p))(None, scores)
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+
+
+@dataclass
+class Stream:
+    """The tokens of a request, as they come. Any thread may read them, and cancel."""
+
+    prompt: list[int]
+    sampling: Sampling
+    max_new_tokens: int
+    ends: frozenset[int]
+    """Tokens that end the answer. They are not among its tokens."""
+    images: dict[str, Any] | None = None
+    """Inputs for images, as the model's processor returns them."""
+    answer: list[int] = field(default_factory=list)
+    """All new tokens so far, those of a replay among them."""
+    number: int = -1
+    forked: bool = False
+    """The cache may share memory with one that is gone."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that a kept cache had."""
+    finish_reason: str | None = None
+    cancelled: bool = False
+    generator: torch.Generator | None = None
+    """Draws the next token; None before the first."""
+    tokens: "queue.SimpleQueue[Token | BaseException | None]" = field(default_factory=queue.SimpleQueue)
+
+    def __iter__(self) -> Iterator[Token]:
+        while (token := self.tokens.get()) is not None:
+            if isinstance(token, BaseException):
+                self.tokens.put(token)  # another reader gets it, too
+                raise token
+            yield token
+        self.tokens.put(None)
+
+    def cancel(self) -> None:
+        """End the request at the next step."""
+        self.cancelled = True
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return self.prompt + self.answer
+
+    def add(self, logits: Tensor) -> bool:
+        """Draw the next token. Return whether the answer has ended."""
+        if self.generator is None:
+            self.generator = self.sampling.generator(len(self.answer), len(logits))
+        token = self.sampling.draw(logits, self.generator)
+        if token.id in self.ends:
+            return self.end("stop")
+        self.answer.append(token.id)
+        self.tokens.put(token)
+        return len(self.answer) >= self.max_new_tokens and self.end("length")
+
+    def end(self, reason: str | BaseException) -> bool:
+        """End the stream, with a reason or an error."""
+        if self.finish_reason is None:
+            self.finish_reason = "error" if isinstance(reason, BaseException) else reason
+            self.tokens.put(reason if isinstance(reason, BaseException) else None)
+        return True

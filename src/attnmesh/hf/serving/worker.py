@@ -1,0 +1,120 @@
+"""Work of each rank on an engine's plan: caches by number, chunks of prompts, and steps of rows."""
+
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from attnmesh.errors import InputError
+from attnmesh.hf.cache.sharded_cache import ShardedCache
+from attnmesh.hf.cache.state_layer import states_of
+from attnmesh.hf.images.inputs import on_model
+from attnmesh.hf.images.merge import merge_images
+from attnmesh.hf.models import forget_images
+from attnmesh.hf.options import agree_on_call
+from attnmesh.hf.prefill import crop_to_shared_prefix, left_to_decode, prefill_chunks
+from attnmesh.hf.serving.rows import decode_rows, note_tokens, run_tokens
+from attnmesh.hf.sparse.prepare import prepare_indexers
+from attnmesh.mesh.axes import Mesh
+
+MEASURED = 32
+"""Steps of rows after which bytes are measured again: caches grow by quarters."""
+
+
+class Worker:
+    """The caches of one rank, and the operations of plans: lists of a name and arguments."""
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh | None, options: dict[str, Any]) -> None:
+        self.model, self.mesh, self.options = model, mesh, options
+        self.caches: dict[int, ShardedCache] = {}
+        self.filling: dict[int, Iterator[int]] = {}
+        self.prompts: dict[int, Tensor] = {}
+        self.is_causal = all(getattr(module, "is_causal", True) for module in model.get_decoder().modules())
+        """True if several tokens of an answer may be computed at once."""
+        self.size = 0  # tokens of the chunk that is computed
+        self.nbytes, self.steps = 0, 0
+        self.seconds: dict[str, float] = {}  # of each operation of the last plan
+
+    def run(self, plan: Sequence[Any]) -> dict[str, Any]:
+        """Run the operations in order, and return their results by name. An `InputError` is a result, too."""
+        results: dict[str, Any] = {}
+        self.seconds = {}
+        for name, *arguments in plan:
+            start = perf_counter()
+            try:
+                results[name] = getattr(self, f"do_{name}")(*arguments)
+            except InputError as error:
+                results[name] = error
+            self.seconds[name] = perf_counter() - start
+        return results
+
+    def do_drop(self, numbers: list[int]) -> None:
+        """Forget caches."""
+        for number in numbers:
+            for held in (self.caches, self.filling, self.prompts):
+                held.pop(number, None)
+        self.nbytes = self.measure()
+
+    def do_start(
+        self, number: int, ids: list[int], source: int | None, moves: bool, later: int, images: dict[str, Any]
+    ) -> int:
+        """Begin a prompt with a new cache, or with one that is kept, or a fork of it. Return the tokens that it has.
+
+        The `later` last tokens are computed at the end, as those of an answer are.
+        """
+        if source is None:
+            cache = ShardedCache(self.model.config, self.mesh, **self.options)
+        else:
+            cache = self.caches.pop(source) if moves else self.caches[source].fork()
+        self.caches[number] = cache
+        self.prompts[number] = torch.tensor([ids], device=self.model.device)
+        prompt = self.prompts[number][:, : len(ids) - later]
+        place, images = Mesh.of(self.mesh), on_model(images, self.model)
+        agree_on_call(place, self.model, prompt, None, cache, {"chunk_size": None, **images})
+        forget_images(self.model)
+        prepare_indexers(self.model)
+        merged = merge_images(place, self.model, prompt, None, images, left_to_decode(self.model.config))
+        shared = crop_to_shared_prefix(self.model, cache, prompt, None, None if merged is None else merged.pictures)
+        self.filling[number] = prefill_chunks(self.model, prompt, cache, None, lambda: self.size, merged)
+        return shared
+
+    @torch.no_grad()
+    def do_fill(self, number: int, size: int) -> tuple[int, Tensor | None]:
+        """Compute the next chunk of a prompt. Return the cached tokens, and after the last chunk the logits."""
+        if number not in self.filling:  # it did not begin
+            return 0, None
+        cache, ids, self.size = self.caches[number], self.prompts[number], size
+        stop, logits = next(self.filling[number], None), None
+        if stop is None:
+            length = cache.get_seq_length()
+            rest = ids[:, length : length + (max(size, 2) if self.is_causal else 1)]
+            positions = torch.arange(rest.shape[1], device=ids.device)[None] + cache.next_position
+            cache.intact = False
+            logits = run_tokens(self.model, rest, positions, cache)[0]
+            note_tokens(cache, rest, length)
+            if length + rest.shape[1] < ids.shape[1]:
+                logits = None
+            else:
+                del self.filling[number], self.prompts[number]
+        self.nbytes = self.measure()
+        return cache.get_seq_length(), logits
+
+    def do_rows(self, rows: list[tuple[int, int]]) -> Tensor:
+        """Add a token to each cache. Return the logits of the rows."""
+        logits = decode_rows(self.model, [token for _, token in rows], [self.caches[number] for number, _ in rows])
+        self.steps += 1
+        if self.steps % MEASURED == 0:
+            self.nbytes = self.measure()
+        return logits
+
+    def measure(self) -> int:
+        """Return the bytes of all caches in the memory of this rank. Memory that caches share counts once."""
+        tensors = [x for cache in self.caches.values() for kv in cache.kvs for x in kv.shard.stored]
+        tensors += [x for c in self.caches.values() for kv in c.kvs for part in kv.shard.shared for x in part.stored]
+        tensors += [x for cache in self.caches.values() for x in states_of(cache.layers).values()]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        return sum(storages.values())
