@@ -297,7 +297,7 @@ INVALID = [
     (
         lambda: Cluster.preset("h100"),
         ClusterError,
-        "one of dgx-h100, h100x1, a100x4, mi300x, rtx4090",
+        "one of dgx-h100, dgx-h200, dgx-b200, h100x1, a100x4, mi300x, rtx4090",
     ),
     (lambda: Cluster.preset("dgx-h100", hosts=0), ClusterError, "Cluster hosts"),
     (lambda: Cluster.preset("dgx-h100", ranks=9), ClusterError, "at most 8 ranks a host, given 9"),

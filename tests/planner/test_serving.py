@@ -1,15 +1,11 @@
 """Ways to share a model's weights and keys: bytes by hand, and those of a cache that runs."""
 
-from pathlib import Path
-
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig
-from typer.testing import CliRunner
+from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
 import attnmesh as am
 import attnmesh.hf as hf
-from attnmesh.cli.app import app
-from attnmesh.errors import ClusterError
+from attnmesh.errors import ClusterError, KernelError, ShapeError
 from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.planner.serving import Model, Serving, serving
 from tests.support import families
@@ -56,6 +52,25 @@ def test_ways_that_fit_come_first_and_the_fastest_of_them() -> None:
     assert found[0].is_shared
 
 
+def test_the_first_token_takes_products_attention_and_all_reduces() -> None:
+    length, layers, rate = 1000, 80, 648e12
+    matrices = layers * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672)
+    pairs = layers * 4 * 128 * 64 * length * (length + 1) / 2
+    one = serving(model_size(LLAMA_70B, length=length, phase="decode"), am.Cluster.preset("dgx-h200", 1, 1))[0]
+    assert one.first == pytest.approx((2 * matrices * length + pairs) / rate, rel=0.02)  # and a start of each kernel
+    found = ways(length)
+    sent = {tp: 2 * layers * 2 * (tp - 1) / 16 * length * 8192 * 2 / rate for tp, rate in ((8, 360e9), (16, 360e9))}
+    for tp, bytes_alone in sent.items():
+        assert found[tp, False].first > one.first / 16 + bytes_alone
+
+
+def test_a_token_is_multiplied_by_the_experts_that_it_takes() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_experts_per_tok": 2}
+    few, many = (GptOssConfig(**sizes, num_local_experts=count) for count in (2, 8))
+    active = [model_size(config, length=1000, phase="decode").active for config in (few, many)]
+    assert active[1] - active[0] == 2 * 6 * (64 + 1)  # rows of routers
+
+
 def test_windows_are_kept_but_do_not_grow() -> None:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024)
@@ -66,15 +81,35 @@ def test_windows_are_kept_but_do_not_grow() -> None:
     assert model_size(config, length=600, phase="decode").windows == short.windows * 600 // 1024
 
 
+@pytest.mark.parametrize("storage", [None, "int8"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt-oss"])
-def test_a_cache_holds_the_bytes_that_are_counted(family: str) -> None:
+def test_a_cache_holds_the_bytes_that_are_counted(family: str, storage: str | None) -> None:
     model, length = families.model(family, "attnmesh"), 90
-    cache = hf.ShardedCache(model.config, block=1)
+    cache = hf.ShardedCache(model.config, block=1, storage=storage)
     hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
-    size = model_size(model.config, "float32", length=length - 1, phase="decode")
+    size = model_size(model.config, "float32", length=length - 1, phase="decode", storage=storage)
     counted = size.workload.kept_bytes + size.windows
-    kept = sum(layer.kv.used * layer.kv.shard.keys[0, :, 0].numel() * 2 * 4 for layer in cache.attention_layers)
-    assert kept == pytest.approx(counted, rel=0.1)  # a window keeps a few tokens more
+    assert cache.held_bytes == pytest.approx(counted, rel=0.1)  # a window keeps a few tokens more
+
+
+def test_twice_as_many_tokens_fit_in_8_bits() -> None:
+    plain, stored = (
+        serving(model_size(LLAMA_70B, length=10**6, phase="decode", storage=storage), am.Cluster.preset("dgx-h100", 2))
+        for storage in (None, "int8")
+    )
+    tokens, keys = ([{one[:2]: one[field] for one in found} for found in (plain, stored)] for field in (5, 4))
+    for way in tokens[0]:
+        assert keys[1][way] == pytest.approx(keys[0][way] * 130 / 256)
+        assert tokens[1][way] == pytest.approx(tokens[0][way] * 256 / 130, abs=2)
+    assert stored[0].seconds < plain[0].seconds
+
+
+def test_a_storage_is_planned_in_decoding_alone() -> None:
+    for phase in ("training", "prefill"):
+        with pytest.raises(ShapeError, match="storage in decode only"):
+            am.Workload(8, 8, 64, 1000, phase=phase, storage="int8")
+    with pytest.raises(KernelError, match="Workload storage"):
+        am.Workload(8, 8, 64, 1000, phase="decode", storage="int4")
 
 
 def test_ranks_that_divide_no_heads_are_refused() -> None:
@@ -92,16 +127,3 @@ def test_weights_that_do_not_fit_leave_no_token() -> None:
     assert {one.tokens for one in serving(model, am.Cluster.preset("dgx-h100", 1))} == {0}
     with pytest.raises(ClusterError):
         am.plan(am.Workload(8, 8, 64, 10**12, phase="decode"), am.Cluster.preset("dgx-h100", 1))
-
-
-def test_the_table_of_the_how_tos_is_the_planner_s() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "howto.md").read_text()
-    rows = [line for line in text.splitlines() if line.startswith(("| `tp=", "| `keys="))]
-    config = Path(__file__).parents[2] / "docs" / "configs" / "llama-3.1-70b.json"
-    words = ("plan", "--model", str(config), "--cluster", "dgx-h100:2", "--decode", "--length", "100k")
-    shown = CliRunner().invoke(app, words, env={"COLUMNS": "160"}).stdout
-    for row in rows:
-        mesh, *figures = (cell.strip(" `") for cell in row.strip("| ").split(" | "))
-        (line,) = [line for line in shown.splitlines() if f" {mesh} " in f" {line} " and line.strip()[0].isdigit()]
-        assert [figure for figure in figures if figure in line] == figures
-    assert len(rows) == 6

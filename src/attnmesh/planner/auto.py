@@ -27,11 +27,12 @@ from attnmesh.runtime.machine import cache_folder, cpu_name
 
 PRESET_OF_GPU = {
     "H100": "dgx-h100",
-    "H200": "dgx-h100",
+    "H200": "dgx-h200",
     "A100": "a100x4",
     "MI300": "mi300x",
     "4090": "rtx4090",
-    "B200": "gb200-nvl72",
+    "GB200": "gb200-nvl72",
+    "B200": "dgx-b200",
 }
 """Presets by a part of the GPU's name."""
 

@@ -4,12 +4,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from attnmesh.core.layout import Layout, Zigzag
+from attnmesh.core.mask import Full
 from attnmesh.mesh.schedule import EXCHANGES, Exchange
 from attnmesh.mesh.shapes import Shape
 from attnmesh.planner.workload import Workload
 
 EXPANDED_BYTES = 1 << 28
 """Bytes of keys and values that a rank expands from latents at once."""
+
+INDEX_BYTES = 4
+"""Bytes of a selected index."""
 
 
 class Candidate(NamedTuple):
@@ -46,6 +50,13 @@ class Cost:
         self.between += between
         self.messages += messages
 
+    def add(self, other: "Cost") -> None:
+        """Add the stages, the traffic and the memory of another cost."""
+        for name, seconds in other.parts.items():
+            self.add_stage(name, seconds)
+        self.add_traffic(other.inside, other.between, other.messages)
+        self.memory += other.memory
+
     def of_layers(self, layers: int) -> "Cost":
         """Return the cost of `layers` such layers. `memory` already counts all layers."""
         parts = {name: layers * seconds for name, seconds in self.parts.items()}
@@ -56,24 +67,43 @@ class Cost:
 def rank_memory(candidate: Candidate, workload: Workload) -> float:
     """Return the bytes per rank: tensors kept by all layers, and the peak of one exchange.
 
-    A prefill keeps the keys and values of all layers. Training keeps all inputs of the backward pass.
+    A prefill keeps the keys and values of all layers, but under a full mask those of one: no token follows that would
+    attend to them. Training keeps all inputs of the backward pass.
     The peak is that of the backward pass, which is an upper bound for the forward pass. Latents are expanded in parts.
     """
     tokens = workload.batch * workload.length / candidate.shape.ranks
     q, (k, columns), width = workload.q_heads, workload.travelling, workload.head_dim + workload.values
     queries, keys = q * (width * workload.item + workload.wide), k * columns * workload.item
-    kept = workload.layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
+    layers = 1 if workload.phase == "prefill" and workload.mask == Full() else workload.layers
+    kept = layers * keys + queries * (workload.layers if workload.phase == "training" else 1)
     peak = peak_activations(candidate.shape, q, k, EXCHANGES[candidate.exchange]) * workload.wide * width / 2
     expanded = EXPANDED_BYTES if workload.latent is not None and workload.phase == "prefill" else 0
     return tokens * (kept + peak) + expanded
 
 
+def index_memory(shape: Shape, workload: Workload) -> float:
+    """Return the bytes per rank of index keys. Beyond decoding, of those that arrive and of the selected indices, too.
+
+    Index keys have no gradients, so training keeps the indices alone.
+    """
+    selected, phase = workload.selected, workload.phase
+    if selected is None:
+        return 0.0
+    kept = 0.0 if phase == "training" else workload.index_bytes / shape.ranks
+    if phase == "decode":
+        return kept
+    arriving = workload.batch * workload.length * selected.index_dim * workload.item
+    indices = workload.batch * workload.length / shape.ranks * selected.heads * selected.k * INDEX_BYTES
+    return kept + arriving + indices * (workload.indexers if phase == "training" else 1)
+
+
 def min_memory(workload: Workload) -> float:
     """Return the bytes of all ranks together in the candidate that needs least: a ring, on many ranks."""
     if workload.phase == "decode":
-        return workload.kept_bytes
+        return workload.kept_bytes + workload.index_bytes
     ring = Shape(1, 4, 1)
-    return ring.ranks * rank_memory(Candidate(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload)
+    attention = rank_memory(Candidate(ring, Shape(1, 1, 1), Zigzag(), "ring"), workload)
+    return ring.ranks * (attention + index_memory(ring, workload))
 
 
 def peak_activations(shape: Shape, q_heads: int, kv_heads: int, exchange: Exchange) -> float:

@@ -103,9 +103,10 @@ class Cluster:
 
         A name alone is a whole cluster, not one machine. Its hosts and the ranks of each host are
 
-            dgx-h100     16 hosts of 8        mi300x        1 host of 8
-            h100x1       64 hosts of 1        rtx4090       1 host of 2
-            a100x4       16 hosts of 4        gb200-nvl72   1 host of 72
+            dgx-h100     16 hosts of 8        a100x4       16 hosts of 4
+            dgx-h200     16 hosts of 8        mi300x        1 host of 8
+            dgx-b200     16 hosts of 8        rtx4090       1 host of 2
+            h100x1       64 hosts of 1        gb200-nvl72   1 host of 72
             local         1 host of 4
 
         Args:
@@ -175,7 +176,10 @@ NET = "NCCL 2.28 src/graph/tuning.cc: base 8.4 us + ring step 14 us (Simple), 6.
 IB = "nccl-tests issues 267 and 290: 46 to 49 of 50 GB/s reached"
 H100_CHARTS = "FlashAttention-3 (2407.08608), charts: 648 and 561 TFLOP/s; datasheet: 3.35 TB/s, 80 GB"
 H100 = Device(648e12, 561e12, 3.35e12, 80e9, call=10e-6)
+NVLINK_4 = Link(11.8e-6, 360e9, 2880e9, short=7.2e-6, step=0.6e-6, message=1e-6)
 NDR = Link(22.4e-6, 48e9, 384e9, short=9.3e-6, step=2.7e-6, message=1e-6)
+BLACKWELL = "Dao-AILab/flash-attention pull request 2280: 1,535 and 1,360 TFLOP/s"
+NVLINK_5 = f"NCCL topo.h: 722 of 900 GB/s; {NVLINK}"
 
 
 def _gpus(
@@ -190,11 +194,31 @@ CLUSTERS = (
         "dgx-h100",
         (16, 8),
         H100,
-        Link(11.8e-6, 360e9, 2880e9, short=7.2e-6, step=0.6e-6, message=1e-6),
+        NVLINK_4,
         NDR,
         device=H100_CHARTS,
         inside=f"nccl-tests issue 326: 360 of 450 GB/s reached; {NVLINK}",
         between=f"{IB}; {NET}",
+    ),
+    _gpus(
+        "dgx-h200",
+        (16, 8),
+        replace(H100, memory_rate=4.8e12, memory=141e9),
+        NVLINK_4,
+        NDR,
+        device="rates of the H100, whose chip it has; NVIDIA's H200 datasheet: 4.8 TB/s, 141 GB",
+        inside=f"as dgx-h100, 900 GB/s both ways in both datasheets; {NVLINK}",
+        between=f"8 x 400 Gb/s a host (DGX H200 datasheet); {IB}; {NET}",
+    ),
+    _gpus(
+        "dgx-b200",
+        (16, 8),
+        Device(1535e12, 1360e12, 8.0e12, 180e9, call=10e-6),
+        Link(11.8e-6, 722e9, 5776e9, short=7.2e-6, step=0.6e-6, message=1e-6),
+        NDR,
+        device=f"{BLACKWELL}; NVIDIA's DGX B200 datasheet: 64 TB/s and 1,440 GB of 8 GPUs",
+        inside=NVLINK_5,
+        between=f"8 x 400 Gb/s a host (DGX B200 user guide); {IB}; {NET}",
     ),
     _gpus(
         "h100x1",
@@ -242,8 +266,8 @@ CLUSTERS = (
         Device(1535e12, 1360e12, 8.0e12, 186e9, call=10e-6),
         Link(11.8e-6, 722e9, 51984e9, short=7.2e-6, step=0.6e-6, message=1e-6),
         Link(22.4e-6, 48e9, 3456e9, short=9.3e-6, step=2.7e-6, message=1e-6),
-        device="Dao-AILab/flash-attention pull request 2280: 1,535 and 1,360 TFLOP/s; datasheet: 8 TB/s, 186 GB",
-        inside=f"a rack counts as one host; NCCL topo.h: 722 of 900 GB/s; {NVLINK}",
+        device=f"{BLACKWELL}; datasheet: 8 TB/s, 186 GB",
+        inside=f"a rack counts as one host; {NVLINK_5}",
         between=f"one 400 Gb/s card per GPU; {IB}; {NET}",
     ),
     Cluster(

@@ -5,17 +5,21 @@ busiest rank or host link needs to send or to receive. An exchange beside a kern
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from attnmesh.core.layout import Zigzag
+from attnmesh.core.mask import Full
 from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem
-from attnmesh.planner.candidate import Candidate, Cost, rank_memory
+from attnmesh.planner.candidate import Candidate, Cost, index_memory, rank_memory
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.decode_cost import agree_cost, decode_cost
+from attnmesh.planner.decode_cost import agree_cost, decode_cost, selection_cost
 from attnmesh.planner.hardware import Device, Link
 from attnmesh.planner.recurrent_cost import recurrent_cost
-from attnmesh.planner.traffic import Flow, Load, Pairs, PlannedTraffic, traffic
+from attnmesh.planner.traffic import SAMPLE, Flow, Load, Pairs, PlannedTraffic, traffic
 from attnmesh.planner.workload import Workload
 
 COPIES, SUM_COPIES = 4.0, 3.0
@@ -24,18 +28,47 @@ COPIES, SUM_COPIES = 4.0, 3.0
 
 def cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
     """Return the cost of all layers of a workload, run as the candidate says."""
-    price = decode_cost if workload.phase == "decode" else _attention_cost
-    total = price(candidate, workload, cluster).of_layers(workload.layers)
+    decodes, selecting = workload.phase == "decode", workload.selecting
+    price = decode_cost if decodes else _attention_cost
+    total = Cost(memory=workload.kept_bytes / candidate.shape.ranks if decodes else rank_memory(candidate, workload))
+    if selecting:
+        total.add(price(candidate, workload, cluster).of_layers(selecting))
+        total.add(index_cost(candidate, workload, cluster))
+        workload = replace(workload, selected=None)
+    if workload.layers > selecting:
+        total.add(price(candidate, workload, cluster).of_layers(workload.layers - selecting))
     if workload.recurrent:
         recurrent_cost(candidate, workload, cluster).add_to(total)
     return total
 
 
-def _attention_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+def index_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+    """Return the cost of all indexers: scores, and candidates in decoding; else index keys, which go to all ranks."""
+    selected = workload.selected
+    if selected is None:
+        return Cost()
+    if workload.phase == "decode":
+        total = selection_cost(candidate, workload, selected, cluster)
+    else:
+        job, total = _job(candidate._replace(exchange="bulk"), workload, cluster), Cost()
+        pairs, width = workload.batch * job.traffic.pairs.most, selected.index_heads * selected.index_dim
+        whole = _job(job.candidate, replace(workload, mask=Full()), cluster).traffic.columns
+        keys = Transfer(whole, workload.batch * selected.index_dim * workload.item)
+        total.add_stage("index keys", job.exchanged([keys], total).seconds)
+        total.add_stage("score", cluster.device.call + 2 * pairs * width / cluster.device.forward_rate)
+    total = total.of_layers(workload.indexers)
+    total.memory = index_memory(candidate.shape, workload)
+    return total
+
+
+def _job(candidate: Candidate, workload: Workload, cluster: Cluster) -> "_Job":
     layout, length = candidate.layout, workload.length
     problem = Problem(workload.mask, candidate.shape, layout, layout, length, length)
-    job = _Job(candidate, workload, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
-    total = Cost(memory=rank_memory(candidate, workload))
+    return _Job(candidate, workload, cluster, EXCHANGES[candidate.exchange], traffic(problem, candidate.tile))
+
+
+def _attention_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
+    job, total = _job(candidate, workload, cluster), Cost()
     agree_cost(candidate, cluster, total)
     if workload.latent is not None and workload.phase == "prefill":
         total.add_stage("kernel", _expansion(candidate, workload, cluster.device))
@@ -129,13 +162,28 @@ class _Job:
         return Flow(inside, between, shape.heads - 1)
 
     def kernel(self, pairs: Pairs, one: Pass, head_start: float = 0.0) -> float:
-        """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels."""
-        heads = self.workload.batch * self.workload.q_heads
+        """Return the seconds of kernels and their launches. A zigzag shard has two runs of queries, so two kernels.
+
+        Each query reads the keys that it selects.
+        """
+        pair = 2 * one.products * self.workload.batch * self.workload.q_heads / one.rate
+        if self.workload.selected is not None:
+            pair = max(pair, (one.keys + one.keys_back) / self.cluster.device.memory_rate)
+        pairs = self._attended(pairs)
         blocks = 2 if isinstance(self.candidate.layout, Zigzag) else 1
         shares = self.share(), 1 / self.candidate.shape.heads
-        most, mean = (2 * one.products * n * heads * share / one.rate for n, share in zip(pairs, shares, strict=True))
+        most, mean = (pair * n * share for n, share in zip(pairs, shares, strict=True))
         launches = self.groups * blocks * self.cluster.device.call + (blocks - 1) * self.sum(one.columns)
         return max(mean - head_start, most / self.cluster.device.alone) + launches
+
+    def _attended(self, pairs: Pairs) -> Pairs:
+        """Return the pairs that remain where queries select their keys: per query no more than it selects."""
+        work = self.workload
+        if work.selected is None:
+            return pairs
+        some = pairs.times(attended_share(work, work.selected.tokens))
+        most = work.length / self.candidate.shape.queries * work.selected.tokens
+        return some._replace(most=min(some.most, most))
 
     def waiting(self, exchange: ExchangeTime, kernel: float) -> float:
         """Return the seconds that an exchange adds to the kernel beside it."""
@@ -193,6 +241,7 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
     q, k = work.batch * work.q_heads, work.batch * work.travelling[0] * work.travelling[1]
     width = work.head_dim + work.values
     keys, values = k * work.item, q * work.values * work.item
+    absorbed = work.selected is not None and work.latent is not None and work.phase == "prefill"
     yield Pass(
         swaps=(q * work.head_dim * work.item + keys, values + q * work.wide),
         rows=q * work.head_dim * work.item,
@@ -200,7 +249,7 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
         keys_back=0,
         back=q * (work.values + 1) * work.wide,
         rate=device.forward_rate,
-        products=width,
+        products=sum(work.decoded) if absorbed else width,
         columns=work.values,
     )
     if work.phase == "training":
@@ -217,10 +266,19 @@ def _passes(work: Workload, device: Device) -> Iterator[Pass]:
 
 
 def _expansion(candidate: Candidate, work: Workload, device: Device) -> float:
-    """Return the seconds of projecting the latents of a column to keys and values."""
+    """Return the seconds of projecting the latents of a column to keys and values, or queries that select latents."""
     rank, rotated = work.latent or (0, 0)
-    tokens = work.batch * work.length / candidate.shape.keys
+    tokens = work.batch * work.length / (candidate.shape.keys if work.selected is None else candidate.shape.queries)
     return 2 * tokens * rank * work.q_heads * (work.head_dim - rotated + work.values) / device.forward_rate
+
+
+@lru_cache(maxsize=256)
+def attended_share(work: Workload, selected: int) -> float:
+    """Return the keys that queries select over those that they see, counted on evenly spaced queries."""
+    count = min(work.length, SAMPLE)
+    first, last = work.mask.bounds(torch.arange(count) * work.length // count)
+    seen = (last.clamp(max=work.length - 1) - first + 1).double()
+    return float(seen.clamp(max=selected).sum() / seen.sum())
 
 
 def _add_pass(job: _Job, one: Pass, total: Cost) -> None:

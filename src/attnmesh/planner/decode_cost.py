@@ -13,6 +13,7 @@ from attnmesh.mesh.merges import COLLECTIVE
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.planner.candidate import Candidate, Cost
 from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.selected import Selected
 from attnmesh.planner.workload import Workload
 
 
@@ -26,14 +27,16 @@ class MergeGroup(NamedTuple):
 
 
 def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> Cost:
-    """Return the cost of one layer's step, with the memory of all layers."""
+    """Return the cost of one layer's step. Selected tokens are taken to lie on all ranks alike."""
     shape, tile, device = candidate.shape, candidate.tile, cluster.device
     group = MergeGroup(shape.queries * shape.keys, tile.queries * tile.keys, shape.heads, tile.heads)
     queries = workload.q_len or 1
     rows = queries * workload.batch * workload.q_heads / shape.heads
-    total = Cost(memory=workload.kept_bytes / shape.ranks)
-    seen = _most_seen(candidate, workload, queries, group.ranks)
-    read = seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
+    total = Cost()
+    seen, reads = _most_seen(candidate, workload, queries, group.ranks), 1
+    if workload.selected is not None:  # each query reads its own
+        seen, reads = min(seen, ceil(workload.selected.tokens / group.ranks)), queries
+    read = reads * seen / workload.kept * workload.kept_bytes / workload.layers / shape.heads / device.memory_rate
     products = 2 * rows * seen * sum(workload.decoded) / device.forward_rate
     total.add_stage("kernel", device.call + max(read, products))
     if candidate.exchange in COLLECTIVE:
@@ -43,6 +46,25 @@ def decode_cost(candidate: Candidate, workload: Workload, cluster: Cluster) -> C
     if shape.heads > 1:
         _gather_heads(candidate, rows * workload.values * workload.item, cluster, total)
     return total
+
+
+def selection_cost(candidate: Candidate, workload: Workload, selected: Selected, cluster: Cluster) -> Cost:
+    """Return the cost of one indexer's step: each rank scores its index keys, and candidates merge along the tree."""
+    group = MergeGroup(candidate.shape.ranks, candidate.tile.ranks)
+    total, device, queries = Cost(), cluster.device, workload.q_len or 1
+    keys = workload.batch * _most_seen(candidate, workload, queries, group.ranks)
+    read = keys * selected.index_dim * workload.item / device.memory_rate
+    products = 2 * queries * selected.index_heads * keys * selected.index_dim / device.forward_rate
+    total.add_stage("score", device.call + max(read, products))
+    message = workload.batch * queries * selected.heads * selected.k * CANDIDATE_BYTES
+    _add_tree("candidates", group, message, cluster, total)
+    return total
+
+
+def _add_tree(stage: str, group: MergeGroup, size: float, cluster: Cluster, total: Cost) -> None:
+    """Add a merge along the tree, of a message of `size` bytes in each round."""
+    for one in tree_rounds(group.ranks, group.near):
+        total.add_stage(stage, _round(one, group, size, cluster, total) + cluster.device.call)
 
 
 def _most_seen(candidate: Candidate, workload: Workload, queries: int, ranks: int) -> int:
@@ -75,6 +97,9 @@ def agree_cost(candidate: Candidate, cluster: Cluster, total: Cost) -> None:
 CHECKSUM_BYTES = 8.0
 """Bytes of the call checksum in each message."""
 
+CANDIDATE_BYTES = 8
+"""Bytes of a candidate: its score and its index."""
+
 SEGMENTS, ELEMENT = 2, 4
 """gloo sends each part of a ring collective in 2 messages, none smaller than an element of 4 bytes."""
 
@@ -95,8 +120,7 @@ def merge_cost(how: str, group: MergeGroup, payload: Payload, cluster: Cluster, 
     """Add one merge. Merging received partials is a few small operations, priced as one kernel launch."""
     launch = cluster.device.call
     if how == "tree":
-        for one in tree_rounds(group.ranks, group.near):
-            total.add_stage("merge", _round(one, group, payload.size, cluster, total) + launch)
+        _add_tree("merge", group, payload.size, cluster, total)
     elif how == "direct":
         total.add_stage("merge", _direct(group, payload.size, cluster, total) + launch)
     elif how == "gather":

@@ -14,11 +14,12 @@ from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.merges import MERGES
 from attnmesh.mesh.schedule import EXCHANGES
 from attnmesh.mesh.shapes import Shape
-from attnmesh.planner.candidate import Candidate, min_memory
+from attnmesh.planner.candidate import Candidate, Cost, min_memory
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.cost import cost
+from attnmesh.planner.cost import cost, index_cost
 from attnmesh.planner.recurrent_cost import RecurrentCost, recurrent_cost
 from attnmesh.planner.traffic import divisors, tiles
+from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.supplied import Supplied
 
@@ -150,6 +151,8 @@ class Plan:
         lines = [f"On {self.cluster.title}:", self._summary()]
         if self.workload.recurrent:
             lines.append(self._recurrent_line())
+        if self.workload.selected is not None:
+            lines.append(self._selection_line())
         if self.runner_up is not None:
             lines += [self._comparison(self.runner_up), self.runner_up._summary()]
         return "\n".join(lines)
@@ -159,6 +162,19 @@ class Plan:
         """Predicted scans, halos and states of the recurrent layers, which the plan's figures include."""
         candidate = Candidate(self.shape, self.tile, self.layout, self.exchange)
         return recurrent_cost(candidate, self.workload, self.cluster)
+
+    @property
+    def selection(self) -> Cost:
+        """Predicted cost of the indexers, which the plan's figures include."""
+        candidate = Candidate(self.shape, self.tile, self.layout, self.exchange)
+        return index_cost(candidate, self.workload, self.cluster)
+
+    def _selection_line(self) -> str:
+        found, layers = self.selection, self.workload.indexers
+        messages = "candidates" if self.workload.phase == "decode" else "index keys"
+        sent = f"{messages} send {in_bytes(found.inside + found.between)}, " if self.shape.ranks > 1 else ""
+        held = "index keys and selected indices take" if self.workload.phase != "decode" else "index keys take"
+        return f"Indexers ({layers}) take {in_seconds(found.seconds)}: {sent}{held} {in_bytes(found.memory)} a rank."
 
     def _recurrent_line(self) -> str:
         scan, halo, memory = self.recurrent
@@ -210,6 +226,9 @@ STAGES = {
     "waiting": "waiting for transfers that the kernel does not hide",
     "give back": "returning results to their owners",
     "merge": "merging partials",
+    "score": "scoring index keys",
+    "candidates": "merging candidates for the selection",
+    "index keys": "gathering index keys",
     "scan": "scanning the states of recurrent layers",
     "halo": "exchanging the halos of convolutions",
 }
@@ -218,30 +237,6 @@ STAGES = {
 
 mesh_of_plan = Supplied[[str, Shape, Shape], DeviceMesh]()
 """Make the mesh of a plan, for which all ranks compare their arguments: `comm.init_mesh.init_plan_mesh`."""
-
-
-def in_seconds(seconds: float) -> str:
-    """Return a time in s, ms or us.
-
-    >>> in_seconds(1.5), in_seconds(0.0123), in_seconds(4e-6)
-    ('1.5 s', '12.3 ms', '4 us')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def in_bytes(count: float) -> str:
-    """Return a count of bytes in kB, MB, GB or TB.
-
-    >>> in_bytes(80e9), in_bytes(12)
-    ('80 GB', '12 bytes')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def by(shape: Shape) -> str:
@@ -300,14 +295,18 @@ def plan(workload: Workload, cluster: Cluster, *, progress: Callable[[int, int],
 
 
 def candidates(workload: Workload, cluster: Cluster) -> Iterator[Candidate]:
-    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly."""
-    world, kv_heads, decodes = cluster.world, workload.travelling[0], workload.phase == "decode"
+    """Yield every candidate once: mesh shapes, their tiles, layouts and exchanges. A cache divides its heads evenly.
+
+    Where queries select their keys, they stay on their rank, and index keys have one head: all ranks are one axis.
+    """
+    world, decodes, selects = cluster.world, workload.phase == "decode", workload.selected is not None
+    kv_heads = 1 if selects else workload.travelling[0]
     for heads in divisors(gcd(world, kv_heads) if decodes else world):
         if heads > kv_heads:
             break
         for queries in divisors(world // heads):
             shape = Shape(heads, queries, world // heads // queries)
-            if decodes and queries > 1:
+            if (decodes and queries > 1) or (selects and not decodes and shape.keys > 1):
                 continue  # a decode step has few queries: all ranks beyond the heads axis hold keys
             choices = product(tiles(shape, cluster.ranks), layouts_for(workload, shape), _exchanges(workload, shape))
             yield from (Candidate(shape, *choice) for choice in choices)

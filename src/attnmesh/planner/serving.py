@@ -7,8 +7,9 @@ from typing import NamedTuple
 from attnmesh.errors import ClusterError, require
 from attnmesh.mesh.shapes import Shape, share_evenly
 from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.cost import cost
 from attnmesh.planner.decode_cost import MergeGroup, all_reduce_seconds
-from attnmesh.planner.plan import Plan, plan
+from attnmesh.planner.plan import Plan, candidates, plan
 from attnmesh.planner.traffic import divisors
 from attnmesh.planner.workload import Workload
 
@@ -17,6 +18,9 @@ ROOMY = 1e30
 
 ALL_REDUCES = 2
 """All-reduces of a layer whose weights are shared: after attention and after the feed-forward network."""
+
+FLOPS = 2
+"""Operations of a weight and a token."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Model:
         weights: Returns the bytes of weights on a rank, from the ranks that share them, and whether these are the ranks
             that share the keys.
         windows: Bytes that layers with windows keep, on all ranks together. They do not grow with the length.
+        active: Weights that one token of a prompt is multiplied by; None if it is not known.
     """
 
     workload: Workload
@@ -37,6 +42,7 @@ class Model:
     layers: int
     weights: Callable[[int, bool], int]
     windows: int = 0
+    active: int | None = None
 
 
 class Serving(NamedTuple):
@@ -51,11 +57,15 @@ class Serving(NamedTuple):
     weights: int
     """Bytes of weights of a rank."""
     keys: float
-    """Bytes of keys and values of a rank, at the length that is planned for."""
+    """Bytes of keys, values and index keys of a rank, at the length that is planned for."""
     tokens: int
     """Most tokens of each sequence whose keys fit beside the weights; 0 if the weights alone are too large."""
     seconds: float
     """Predicted seconds of a step: attention, reading the weights once, and the all-reduces between layers."""
+    first: float | None
+    """Predicted seconds to the first token of prompts of this length, or None if the active weights are not known."""
+    fits: bool
+    """True if the planned length fits."""
 
 
 def serving(model: Model, cluster: Cluster) -> list[Serving]:
@@ -73,7 +83,7 @@ def serving(model: Model, cluster: Cluster) -> list[Serving]:
     found = [_serving(model, cluster, *way) for way in ways if share_evenly(cluster.ranks, way[0])]
     given = f"{q_heads}/{kv_heads} heads on {world}"
     require(bool(found), ClusterError, "plan", "ranks that divide the heads", given, "take another number of ranks")
-    return sorted(found, key=lambda one: (one.tokens < model.workload.length, one.seconds))
+    return sorted(found, key=lambda one: (not one.fits, one.seconds))
 
 
 def _serving(model: Model, cluster: Cluster, tp: int, is_shared: bool) -> Serving:
@@ -82,19 +92,45 @@ def _serving(model: Model, cluster: Cluster, tp: int, is_shared: bool) -> Servin
         others = cluster
     else:  # the other ranks, each of which competes for its host's links with the ranks that it shares weights with
         if work.latent is None:  # else each rank computes all heads
-            work = replace(work, q_heads=work.q_heads // tp, kv_heads=max(1, work.kv_heads // tp))
+            work = _with_heads(work, work.q_heads // tp, max(1, work.kv_heads // tp))
         hosts = cluster.hosts if tp <= cluster.ranks else cluster.world // tp
         inside, between = (replace(link, host_rate=link.host_rate / near) for link in (cluster.inside, cluster.between))
         others = replace(cluster, hosts=hosts, ranks=cluster.ranks // near, inside=inside, between=between)
     best = _fastest(work, others, Shape(1, 1, others.world) if is_shared else None)
     weights, group = model.weights(tp, is_shared), MergeGroup(tp, near)
-    token = work.kept_bytes / work.kept / best.shape.ranks
+    keys = (work.kept_bytes + work.index_bytes) / best.shape.ranks
     free = cluster.device.memory - weights - (model.windows / best.shape.ranks) - work.state_bytes
     reduced = work.batch * (work.q_len or 1) * model.hidden * work.item
     seconds = best.seconds + weights / cluster.device.memory_rate
     if tp > 1:
         seconds += ALL_REDUCES * model.layers * all_reduce_seconds(group, reduced, cluster)
-    return Serving(tp, is_shared, best, weights, work.kept_bytes / best.shape.ranks, max(0, int(free / token)), seconds)
+    tokens = max(0, int(free * work.kept / keys))
+    first = _first_seconds(model, cluster, group, best)
+    return Serving(tp, is_shared, best, weights, keys, tokens, seconds, first, tokens >= work.length)
+
+
+def _first_seconds(model: Model, cluster: Cluster, group: MergeGroup, step: Plan) -> float | None:
+    """Return the seconds of a prompt: products with weights at attention's rate, attention, and all-reduces."""
+    if model.active is None or step.workload.selected is not None:
+        return None
+    work = replace(step.workload, phase="prefill", q_len=None, storage=None)
+    tokens, world = work.batch * work.length, cluster.world
+    ways = [one for one in candidates(work, step.cluster) if one.shape == step.shape]
+    seconds = min(cost(one, work, step.cluster).seconds for one in ways)
+    seconds += FLOPS * model.active * tokens / world / cluster.device.forward_rate
+    if group.ranks > 1:
+        links = (cluster.inside.rate, cluster.between.host_rate)  # a long message leaves by all cards of a host
+        rate = links[0] if group.ranks <= cluster.ranks else links[1] if group.near == 1 else min(links)
+        sent = 2 * (group.ranks - 1) / world * tokens * model.hidden * work.item / rate
+        seconds += ALL_REDUCES * model.layers * (sent + all_reduce_seconds(group, 0, cluster))
+    return seconds
+
+
+def _with_heads(work: Workload, q_heads: int, kv_heads: int) -> Workload:
+    selected = work.selected
+    if selected is not None:
+        selected = replace(selected, heads=min(selected.heads, kv_heads))
+    return replace(work, q_heads=q_heads, kv_heads=kv_heads, selected=selected)
 
 
 def _fastest(work: Workload, cluster: Cluster, shape: Shape | None) -> Plan:

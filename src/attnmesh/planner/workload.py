@@ -1,4 +1,4 @@
-"""The workload that is planned for: heads, tokens, layers, dtype, phase and mask; recurrent layers beside attention."""
+"""The workload that is planned for: heads, tokens, layers, dtype, phase and mask."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -8,95 +8,13 @@ import torch
 from attnmesh.core.layout import Contiguous, Layout, Zigzag
 from attnmesh.core.mask import Causal, Full, Mask, check_mask
 from attnmesh.core.partial import DTYPES
-from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, check_count, require, short
-
-MAX_COUNT = 10**15
-"""Largest count that a workload takes, of tokens, heads, layers or anything else."""
+from attnmesh.core.storage import STORAGES
+from attnmesh.errors import ClusterError, DtypeError, ShapeError, check_choice, require, short
+from attnmesh.planner.counts import MAX_COUNT, checked_count
+from attnmesh.planner.recurrent import Recurrent
+from attnmesh.planner.selected import Selected
 
 PHASES = ("training", "prefill", "decode")
-
-TRANSITIONS = ("matrix", "diagonal", "scalar")
-"""Forms of a recurrent layer's `A` per head."""
-
-
-@dataclass(frozen=True)
-class Recurrent:
-    """Equal recurrent layers, such as those of Gated DeltaNet, Mamba-2, Lightning attention or RG-LRU.
-
-    The tokens of a shard map each state by `S -> A S + B`. A convolution needs the last tokens of the shard before.
-
-    Args:
-        heads: States per layer. 0 for a convolution without a state, with `key_dim` and `value_dim` 0.
-        key_dim: Rows of a state.
-        value_dim: Columns of a state.
-        layers: Layers.
-        transition: The form of `A` per head: "matrix" (`key_dim` squared numbers), "diagonal" (`key_dim`) or "scalar".
-        conv_channels: Channels of the short causal convolution. 0 for none.
-        conv_width: Tokens that an output of the convolution sees. 1 for none.
-
-    Raises:
-        ClusterError: A count is no integer, is too small, or is above 1e15.
-        KernelError: The transition is unknown.
-        ShapeError: Some of a state's counts are 0 and others not, one of the two `conv` counts is missing, or the
-            layer has neither a state nor a convolution.
-
-    >>> import attnmesh as am
-    >>> deltanet = Recurrent(32, 128, 128, layers=36, conv_channels=8192, conv_width=4)
-    >>> qwen3_next = am.Workload(16, 2, 256, 131072, layers=12, recurrent=deltanet)
-    >>> qwen3_next.scan_bytes(8, am.Zigzag()), qwen3_next.halo_bytes(8, am.Zigzag()), qwen3_next.state_bytes
-    (1811939328, 7077888, 77266944)
-    """
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    _: KW_ONLY
-    layers: int = 1
-    transition: str = "matrix"
-    conv_channels: int = 0
-    conv_width: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("heads", "key_dim", "value_dim", "layers", "conv_channels", "conv_width"):
-            least = 1 if name in ("layers", "conv_width") else 0
-            object.__setattr__(self, name, _checked_count(f"Recurrent {name}", getattr(self, name), least))
-        check_choice("Recurrent transition", self.transition, TRANSITIONS, 'pass "matrix"')
-        state, given = (self.heads, self.key_dim, self.value_dim), f"{self.heads} heads of {self.key_dim}"
-        fits, given = len({count > 0 for count in state}) == 1, f"{given} x {self.value_dim}"
-        fix = "pass Recurrent(heads, key_dim, value_dim), or 0, 0, 0 for a convolution alone"
-        require(fits, ShapeError, "Recurrent", "a state of 1 or more in each count, or 0 in all", given, fix)
-        fits, given = (self.conv_channels > 0) == (self.conv_width > 1), f"{self.conv_channels} x {self.conv_width}"
-        expected, fix = "conv_channels of 1 or more and conv_width of 2 or more, or neither", "pass both or neither"
-        require(fits, ShapeError, "Recurrent", expected, given, fix)
-        fits, fix = self.heads > 0 or self.conv_channels > 0, "pass heads, or conv_channels= and conv_width="
-        require(fits, ShapeError, "Recurrent", "a state or a convolution", "neither", fix)
-
-    @property
-    def state_numbers(self) -> int:
-        """Numbers of the states of one layer and sequence."""
-        return self.heads * self.key_dim * self.value_dim
-
-    @property
-    def map_numbers(self) -> int:
-        """Numbers of the affine maps of one layer and sequence: `A` and `B` of each head."""
-        linear = {"matrix": self.key_dim**2, "diagonal": self.key_dim, "scalar": 1}[self.transition]
-        return self.heads * linear + self.state_numbers
-
-    @property
-    def halo_numbers(self) -> int:
-        """Numbers of the halo of one layer and sequence: the tokens before a shard that its convolution needs."""
-        return (self.conv_width - 1) * self.conv_channels
-
-    @property
-    def title(self) -> str:
-        """The layers in a few words.
-
-        >>> Recurrent(32, 128, 128, layers=36).title
-        '36 recurrent layers of 32 states of 128x128'
-        """
-        layers = f"{self.layers} recurrent layer{'s' * (self.layers > 1)}"
-        states = f"{self.heads} state{'s' * (self.heads > 1)} of {self.key_dim}x{self.value_dim}"
-        return f"{layers} of {states if self.heads else f'a convolution of {self.conv_channels}x{self.conv_width}'}"
 
 
 @dataclass(frozen=True)
@@ -118,17 +36,23 @@ class Workload:
         latent: In multi-head latent attention, the columns of a latent that are projected to all heads and its rotated
             columns, as (512, 64). Latents are cached, travel in prefill and are attended in decoding. In training
             keys and values travel.
+        storage: "int8" or "fp8_e4m3" for a cache that stores 8 bits, as `KVCache` does. In decoding only.
         recurrent: Recurrent layers, a `Recurrent` for each kind. One alone needs no tuple.
+        selected: The keys that each query selects by an indexer, a `Selected`. All that it sees by default.
 
     Raises:
-        ClusterError: A count is not a positive integer, or is above 1e15, or `recurrent` holds another type.
-        ShapeError: `kv_heads` does not divide `q_heads`, `q_len` is given outside decoding, or `latent` is no pair.
+        ClusterError: A count is not a positive integer, or is above 1e15, or `recurrent` or `selected` has another
+            type.
+        ShapeError: `kv_heads` does not divide `q_heads`, `q_len` or `storage` is given outside decoding, `latent` is
+            no pair, or `selected` has more layers or other heads than there are.
         DtypeError: The dtype is not supported.
-        KernelError: The phase is unknown.
+        KernelError: The phase or the storage is unknown.
         MaskError: The mask does not fit `length`.
 
     >>> Workload(32, 8, 128, 131072, phase="decode").kept_bytes
     536870912
+    >>> Workload(32, 8, 128, 131072, phase="decode", storage="int8").kept_bytes
+    272629760
     >>> import attnmesh as am
     >>> Workload(32, 8, 128, 131072, phase="decode", mask=am.Window(4095)).kept_bytes
     16777216
@@ -149,7 +73,9 @@ class Workload:
     phase: str = "training"
     mask: Mask = Causal()
     latent: tuple[int, int] | None = None
+    storage: str | None = None
     recurrent: tuple[Recurrent, ...] | Recurrent = ()
+    selected: Selected | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
@@ -157,7 +83,7 @@ class Workload:
             given = getattr(self, name)
             if given is None and name in ("value_dim", "q_len"):
                 continue
-            object.__setattr__(self, name, _checked_count(f"Workload {name}", given))
+            object.__setattr__(self, name, checked_count(f"Workload {name}", given))
         given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
         require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
         expected, fix = f"one of {', '.join(DTYPES)}", "name the dtype of q, k and v"
@@ -165,6 +91,10 @@ class Workload:
         check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
         fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
         require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")
+        if self.storage is not None:
+            check_choice("Workload storage", self.storage, tuple(STORAGES), "leave it out")
+            given, fix = f"storage={self.storage!r} in {self.phase}", "leave it out: only a cache is stored in 8 bits"
+            require(self.phase == "decode", ShapeError, "Workload", "storage in decode only", given, fix)
         check_mask("Workload mask", self.mask, self.length)
         if self.latent is not None:
             self._check_latent(self.latent)
@@ -173,15 +103,28 @@ class Workload:
         given, fix = repr(self.recurrent)[:60], "pass recurrent=am.Recurrent(heads, key_dim, value_dim)"
         require(fits, ClusterError, "Workload recurrent", "a Recurrent, or a tuple of them", given, fix)
         object.__setattr__(self, "recurrent", tuple(kinds))
+        if self.selected is not None:
+            self._check_selected(self.selected)
 
     def _check_latent(self, latent: Any) -> None:
         pair, fix = isinstance(latent, (tuple, list)) and len(latent) == 2, "pass (kv_lora_rank, qk_rope_head_dim)"
         require(pair, ShapeError, "Workload latent", "two numbers of columns", repr(latent), fix)
-        rank, rotated = (_checked_count("Workload latent", count) for count in latent)
+        rank, rotated = (checked_count("Workload latent", count) for count in latent)
         given, fix = f"{rotated} of {self.head_dim}", "pass head_dim=qk_nope_head_dim + qk_rope_head_dim"
         fits = rotated < self.head_dim
         require(fits, ShapeError, "Workload latent", "fewer rotated columns than head_dim", given, fix)
         object.__setattr__(self, "latent", (rank, rotated))
+
+    def _check_selected(self, selected: Any) -> None:
+        fix = "pass selected=am.Selected(k, index_heads, index_dim)"
+        is_one = isinstance(selected, Selected)
+        require(is_one, ClusterError, "Workload selected", "a Selected", repr(selected)[:60], fix)
+        given, fix = f"heads={selected.heads}", "pass heads=1 if all heads share the selected keys"
+        fits = selected.heads in (1, self.kv_heads)
+        require(fits, ShapeError, "Workload selected", f"1 or {self.kv_heads} key heads", given, fix)
+        given, fix = f"layers={selected.layers}, indexers={selected.indexers}", "leave out what counts all layers"
+        fits = self.layers >= self.selecting >= self.indexers
+        require(fits, ShapeError, "Workload selected", f"at most {self.layers} layers, and indexers", given, fix)
 
     @property
     def values(self) -> int:
@@ -221,7 +164,29 @@ class Workload:
     def kept_bytes(self) -> int:
         """Bytes of the keys and values, or latents, that are kept in all layers."""
         heads, columns = self.travelling
-        return self.layers * self.batch * self.kept * heads * columns * self.item
+        row = columns * self.item
+        if self.storage is not None:
+            parts = (self.head_dim, self.values) if self.latent is None else (sum(self.latent),)
+            row = sum(map(STORAGES[self.storage].row_width, parts))
+        return self.layers * self.batch * self.kept * heads * row
+
+    @property
+    def selecting(self) -> int:
+        """Layers whose queries select their keys."""
+        return 0 if self.selected is None else self.selected.layers or self.layers
+
+    @property
+    def indexers(self) -> int:
+        """Layers with an indexer of their own."""
+        return 0 if self.selected is None else self.selected.indexers or self.selecting
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index keys that are kept in all layers."""
+        columns = 0 if self.selected is None else self.selected.index_dim
+        is_stored = self.storage is not None and columns % 2 == 0  # the scales of others would not be aligned
+        row = STORAGES[self.storage].row_width(columns) if self.storage and is_stored else columns * self.item
+        return self.indexers * self.batch * self.kept * row
 
     @property
     def recurrent_kinds(self) -> tuple[Recurrent, ...]:
@@ -258,7 +223,7 @@ class Workload:
         >>> Workload(1, 1, 64, 4096, phase="prefill", recurrent=Recurrent(2, 8, 4)).scan_bytes(8, Contiguous())
         2304
         """
-        rounds = (_checked_count("scan_bytes ranks", ranks) - 1).bit_length()
+        rounds = (checked_count("scan_bytes ranks", ranks) - 1).bit_length()
         numbers = sum(kind.layers * kind.map_numbers for kind in self.recurrent_kinds)
         return self.passes * runs_per_shard("scan_bytes", layout) * rounds * self.batch * numbers * self.wide
 
@@ -277,7 +242,7 @@ class Workload:
         >>> Workload(1, 1, 64, 4096, phase="prefill", recurrent=short).halo_bytes(8, Contiguous())
         8192
         """
-        peers = min(runs_per_shard("halo_bytes", layout), _checked_count("halo_bytes ranks", ranks) - 1)
+        peers = min(runs_per_shard("halo_bytes", layout), checked_count("halo_bytes ranks", ranks) - 1)
         numbers = sum(kind.layers * kind.halo_numbers for kind in self.recurrent_kinds)
         return self.passes * peers * self.batch * numbers * self.item
 
@@ -292,8 +257,10 @@ class Workload:
         mask = {Causal(): "causal", Full(): "no mask"}.get(self.mask, repr(self.mask))
         counts = {"batch of {}": self.batch, "{} layers": self.layers, "{} new tokens": self.q_len or 1}
         more = [words.format(count) for words, count in counts.items() if count > 1]
+        more += [] if self.storage is None else [f"cached in {self.storage}"]
         heads = f"{self.q_heads}/{self.kv_heads} heads of {width}"
         heads += "" if self.latent is None else f", latents of {self.latent[0]} and {self.latent[1]}"
+        more = [*([] if self.selected is None else [self.selected.title]), *more]
         more += [kind.title for kind in self.recurrent_kinds]
         return ", ".join((self.phase, f"{self.length:,} tokens", heads, str(self.dtype), mask, *more))
 
@@ -304,12 +271,3 @@ def runs_per_shard(subject: str, layout: Layout) -> int:
     fits = isinstance(layout, Contiguous | Zigzag)
     require(fits, ShapeError, f"{subject} layout", "one or two runs of tokens per rank", short(layout), fix)
     return 2 if isinstance(layout, Zigzag) else 1
-
-
-def _checked_count(subject: str, given: Any, least: int = 1) -> int:
-    """Return a count. Raise unless it is an integer from `least` to `MAX_COUNT`."""
-    fix = "pass a positive integer" if least else "pass 0 or a positive integer"
-    count = check_count(subject, given, fix, least=least, error=ClusterError)
-    expected = f"no more than {MAX_COUNT:.0e}"
-    require(count <= MAX_COUNT, ClusterError, subject, expected, "a larger number", "check the unit")
-    return count

@@ -1,0 +1,17 @@
+"""Counts of the planner's values."""
+
+from typing import Any
+
+from attnmesh.errors import ClusterError, check_count, require
+
+MAX_COUNT = 10**15
+"""Largest count that a workload takes, of tokens, heads, layers or anything else."""
+
+
+def checked_count(subject: str, given: Any, least: int = 1) -> int:
+    """Return a count. Raise unless it is an integer from `least` to `MAX_COUNT`."""
+    fix = "pass a positive integer" if least else "pass 0 or a positive integer"
+    count = check_count(subject, given, fix, least=least, error=ClusterError)
+    expected = f"no more than {MAX_COUNT:.0e}"
+    require(count <= MAX_COUNT, ClusterError, subject, expected, "a larger number", "check the unit")
+    return count

@@ -1,0 +1,124 @@
+"""Ways to share long sequences and a model's weights over the ranks of a cluster in training: memory and tokens."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import Plan, plan
+from attnmesh.planner.serving import ROOMY
+from attnmesh.planner.traffic import divisors
+from attnmesh.planner.workload import Workload
+
+WEIGHT_BYTES = 4
+"""Bytes of a weight, in float32."""
+
+STATE_BYTES = 4 * WEIGHT_BYTES
+"""Bytes of a weight that is trained: itself, its gradient and AdamW's two moments."""
+
+LOGIT_BYTES = 12
+"""Bytes of a logit: in the dtype of the model and in float32, and the gradient of each."""
+
+INNER_VALUES, HIDDEN_BYTES = 6, 24
+"""Of a feed-forward network: values of its inner width, and bytes for each column of a token in norms and residuals."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Sizes of a model that is trained.
+
+    Args:
+        workload: Training with all of its attention layers.
+        layers: All layers.
+        hidden: Columns of a token between layers.
+        inner: Columns of a token inside a feed-forward network.
+        vocabulary: Tokens that the model knows.
+        parameters: Numbers of all weights, without an adapter.
+        adapter: Numbers of the weights of an adapter, which alone are trained; 0 to train all.
+    """
+
+    workload: Workload
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    parameters: int
+    adapter: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Numbers of the weights that are trained and saved."""
+        return self.adapter or self.parameters
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all weights, and of gradients and optimizer of those that are trained."""
+        frozen = self.parameters if self.adapter else 0
+        return WEIGHT_BYTES * frozen + STATE_BYTES * self.trained
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: the weights that are trained, and AdamW's moments."""
+        return 3 * WEIGHT_BYTES * self.trained
+
+
+class Training(NamedTuple):
+    """One way: some ranks share each sequence, and the others have other sequences. All ranks share the weights."""
+
+    data: int
+    """Sequences at once, each on ranks of its own."""
+    context: int
+    """Ranks that share a sequence."""
+    plan: Plan
+    """Attention of the ranks that share a sequence."""
+    states: float
+    """Bytes a rank of weights, gradients and optimizer, and of weights that are gathered for a moment."""
+    inputs: float
+    """Bytes a rank of the inputs of layers, which gradient checkpointing keeps."""
+    layer: float
+    """Bytes a rank of the one layer that is computed again for its backward pass, attention included."""
+    logits: float
+    """Bytes a rank of logits and their gradients."""
+    tokens: int
+    """Most tokens of a sequence that fit; 0 if the weights alone are too large."""
+
+    @property
+    def memory(self) -> float:
+        """Bytes of a rank."""
+        return self.states + self.inputs + self.layer + self.logits
+
+
+def training(model: TrainedModel, cluster: Cluster) -> list[Training]:
+    """Return all ways to train with FSDP2 over all ranks and gradient checkpointing.
+
+    Those that fit the planned length come first, then those whose attention takes least of the ranks' time.
+
+    >>> work = Workload(32, 8, 128, 131_072, layers=32, phase="training")
+    >>> model = TrainedModel(work, 32, 4096, 14336, 128_256, 8_030_261_248)
+    >>> [(one.data, one.context, one.tokens > 131_072) for one in training(model, Cluster.preset("dgx-h100", 1))]
+    [(1, 8, True), (8, 1, False), (4, 2, False), (2, 4, False)]
+    """
+    ways = [_way(model, cluster, context) for context in divisors(cluster.world) if _places(cluster, context)]
+    length = model.workload.length
+    return sorted(ways, key=lambda one: (one.tokens < length, one.plan.seconds * one.context, one.context))
+
+
+def _places(cluster: Cluster, context: int) -> bool:
+    """Return True if so many ranks are a part of each host, or whole hosts."""
+    return cluster.ranks % context == 0 or context % cluster.ranks == 0
+
+
+def _way(model: TrainedModel, cluster: Cluster, context: int) -> Training:
+    work, item = model.workload, model.workload.item
+    hosts = max(1, context // cluster.ranks)
+    part = replace(cluster.sized(hosts, context // hosts), device=replace(cluster.device, memory=ROOMY))
+    best = plan(work, part)[0]
+    again = min(one.memory for one in plan(replace(work, layers=1), part) if one.shape == best.shape)
+    tokens = work.batch * work.length / context
+    gathered = item * (2 * model.parameters / model.layers + 2 * model.vocabulary * model.hidden)
+    states = model.state_bytes / cluster.world + gathered
+    inputs = tokens * model.layers * model.hidden * item
+    layer = again + tokens * (INNER_VALUES * model.inner * item + HIDDEN_BYTES * model.hidden)
+    logits = tokens * model.vocabulary * LOGIT_BYTES
+    free = cluster.device.memory - states
+    most = max(0, int(work.length * free / (inputs + layer + logits)))
+    return Training(cluster.world // context, context, best, states, inputs, layer, logits, most)
