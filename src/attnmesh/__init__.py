@@ -24,17 +24,20 @@ from attnmesh.core.mask import Chunks as Chunks
 from attnmesh.core.mask import Documents as Documents
 from attnmesh.core.mask import Full as Full
 from attnmesh.core.mask import Mask as Mask
+from attnmesh.core.mask import Spans as Spans
 from attnmesh.core.mask import Window as Window
 from attnmesh.core.partial import Partial as Partial
 from attnmesh.core.selection import Selection as Selection
 from attnmesh.decode.cache import KVCache as KVCache
 from attnmesh.decode.decode import decode as decode
+from attnmesh.decode.rows import decode_rows as decode_rows
 from attnmesh.mesh.shapes import Shape as Shape
 from attnmesh.mesh.shapes import mesh_shape as mesh_shape
 from attnmesh.planner.cluster import Cluster as Cluster
 from attnmesh.planner.plan import Plan as Plan
 from attnmesh.planner.plan import plan as plan
-from attnmesh.planner.workload import Recurrent as Recurrent
+from attnmesh.planner.recurrent import Recurrent as Recurrent
+from attnmesh.planner.selected import Selected as Selected
 from attnmesh.planner.workload import Workload as Workload
 from attnmesh.recurrent.halo import halo as halo
 from attnmesh.recurrent.scan import AffineMap as AffineMap
@@ -56,4 +59,4 @@ def __getattr__(name: str) -> Any:
     return ContextParallel
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -81,8 +81,17 @@ def test_the_json_has_the_tokens_of_stock_transformers(
     assert 0 <= report["merging_share"] < 1
 
 
-def test_a_prompt_of_one_token_on_two_ranks() -> None:
-    done = run("generate", "--model", PACKAGED, "--raw", "--prompt", "Hi", *ASK[5:], "--mesh", "keys=2", "--json")
+def test_a_cache_in_8_bits_holds_a_quarter_of_float32() -> None:
+    report = json.loads(run(*ASK, "--mesh", "keys=2", "--kv", "int8", "--json").stdout)
+    assert "Paris" in report["text"]
+    layers, heads, row = 30, 3, 64 + 2  # a byte for each column, and a scale
+    assert sum(report["cache_bytes"]) == sum(report["keys"]) * layers * heads * 2 * row
+    assert "error: --kv: expected one of auto, int8, fp8_e4m3, given 'int4'" in run(*ASK, "--kv", "int4").stderr
+
+
+def test_a_prompt_of_one_token_by_standard_input_on_two_ranks() -> None:
+    ask = ("generate", "--model", PACKAGED, "--raw", "--prompt-file", "-", *ASK[5:], "--temperature", "0")
+    done = run(*ask, "--mesh", "keys=2", "--json", typed="Hi")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     ids = open_tokenizer(locate(PACKAGED))("Hi", return_tensors="pt")["input_ids"]
@@ -90,10 +99,11 @@ def test_a_prompt_of_one_token_on_two_ranks() -> None:
     assert (report["prompt_tokens"], report["tokens"]) == (1, made[0, 1:].tolist())
 
 
-def test_it_streams_and_ends_with_a_table() -> None:
-    done = run(*ASK, "--ranks", "2", "-v")
+def test_it_streams_up_to_a_stop_string_and_ends_with_a_table() -> None:
+    done = run(*ASK, "--ranks", "2", "-v", "--stop", "capital of Italy", "--stop", "France is")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("The capital of France is Paris.")
+    assert done.stdout.startswith("The capital of \n")
+    assert "5 tokens" in done.stdout
     for row in ("prefill", "time per token", "keys and values, MB by rank", "received per token", "mesh"):
         assert row in done.stdout
     assert "Merging counts, for each merge," in " ".join(done.stdout.split())
@@ -120,6 +130,7 @@ def test_it_runs_under_torchrun(expected: list[int]) -> None:
     assert len(report["keys"]) == 2
 
 
+@pytest.mark.long
 def test_sampling_says_the_same_on_any_number_of_ranks() -> None:
     options = ("--temperature", "1.5", "--top-k", "40", "--seed", "3", "--json")
     said = [json.loads(run(*ASK, "--ranks", ranks, *options).stdout)["tokens"] for ranks in ("1", "2")]
@@ -230,7 +241,7 @@ WRONG = {
     ),
     "seed": (
         ("--model", PACKAGED, "--prompt", "a", "--seed", str(2**64)),
-        "--seed: expected a number of 64 bits, given one of 65",
+        "--seed: expected -2^63 to 2^64 - 1, given 1.84e+19",
     ),
     "all ranks there are": (
         ("--model", PACKAGED, "--prompt", "a", "--ranks", "100000"),
@@ -243,6 +254,11 @@ WRONG = {
     "three ranks": (
         ("--model", PACKAGED, "--prompt", "a", "--ranks", "3", "--mesh", "queries=3", "--reproducible"),
         "--reproducible: expected 1, 2, 4, 8, ... ranks along queries and keys, and a tree, given 3 ranks",
+    ),
+    "no stop": (("--model", PACKAGED, "--prompt", "a", "--stop", ""), "--stop: expected some text, given an empty one"),
+    "stop of a saved state": (
+        ("--model", PACKAGED, "--prompt", "a", "--stop", "END", "--checkpoint", "saved"),
+        "--stop: expected no --checkpoint beside it, given 'END'. Fix: leave one out.",
     ),
     "top p": (("--model", PACKAGED, "--prompt", "a", "--top-p", "1.5"), "--top-p"),
     "temperature": (("--model", PACKAGED, "--prompt", "a", "--temperature", "-1"), "temperature"),
@@ -261,11 +277,6 @@ def test_what_cannot_be_is_said_in_one_line(
     assert left.value.code in (1, 2)
     assert said in error, error
     assert "Traceback" not in error
-
-
-def test_a_prompt_may_come_by_standard_input(expected: list[int]) -> None:
-    ask = [*ASK[:3], "--prompt-file", "-", "--max-new-tokens", "8", "--temperature", "0", "--json"]
-    assert json.loads(run(*ask, typed=ASK[4]).stdout)["tokens"] == expected
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,12 @@ def test_a_deadline_ends_all() -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGKILL, signal.SIGTERM, signal.SIGHUP]
+    "end",
+    [
+        signal.SIGKILL,
+        signal.SIGTERM,
+        *(pytest.param(end, marks=pytest.mark.long) for end in (signal.SIGINT, signal.SIGHUP)),
+    ],
 )
 def test_ranks_leave_with_the_one_that_started_them(end: signal.Signals, tmp_path: Path) -> None:
     work = "from attnmesh.cli.launch import run_on_ranks; from tests.cli.test_launch import hang; run_on_ranks(2, hang)"

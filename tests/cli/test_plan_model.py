@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
+from transformers import DeepseekV3Config, DeepseekV4Config, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, T5Config
 from typer.testing import CliRunner
 
 from attnmesh.cli.app import app
@@ -25,6 +25,7 @@ def folder(tmp_path: Path) -> Path:
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     Gemma3TextConfig(num_hidden_layers=6, layer_types=kinds, sliding_window=1024).save_pretrained(tmp_path / "gemma")
     DeepseekV3Config(num_hidden_layers=2).save_pretrained(tmp_path / "latent")
+    DeepseekV4Config(num_hidden_layers=2).save_pretrained(tmp_path / "entries")
     T5Config().save_pretrained(tmp_path / "t5")
     MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path / "mamba")
     Gemma4TextConfig(num_hidden_layers=6, layer_types=kinds, global_head_dim=64).save_pretrained(tmp_path / "layers")
@@ -36,10 +37,34 @@ def test_the_table_has_weights_keys_and_tokens(folder: Path) -> None:
     assert code == 0
     assert "141 GB of weights; a token of a sequence has 328 kB of keys and values." in text
     assert "tp=8,keys=2" in text
-    assert "--mesh tp=keys=16" in text.splitlines()[-1]
+    assert text.splitlines()[-1].endswith(f" serve --model {folder / 'llama'} --mesh tp=keys=16 --host 0.0.0.0")
     assert max(map(len, text.splitlines())) <= 160
     _, text = run("--cluster", "dgx-h100:2", "--length", "9k", "--model", str(folder / "llama/config.json"), "--decode")
-    assert text.splitlines()[-1] == "Most tokens fit with tp=keys=16: 3,475,503."
+    assert "\nMost tokens fit with tp=keys=16: 3,475,503.\n" in text
+
+
+def test_rows_that_do_not_fit_have_no_times_and_one_is_typed(folder: Path) -> None:
+    _, text = run(*HOSTS, "--model", str(folder / "llama"), "--decode", "--kv", "int8")
+    (row,) = [line for line in text.splitlines() if " keys=16 " in line]
+    assert row.split()[-6:] == ["none", "-", "-", "does", "not", "fit"]
+    first = next(line.split()[1] for line in text.splitlines() if line.startswith(" 1 "))
+    assert f"Recommended is {first}: of the ways that fit" in text
+    command = (
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 -m attnmesh generate"
+    )
+    typed = " ".join(text.replace("\\\n", "").split())
+    assert f"{command} --model {folder / 'llama'} --mesh {first} --kv int8 --prompt-file FILE" in typed
+
+
+@pytest.mark.parametrize("phase", ["--decode", "--prefill"])
+def test_a_length_beyond_the_positions_is_warned_of(
+    phase: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["plan", "--cluster", "dgx-h100:2", "--model", str(folder / "llama"), phase]
+    app([*model, "--length", "2048"], standalone_mode=False)
+    assert "warning" not in capsys.readouterr().err
+    app([*model, "--length", "2049"], standalone_mode=False)
+    assert "2,049 tokens are more than the model's 2,048 positions, and generate refuses" in capsys.readouterr().err
 
 
 def test_the_json_plans_again(folder: Path) -> None:
@@ -83,6 +108,10 @@ def test_other_phases_take_the_sizes_of_the_model(folder: Path) -> None:
         ),
         (("--model", "t5", "--decode"), "model: expected a causal language model, given 't5', a t5"),
         (("--model", "mamba", "--decode"), "plan model: expected layers of attention, given mamba without any."),
+        (
+            ("--model", "entries", "--decode"),
+            "plan model: expected layers that keep keys of tokens, given deepseek_v4",
+        ),
         (("--model", "nothing.json", "--decode"), "model: expected a model, given 'nothing.json', where there is none"),
         (("--model", "./nowhere", "--decode"), "model: expected a model, given './nowhere', where there is none"),
         (("--decode",), "attnmesh plan: expected --heads or --model, given neither"),

@@ -59,7 +59,7 @@ def test_the_wheel_needs_torch_alone(tmp_path: Path) -> None:
         "attnmesh_command.py",
         f"attnmesh-{__version__}.dist-info",
     }
-    assert {"attnmesh/py.typed", "attnmesh/cli/plan_page.html"} <= set(names)
+    assert {"attnmesh/py.typed", "attnmesh/cli/plan_page.html", "attnmesh/serve/page.html"} <= set(names)
     installed, torch_alone = tmp_path / "installed", tmp_path / "torch"
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", installed, wheel], check=True)
     torch_alone.mkdir()

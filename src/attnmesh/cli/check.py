@@ -10,6 +10,7 @@ from rich.table import Table
 from attnmesh.cli import proofs
 from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, titled
 from attnmesh.cli.proofs import Proof
+from attnmesh.core.storage import STORAGES
 from attnmesh.runtime.machine import machine
 
 
@@ -44,7 +45,9 @@ def check(as_json: AsJson = False, verbose: Verbose = False) -> None:
 CHECK_EXPLAINED = """\
 Each kernel runs forward and backward on 300 tokens, and on the last 3 queries of 300 keys. There are 6 query heads, 2
 key heads, and values of another width. Masks are none, causal, a window, and packed documents. An error is the largest
-difference from the reference in float64, relative to its largest value. kernel="auto" takes the first supported one."""
+difference from the reference in float64, relative to its largest value. kernel="auto" takes the first supported one.
+
+int8 and fp8_e4m3 are decode steps on caches with that storage, beside float64 over the numbers that they store."""
 
 
 def _proof_table(results: list[Proof]) -> Table:
@@ -53,7 +56,7 @@ def _proof_table(results: list[Proof]) -> Table:
     table.add_column("verdict")
     for r in results:
         if r.absent is None:
-            errors = [f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed) if x is not None]
+            errors = ["-" if x is None else f"{x:.1e}" for x in (r.out_error, r.gradient_error, r.allowed)]
             table.add_row(r.kernel, r.device, r.dtype, *errors, "exact" if r.holds else "[bold red]WRONG")
     return table
 
@@ -72,5 +75,5 @@ def _absences(results: list[Proof]) -> Iterator[str]:
         if result.absent is not None:
             dtypes[result.kernel, result.device, result.absent].append(result.dtype)
     for (kernel, device, reason), names in dtypes.items():
-        which = "" if len(names) == len(proofs.DTYPES) else f" in {', '.join(names)}"
+        which = "" if len(names) == len(proofs.DTYPES) + len(STORAGES) else f" in {', '.join(names)}"
         yield f"Kernel {kernel} does not serve {device} tensors{which}: {reason}."

@@ -11,7 +11,7 @@ import typer
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
 from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, under_torchrun
-from attnmesh.cli.mesh_option import ranks_of_axes
+from attnmesh.cli.mesh_option import KvOption, ranks_of_axes, storage_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.core.partial import DTYPES
@@ -19,12 +19,16 @@ from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, MeshError
 from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.machine import machine
+from attnmesh.serve.text import Piece, Text, Token
 from attnmesh.setup.rendezvous import enter
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
 PromptText = Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")]
 PromptFile = Annotated[
     Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
+]
+Images = Annotated[
+    list[Path] | None, typer.Option("--image", help="A file with an image, before the text; several of them.")
 ]
 Ranks = Annotated[
     int | None,
@@ -44,6 +48,9 @@ TopP = Annotated[
     float | None, typer.Option(min=0, max=1, help="Sample among the likeliest, of this probability together.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="End where this text appears, and leave it out; several of them.")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Go on with the prompt as it stands, without a chat template.")]
 Merge = Annotated[str, typer.Option(help=f"How ranks merge: {', '.join(MERGE_CHOICES)}.")]
 Reproducible = Annotated[bool, typer.Option("--reproducible", help="The same bits on 1, 2, 4, 8, ... ranks.")]
@@ -60,6 +67,7 @@ def generate(
     model: Model,
     prompt: PromptText = "",
     prompt_file: PromptFile = None,
+    image: Images = None,
     ranks: Ranks = None,
     mesh: MeshOption = "auto",
     max_new_tokens: NewTokens = 64,
@@ -67,6 +75,7 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Seed = 0,
+    stop: Stop = None,
     raw: Raw = False,
     merge: Merge = "auto",
     reproducible: Reproducible = False,
@@ -74,52 +83,70 @@ def generate(
     every: Every = 64,
     deadline: Deadline = None,
     dtype: Dtype = "auto",
+    kv: KvOption = "auto",
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Generate text with a language model whose context is spread over ranks, and print what it took."""
     from attnmesh.cli.generate_worker import Request
 
-    _check_choices(dtype, merge)
+    check_choices(dtype, merge)
+    storage = storage_of(kv)
     set_deadline(deadline)
-    _check_sampling(temperature, seed)
-    world = _world(ranks, mesh)
+    _check_options(temperature, seed, stop, image, checkpoint)
+    world = enter_world(ranks, mesh)
     with Status("reading the prompt") as status:
         if not is_first_rank():
             status.stop()
-        prepared = prepare(model, Prompt(prompt, prompt_file, raw), max_new_tokens, world, mesh, status)
+        asked = Prompt(prompt, prompt_file, raw, tuple(image or ()))
+        prepared = prepare(model, asked, max_new_tokens, world, mesh, status)
         chosen = prepared.mesh.shape
         check_reproducible("--reproducible", reproducible, chosen.queries * chosen.keys, merge)
+        cache: dict[str, Any] = {"merge": merge, "reproducible": reproducible, "storage": storage}
         request = Request(
-            prompt=prepared._replace(tokenizer=None),
+            prompt=prepared if stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=max_new_tokens,
             dtype=dtype,
             seed=seed,
             checkpoint=None if checkpoint is None else str(checkpoint),
             every=every,
             deadline=deadline,
-            cache={"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else None},
+            cache=cache | {"block": 128 if reproducible else None},
             options=_sampling(temperature, top_k, top_p),
+            stops=tuple(stop or ()),
         )
-        display = Display(status, prepared.tokenizer, len(prepared.ids), quiet=as_json)
+        display = Display(status, Text(prepared.tokenizer, request.stops), len(prepared.ids), quiet=as_json)
         result = _run(request, world, display)
     if is_first_rank():
-        display.end()
-        _print(result, prepared, as_json, verbose)
+        text = display.end()
+        if as_json:
+            place = {"mesh": str(prepared.mesh), "why": prepared.mesh.reason}
+            print_json({**asdict(result), "text": text, **place, "machine": machine()})
+        else:
+            _print_table(result, prepared, verbose)
 
 
-def _check_choices(dtype: str, merge: str) -> None:
+def check_choices(dtype: str, merge: str) -> None:
+    """Raise on a dtype or a merge that is unknown."""
     for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, MERGE_CHOICES)):
         if given not in known:
             raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
 
 
-def _check_sampling(temperature: float | None, seed: int) -> None:
-    """Raise before the model is loaded on values that sampling cannot use: logits are divided by the temperature."""
+def _check_options(
+    temperature: float | None, seed: int, stops: list[str] | None, images: list[Path] | None, checkpoint: Path | None
+) -> None:
+    """Raise before the model is loaded on values of no use: logits are divided by the temperature."""
     if temperature and not 1e-6 <= temperature <= 1e6:
         raise ArgumentError("--temperature", "0, or 1e-6 to 1e6", str(temperature), "leave it out, or take about 1")
     if not -(2**63) <= seed < 2**64:
-        raise ArgumentError("--seed", "a number of 64 bits", f"one of {seed.bit_length()}", "take a smaller one")
+        raise ArgumentError("--seed", "-2^63 to 2^64 - 1", f"{seed:.3g}", "take one of these")
+    if "" in (stops or ()):
+        raise ArgumentError("--stop", "some text", "an empty one", "leave it out")
+    if stops and checkpoint is not None:
+        raise ArgumentError("--stop", "no --checkpoint beside it", repr(stops[0]), "leave one out")
+    if images and checkpoint is not None:  # a saved state holds no images
+        raise ArgumentError("--checkpoint", "a prompt without images", str(checkpoint), "leave it out")
 
 
 def _sampling(temperature: float | None, top_k: int | None, top_p: float | None) -> dict[str, Any]:
@@ -132,11 +159,9 @@ def _sampling(temperature: float | None, top_k: int | None, top_p: float | None)
 class Display:
     """Messages of rank 0, as they are shown: progress on standard error, the text on standard output."""
 
-    def __init__(self, status: Status, tokenizer: Any, prompt_tokens: int, *, quiet: bool) -> None:
-        from transformers import TextStreamer
-
-        self.status, self.prompt_tokens, self.quiet, self.tokens = status, prompt_tokens, quiet, 0
-        self.streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    def __init__(self, status: Status, text: Text, prompt_tokens: int, *, quiet: bool) -> None:
+        self.status, self.text, self.prompt_tokens, self.quiet = status, text, prompt_tokens, quiet
+        self.pieces: list[str] = []
         status.update("loading the model")
 
     def __call__(self, message: tuple[str, Any]) -> None:
@@ -153,15 +178,20 @@ class Display:
                 if not self.quiet and _one_stream():
                     self.status.stop()  # the text is the progress
             case "token", token:
-                self.tokens += 1
-                self.status.update(f"decoding: {self.tokens:,} tokens")
-                if not self.quiet:
-                    self.streamer.put(torch.tensor([token]))
+                self.status.update(f"decoding: {len(self.text.ids) + 1:,} tokens")
+                self._show(self.text.add(Token(token)))
 
-    def end(self) -> None:
-        """Show the text that the streamer holds back."""
+    def end(self) -> str:
+        """Show the text that was held back, and return all text."""
+        self._show(self.text.end())
         if not self.quiet:
-            self.streamer.end()
+            print(flush=True)
+        return "".join(self.pieces)
+
+    def _show(self, piece: Piece) -> None:
+        self.pieces.append(piece.text)
+        if not self.quiet:
+            print(piece.text, end="", flush=True)
 
 
 def _one_stream() -> bool:
@@ -186,7 +216,7 @@ def _run(request: Any, world: int, display: Send) -> Any:
     return result
 
 
-def _world(ranks: int | None, mesh: str) -> int:
+def enter_world(ranks: int | None, mesh: str) -> int:
     """Return the number of ranks, those of the named axes by default; under torchrun, join the process group."""
     named = ranks_of_axes(mesh)
     if not under_torchrun():
@@ -201,13 +231,8 @@ def _world(ranks: int | None, mesh: str) -> int:
     return started
 
 
-def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> None:
-    """Print the result as JSON, or as a table below the text."""
-    mesh = str(prepared.mesh)
-    if as_json:
-        text = prepared.tokenizer.decode(result.tokens, skip_special_tokens=True)
-        print_json({**asdict(result), "text": text, "mesh": mesh, "why": prepared.mesh.reason, "machine": machine()})
-        return
+def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
+    """Print the result as a table below the text."""
     figures = {
         "prompt": f"{result.prompt_tokens:,} tokens",
         "new": f"{len(result.tokens):,} tokens",
@@ -217,7 +242,7 @@ def _print(result: Any, prepared: Prepared, as_json: bool, verbose: bool) -> Non
         "keys of a layer, by rank": ", ".join(f"{n:,}" for n in result.keys),
         "keys and values, MB by rank": ", ".join(f"{n / 1e6:.1f}" for n in result.cache_bytes),
         "received per token, kB by rank": ", ".join(f"{n / 1e3:.1f}" for n in result.bytes_per_token),
-        "mesh": f"{mesh}: {prepared.mesh.reason}",
+        "mesh": f"{prepared.mesh}: {prepared.mesh.reason}",
     }
     table = pairs("", figures)
     if verbose:

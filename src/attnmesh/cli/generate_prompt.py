@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +16,12 @@ from attnmesh.errors import ModelError, require
 
 
 class Prompt(NamedTuple):
-    """The text of `--prompt` and `--prompt-file`; `raw` leaves out the chat template."""
+    """The text of `--prompt` and `--prompt-file`, after images; `raw` leaves out the chat template."""
 
     text: str = ""
     file: Path | None = None
     raw: bool = False
+    images: tuple[Path, ...] = ()
 
     def read(self) -> str:
         """Return the text of the file, then the given one."""
@@ -43,29 +45,76 @@ class Prompt(NamedTuple):
         messages = [{"role": "user", "content": text}]
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
 
+    def with_images(self, processor: Any, text: str) -> dict[str, Any]:
+        """Return the tokens of images and text, and the inputs for images."""
+        from attnmesh.hf.load import as_model_error
+
+        names, fix = ", ".join(map(str, self.images)), "pass other files, or --raw and a text with the image tokens"
+        with as_model_error("--image", "images that the model's processor takes", names, fix):
+            pictures = [_open_image(path) for path in self.images]
+            if self.raw or not getattr(processor, "chat_template", None):
+                return dict(processor(text=text, images=pictures, return_tensors="pt"))
+            content = [*({"type": "image", "image": one} for one in pictures), {"type": "text", "text": text}]
+            template = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+            return dict(processor.apply_chat_template([{"role": "user", "content": content}], **template))
+
+
+def _open_image(path: Path) -> Any:
+    """Return an image. Raise for one of more pixels than Pillow takes for harmless."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(path).convert("RGB")
+
 
 class Prepared(NamedTuple):
-    """A checked prompt for a model, and the mesh."""
+    """A model's place and mesh, and a checked prompt for it."""
 
     place: str
     ids: tuple[int, ...]
     heads: tuple[int, int]
     mesh: MeshChoice
+    longest: int | None
+    """Tokens of the model's context; None if it has no limit."""
     tokenizer: Any = None
-    """None on ranks, which need none."""
+    """None on ranks, but for stop strings."""
+    processor: Any = None
+    """That of a model of images; None on ranks."""
+    images: dict[str, Any] | None = None
+    """Inputs for images; None for a model of text."""
+
+    @property
+    def for_ranks(self) -> "Prepared":
+        """The same without what ranks do not need."""
+        return self._replace(tokenizer=None, processor=None)
 
 
 def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status: Status) -> Prepared:
-    """Find the model, read the prompt, and choose the mesh."""
+    """Read the prompt, find the model, and choose the mesh."""
+    text = prompt.read()
+    found = prepare_model(model, ranks, mesh, status, images=bool(prompt.images))
+    if prompt.images:
+        inputs = prompt.with_images(found.processor, text)
+        inputs.pop("attention_mask", None)
+        ids = inputs.pop("input_ids")[0].tolist()
+        found = found._replace(images=inputs)
+    else:
+        ids = prompt.ids(found.tokenizer, text)
+    _check_length(len(ids), new, found.longest)
+    return found._replace(ids=tuple(ids))
+
+
+def prepare_model(model: str, ranks: int, mesh: str, status: Status, *, images: bool | None = False) -> Prepared:
+    """Find the model, and choose the mesh. It is one of images and text if `images`; None looks at the model."""
     from transformers.utils import logging
 
     from attnmesh.hf.latent import latent_widths
-    from attnmesh.hf.load import locate, open_config, open_tokenizer
+    from attnmesh.hf.load import locate, open_config, open_processor, open_tokenizer, reads_images
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     getLogger("huggingface_hub").setLevel(ERROR)  # it logs each attempt to reach the hub
-    text = prompt.read()
     if under_torchrun() and os.environ.get("LOCAL_RANK") != "0":
         dist.barrier()  # one rank of each host fetches and unpacks
     with leaving_tidily():  # it may write a folder
@@ -74,19 +123,20 @@ def prepare(model: str, prompt: Prompt, new: int, ranks: int, mesh: str, status:
         dist.barrier()
     given, fix = f"{model!r}, a configuration alone", "name the folder or the hub's model that it belongs to"
     require(not place.endswith(".json"), ModelError, "--model", "weights and a tokenizer", given, fix)
-    config = open_config(place).get_text_config(decoder=True)
-    tokenizer = open_tokenizer(place)
-    ids = prompt.ids(tokenizer, text)
-    _check_length(len(ids), new, config)
+    images = reads_images(place) if images is None else images
+    config = open_config(place, images=images).get_text_config(decoder=True)
+    processor = open_processor(place) if images else None
+    tokenizer = open_tokenizer(place) if processor is None else processor.tokenizer
     heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if latent_widths(config) is not None:
         heads = config.num_attention_heads, 1  # latents have one head
-    return Prepared(place, tuple(ids), heads, choose(mesh, ranks, *heads), tokenizer)
-
-
-def _check_length(tokens: int, new: int, config: Any) -> None:
-    """Raise if there are no tokens, or more than fit the model's context."""
     longest = getattr(config, "max_position_embeddings", None)
+    chosen = choose(mesh, ranks, *heads)
+    return Prepared(place, (), heads, chosen, longest, tokenizer, processor, {} if images else None)
+
+
+def _check_length(tokens: int, new: int, longest: int | None) -> None:
+    """Raise if there are no tokens, or more than fit the model's context."""
     if longest is not None and tokens + new > longest:
         fix = f"shorten the prompt by {tokens + new - longest} tokens, or use a model with a longer context"
         fix = f"pass --max-new-tokens {longest - tokens} or less" if tokens < longest // 2 else fix

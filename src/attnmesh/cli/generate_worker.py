@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
@@ -18,12 +18,14 @@ from attnmesh.cli.launch import Send
 from attnmesh.cli.mesh_option import TP
 from attnmesh.comm.failures import set_deadline
 from attnmesh.comm.topology import all_gather_ints
+from attnmesh.hf.images.inputs import on_model
 from attnmesh.hf.load import open_model
 from attnmesh.hf.options import Settings
 from attnmesh.hf.prefill import CHUNK
 from attnmesh.mesh.axes import device_type_of
 from attnmesh.mesh.shapes import AXES
 from attnmesh.runtime.counters import counted
+from attnmesh.serve.text import Text, Token
 from attnmesh.setup.init_mesh import everyone, init_mesh
 
 
@@ -42,6 +44,8 @@ class Request:
     """Options of `ShardedCache`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of transformers' `generate`."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer; the prompt then has its tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,19 @@ class _TokenSender(BaseStreamer):  # type: ignore[misc]
         pass
 
 
+class _StopStrings(StoppingCriteria):  # type: ignore[misc]
+    """Ends generation on all ranks at the token that completes a stop string: they have the same tokens."""
+
+    def __init__(self, text: Text, prompt_tokens: int) -> None:
+        self.text, self.read = text, prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        for token in input_ids[0, self.read :].tolist():
+            self.text.add(Token(token))
+        self.read = input_ids.shape[1]
+        return torch.tensor([self.text.stopped], device=input_ids.device)
+
+
 @dataclass(frozen=True)
 class _Session:
     """A model, a prompt and a cache; `reached` is the prompt with new tokens of a checkpoint."""
@@ -87,6 +104,7 @@ class _Session:
     reached: Tensor
     cache: hf.ShardedCache
     options: dict[str, Any]
+    images: dict[str, Any]
     load_seconds: float
 
 
@@ -106,37 +124,48 @@ def run_request(send: Send, request: Request) -> Result:
 
 def _load(send: Send, request: Request) -> _Session:
     """Load the model, and the state of a checkpoint."""
-    kind = device_type_of(dist.group.WORLD)
-    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-    mesh, sharing = _meshes(device.type, request)
-    output = "heads" if request.prompt.mesh.is_shared else "replicated"
-    logging.disable_progress_bar()  # each rank would show one
-    logging.set_verbosity_error()
     start = perf_counter()
-    model = open_model(request.prompt.place, request.dtype, device, sharing, output)
+    model, mesh = load_model(request.prompt, request.dtype)
+    output = "heads" if request.prompt.mesh.is_shared else "replicated"
     load_seconds = perf_counter() - start
     send(("loaded", load_seconds))
-    ids = torch.tensor([request.prompt.ids], device=device)
+    ids = torch.tensor([request.prompt.ids], device=model.device)
     capacity = ids.shape[1] + request.max_new_tokens
     cache = hf.ShardedCache(model.config, mesh, capacity=capacity, output=output, **request.cache)
     torch.manual_seed(request.seed)
     options, reached = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}, ids
+    if request.stops:
+        stop = _StopStrings(Text(request.prompt.tokenizer, request.stops), ids.shape[1])
+        options["stopping_criteria"] = StoppingCriteriaList([stop])
     if request.checkpoint is not None:
         checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
         reached = checkpoint.begin(model, ids, cache, Settings(model, options))
         options["checkpoint"] = checkpoint
         if cache.get_seq_length():
             send(("resumed", reached.shape[1] if reached is not ids else cache.get_seq_length()))
-    return _Session(model, ids, reached, cache, options, load_seconds)
+    images = on_model(request.prompt.images or {}, model)
+    return _Session(model, ids, reached, cache, options, images, load_seconds)
 
 
-def _meshes(device_type: str, request: Request) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+def load_model(prompt: Prepared, dtype: str) -> tuple[PreTrainedModel, DeviceMesh | None]:
+    """Return the model on this rank's device, and the mesh that shares the tokens."""
+    kind = device_type_of(dist.group.WORLD)
+    device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    mesh, sharing = _meshes(device.type, prompt)
+    output = "heads" if prompt.mesh.is_shared else "replicated"
+    logging.disable_progress_bar()  # each rank would show one
+    logging.set_verbosity_error()
+    images = prompt.images is not None
+    return open_model(prompt.place, dtype, device, sharing, output, images=images), mesh
+
+
+def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """Return the mesh that shares the tokens, and the mesh that shares the weights."""
-    shape, tp, is_shared, _ = request.prompt.mesh
+    shape, tp, is_shared, _ = prompt.mesh
     if tp > 1:  # they exchange most, and lie next to each other
         whole = init_device_mesh(device_type, (*shape, tp), mesh_dim_names=(*AXES, TP))
         return whole[AXES], whole[TP]
-    mesh = init_mesh(device_type, shape, *request.prompt.heads) if shape.ranks > 1 else None
+    mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
     return mesh, mesh["keys"] if mesh is not None and is_shared else None
 
 
@@ -150,7 +179,7 @@ def _prefill(send: Send, session: _Session) -> float:
         send(("prefilled", tokens))
 
     start = perf_counter()
-    hf.prefill(session.model, ids, session.cache, chunk_size=CHUNK, after=after)
+    hf.prefill(session.model, ids, session.cache, chunk_size=CHUNK, after=after, **session.images)
     send(("prefilled", ids.shape[1]))  # also after a checkpoint that holds the whole prompt
     return perf_counter() - start
 
@@ -160,7 +189,7 @@ def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | 
     ids, cache = session.ids, session.cache
     start = perf_counter()
     with counted() as traffic:
-        output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.options)
+        output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.images, **session.options)
     seconds = perf_counter() - start
     new = max(1, output.shape[1] - session.reached.shape[1])
     axes = everyone().axes

@@ -3,6 +3,7 @@
 import inspect
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -10,12 +11,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -101,11 +103,12 @@ def run_on_ranks(
         _start_forkserver()
     with leaving_tidily(), tempfile.TemporaryDirectory(prefix="attnmesh-") as folder:
         store, pipes, processes = Path(folder) / "store", list[Connection](), list[Any]()
+        leftovers = [folder] if context.get_start_method() == "spawn" else [folder, get_temp_dir()]
         try:
             with ThreadPoolExecutor(1) as starter:  # a rank whose start an interrupt cuts short would stay behind
                 for rank in range(ranks):
                     ours, theirs = context.Pipe(duplex=False)
-                    place = (rank, ranks, threads, gpus, store)
+                    place = (rank, ranks, threads, gpus, store, leftovers)
                     work = (function, arguments, on_message is not None)
                     process = context.Process(target=_rank, args=(theirs, place, work), daemon=True)
                     starter.submit(_start, process, processes).result()
@@ -218,11 +221,12 @@ def _end(processes: list[Any]) -> None:
         process.join()
 
 
-def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work) -> None:
+def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path, list[str]], work: Work) -> None:
     """Run the work as one rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one handles it, and ends this one
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    rank, ranks, threads, gpus, store = place
+    rank, ranks, threads, gpus, store, leftovers = place
+    leaving, parent = threading.Thread(target=_leave_with_parent, args=(leftovers,), daemon=True), mp.parent_process()
+    leaving.start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen on this machine only
     torch.set_num_threads(threads)
@@ -233,7 +237,11 @@ def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path], work: Work)
         backend = "nccl" if gpus else "gloo"
         dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
 
-    perform(pipe, enter, work)
+    try:
+        perform(pipe, enter, work)
+    finally:
+        if parent is not None and not parent.is_alive():
+            leaving.join()
 
 
 def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
@@ -258,9 +266,11 @@ def perform(pipe: Connection, enter: Callable[[], None], work: Work) -> None:
         pipe.send(("failed", error if known else RankError(f"on a rank:\n{traceback.format_exc()}")))
 
 
-def _leave_with_parent() -> None:
-    """End this process when the one that started it has ended."""
+def _leave_with_parent(leftovers: Sequence[str] = ()) -> None:
+    """End this process when the one that started it has ended, and remove the folders that a killed one leaves."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
+        for folder in leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

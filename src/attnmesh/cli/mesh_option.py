@@ -1,16 +1,30 @@
-"""The option `--mesh`: text such as "tp=2,keys=4" to the ranks along named axes."""
+"""The options `--mesh`, text such as "tp=2,keys=4" to the ranks along named axes, and `--kv`."""
 
 import re
 from math import prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from attnmesh.errors import MeshError, require
+import typer
+
+from attnmesh.core.storage import STORAGES
+from attnmesh.errors import ArgumentError, MeshError, require
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
+
+KvOption = Annotated[
+    str, typer.Option("--kv", help=f"How keys and values are stored: auto, as the model's, or {', '.join(STORAGES)}.")
+]
 
 TP = "tp"
 """Name of the axis of ranks that share weights and heads."""
 
 EXAMPLES = 'axes by name, as "queries=2,keys=2", "tp=2,keys=4" or "tp=keys=8", or "auto"'
+
+
+def storage_of(kv: str) -> str | None:
+    """Return the storage of `--kv`."""
+    known, fix = ("auto", *STORAGES), "leave it out"
+    require(kv in known, ArgumentError, "--kv", f"one of {', '.join(known)}", repr(kv), fix)
+    return None if kv == "auto" else kv
 
 
 class MeshChoice(NamedTuple):

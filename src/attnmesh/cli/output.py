@@ -50,6 +50,10 @@ console, progress = Console(emoji=False), Console(stderr=True, emoji=False)
 """Standard output; and standard error, for progress and messages."""
 
 
+EXTRAS = {"matplotlib": "plot", "starlette": "serve", "uvicorn": "serve", "h11": "serve", "prometheus_client": "serve"}
+"""Extras of packages that are missing; those of others are in hf."""
+
+
 class Status:
     """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds."""
 
@@ -94,7 +98,7 @@ def print_message(text: str) -> None:
 def print_error(error: Exception) -> int:
     """Print an error as one line and return the exit code; raise it again if no user can mend it."""
     if isinstance(error, ModuleNotFoundError):
-        extra = "plot" if error.name == "matplotlib" else "hf"
+        extra = EXTRAS.get((error.name or "").split(".")[0], "hf")
         text = f"this needs {error.name}: pip install 'attnmesh\\[{extra}]'"
     elif isinstance(error, (ValueError, RankError, RankFailure, OSError)):
         if isinstance(error, InputError) and not is_first_rank():

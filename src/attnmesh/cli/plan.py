@@ -11,9 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from attnmesh.cli.mesh_option import KvOption, storage_of
 from attnmesh.cli.output import AsJson, Status, Verbose, command_line, console, numbered, pairs, print_json, printable
-from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving
+from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving, warn_of_length
 from attnmesh.cli.plan_page import check_file, write_report
+from attnmesh.cli.plan_training import LoraOption, check_lora, print_training
 from attnmesh.cli.plan_workload import (
     LengthOption,
     RecurrentOption,
@@ -29,8 +31,9 @@ from attnmesh.core.mask import Causal, Full, Mask, Window
 from attnmesh.core.partial import DTYPES
 from attnmesh.errors import ArgumentError, ClusterError, ShapeError
 from attnmesh.planner.cluster import PRESETS, Cluster
-from attnmesh.planner.plan import STAGES, Plan, by, in_bytes, in_seconds
+from attnmesh.planner.plan import STAGES, Plan, by
 from attnmesh.planner.plan import plan as plans_for
+from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import PHASES, Workload
 
 ReportFile = Annotated[
@@ -66,12 +69,14 @@ def plan(
     latent: LatentOption = None,
     training: Annotated[bool, typer.Option("--training", help="Forward and backward (the default).")] = False,
     prefill: Annotated[bool, typer.Option("--prefill", help="Forward only.")] = False,
+    lora: LoraOption = 0,
     decode: Annotated[bool, typer.Option("--decode", help="One step, with --length cached tokens.")] = False,
     layers: LayersOption = None,
     recurrent: RecurrentOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     q_len: QLenOption = None,
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "bfloat16",
+    kv: KvOption = "auto",
     window: Annotated[
         int | None, typer.Option(min=0, help="A token sees itself and this many before it; all before it by default.")
     ] = None,
@@ -83,16 +88,16 @@ def plan(
 ) -> None:
     """Predict the time of every way to run attention on a cluster: the fastest first, with its reasons."""
     machines = cluster_of(cluster)
-    common: dict[str, Any] = {"batch": batch, "q_len": q_len, "dtype": dtype}
+    common: dict[str, Any] = {"batch": batch, "q_len": q_len, "dtype": dtype, "storage": storage_of(kv)}
     common["phase"] = _phase(training, prefill, decode, default="training" if workload is None else "prefill")
     sizes: dict[str, Any] = {"--heads": heads, "--head-dim": head_dim, "--value-dim": value_dim, "--latent": latent}
     sizes |= {"--layers": layers, "--recurrent": recurrent, "--window": window, "--full": full}
     if workload is None:
         common["length"] = length_of(length)
-    if model is not None and decode and workload is None:
+    check_lora(lora, is_trained=model is not None and training)
+    if model is not None and workload is None and (decode or training):
         check_alone(sizes)
-        check_alone({"--report": report}, "no picture of a model in decoding")
-        print_serving(context.params, machines, common)
+        _print_model(context.params, machines, common)
         return
     work = _workload(model, sizes, common) if workload is None else preset_of(workload, length, model, sizes, common)
     if report is not None:
@@ -109,6 +114,13 @@ def plan(
         _print(workload, shown, report, verbose)
 
 
+def _print_model(given: dict[str, Any], machines: Cluster, common: dict[str, Any]) -> None:
+    """Print the ways to run a whole model in decoding, or in training."""
+    decodes = common["phase"] == "decode"
+    check_alone({"--report": given["report"]}, f"no picture of a model in {'decoding' if decodes else 'training'}")
+    (print_serving if decodes else print_training)(given, machines, common)
+
+
 # --- options ---
 
 
@@ -116,7 +128,9 @@ def _workload(model: str | None, sizes: dict[str, Any], common: dict[str, Any]) 
     """Return the attention of a model, or that of the options."""
     if model is not None:
         check_alone(sizes)
-        return model_of(model, common)[0].workload
+        found, config = model_of(model, common)
+        warn_of_length(config, found.workload.length)
+        return found.workload
     q_heads, kv_heads = heads_of(sizes["--heads"])
     latent = sizes["--latent"]
     more = {"head_dim": 128 if sizes["--head-dim"] is None else sizes["--head-dim"], "value_dim": sizes["--value-dim"]}
@@ -230,11 +244,12 @@ def code_of(plan: Plan) -> str:
       out = am.decode(q, cache, merge="direct")
     """
     mesh = f"  mesh = am.init_mesh({tuple(plan.shape)})"
+    how = f'"{plan.exchange}"' + ("" if plan.workload.selected is None else ", selected=am.Selection(indices)")
     if plan.workload.phase == "decode":
-        return f'{mesh}\n  out = am.decode(q, cache, merge="{plan.exchange}")'
+        return f"{mesh}\n  out = am.decode(q, cache, merge={how})"
     if plan.workload.latent is not None and plan.workload.phase == "prefill":
         return f'{mesh}\n  cache = hf.ShardedCache(model.config, mesh, exchange="{plan.exchange}")'
-    return f'{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange="{plan.exchange}")'
+    return f"{mesh}\n  out = am.attention(q, k, v, mesh=mesh, layout=am.{plan.layout}, exchange={how})"
 
 
 def _print(workload: str | None, shown: Sequence[Plan], report: Path | None, verbose: bool) -> None:
@@ -275,7 +290,7 @@ def _table(shown: Sequence[Plan]) -> Table:
 
 CAPTION = """\
 Fastest first; for each shape and exchange only the best placement on hosts. Bytes are the sum over all ranks. Memory is
-that of attention: weights are not counted. --model with --decode counts them."""
+that of attention: weights are not counted. --model with --decode or --training counts them."""
 
 
 def _record(command: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:

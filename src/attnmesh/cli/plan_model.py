@@ -7,17 +7,17 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.mesh_option import MeshChoice
-from attnmesh.cli.output import Status, command_line, console, numbered, print_json
+from attnmesh.cli.output import Status, command_line, console, numbered, print_json, print_message
 from attnmesh.errors import ArgumentError, ClusterError
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.plan import in_bytes, in_seconds
 from attnmesh.planner.serving import Model, Serving, serving
+from attnmesh.planner.units import in_bytes, in_seconds
 
 ModelOption = Annotated[
     str | None,
     typer.Option(
-        help="Heads, layers and widths of this model: a folder, a config.json, a name on the hub. With --decode also "
-        "its weights, and how many tokens fit beside them."
+        help="Heads, layers and widths of this model: a folder, a config.json, a name on the hub. With --decode or "
+        "--training also its weights, and how many tokens fit beside them."
     ),
 ]
 
@@ -29,28 +29,48 @@ def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone
             raise ArgumentError(option, expected, repr(value), f"leave {option} or {beside} out")
 
 
-def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, dict[str, int]]:
-    """Return the sizes of a model, and its layers that they leave out."""
+def config_of(name: str) -> Any:
+    """Return the configuration of a model."""
     from transformers.utils import logging
 
     from attnmesh.hf.load import locate, open_config
-    from attnmesh.hf.model_size import model_size, other_layers
 
     logging.set_verbosity_error()
-    config = open_config(locate(name))
-    return model_size(config, **workload), other_layers(config)
+    return open_config(locate(name))
+
+
+def model_of(name: str, workload: dict[str, Any]) -> tuple[Model, Any]:
+    """Return the sizes of a model, and its configuration."""
+    from attnmesh.hf.model_size import model_size
+
+    config = config_of(name)
+    return model_size(config, **workload), config
+
+
+def warn_of_length(config: Any, length: int) -> None:
+    """Warn if a model has fewer positions than there are tokens."""
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        given = f"{length:,} tokens are more than the model's {longest:,} positions"
+        fix = "plan for fewer, or scale the rope in config.json and raise max_position_embeddings there"
+        print_message(f"[bold yellow]warning:[/] {given}, and generate refuses them. Fix: {fix}.")
 
 
 def print_serving(given: dict[str, Any], machines: Cluster, workload: dict[str, Any]) -> None:
     """Print the ways to share a model's weights and keys. Raise if the tokens fit in none."""
+    from attnmesh.hf.model_size import other_layers
+
     name = given["model"]
-    model, left_out = model_of(name, workload)
+    model, config = model_of(name, workload)
+    left_out = other_layers(config)
     with Status("pricing"):
         found = serving(model, machines)
     _check_fits(found, model, machines)
+    warn_of_length(config, model.workload.length)
     if not given["as_json"]:
         console.print(_table(found, model, machines))
-        console.print(_text(name, found, model, left_out), highlight=False, markup=False)
+        console.print(_text(found, model, left_out), highlight=False, markup=False)
+        console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
     command = command_line("attnmesh plan", given)
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
@@ -84,25 +104,29 @@ def _table(found: Sequence[Serving], model: Model, cluster: Cluster) -> Table:
         "weights\na rank": [in_bytes(one.weights) for one in found],
         "keys\na rank": [in_bytes(one.keys) for one in found],
         "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
-        "attention": [in_seconds(one.plan.seconds) for one in found],
-        "a token": [in_seconds(one.seconds) for one in found],
+        "first\ntoken": [in_seconds(one.first) if one.fits and one.first else "-" for one in found],
+        "attention": [in_seconds(one.plan.seconds) if one.fits else "-" for one in found],
+        "a token": [in_seconds(one.seconds) if one.fits else "does not fit" for one in found],
     }
     return numbered(f"{model.workload.title}; {cluster.title}", columns, ["mesh"], CAPTION)
 
 
 CAPTION = """\
 tp: ranks that share the weights; heads, keys: ranks that share the keys; tp=keys: the same ranks share both.
-A token: attention, reading the weights once, and the all-reduces of tp. Activations are not counted."""
+First token: products with the weights at attention's rate, attention, and the all-reduces of tp.
+A token: attention, reading the weights once, and the all-reduces of tp. Activations are not counted.
+Times are predictions."""
 
 
-def _text(name: str, found: Sequence[Serving], model: Model, left_out: dict[str, int]) -> str:
-    """Return the best way in words, and the command that runs it."""
+def _text(found: Sequence[Serving], model: Model, left_out: dict[str, int]) -> str:
+    """Return the best way in words."""
     best, work = found[0], model.workload
-    token = in_bytes(work.kept_bytes / work.kept / work.batch)
+    token, index = (in_bytes(size / work.kept / work.batch) for size in (work.kept_bytes, work.index_bytes))
+    more = f" and {index} of index keys" if work.selected is not None else ""
     lines = [
-        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values.",
-        f"{_mesh(best)}: a rank holds {in_bytes(best.weights)} of weights and {in_bytes(best.keys)} of keys; "
-        f"{best.tokens:,} tokens of each sequence fit.",
+        f"{in_bytes(model.weights(1, False))} of weights; a token of a sequence has {token} of keys and values{more}.",
+        f"Recommended is {_mesh(best)}: of the ways that fit, a token takes least time. A rank holds "
+        f"{in_bytes(best.weights)} of weights and {in_bytes(best.keys)} of keys.",
     ]
     if windowed := left_out.get("with windows"):
         kept = in_bytes(model.windows)
@@ -112,9 +136,28 @@ def _text(name: str, found: Sequence[Serving], model: Model, left_out: dict[str,
     most = max(found, key=lambda one: one.tokens)
     if most.tokens > best.tokens:
         lines.append(f"Most tokens fit with {_mesh(most)}: {most.tokens:,}.")
-    if not name.endswith(".json"):
-        lines.append(f"attnmesh generate --model {name} --mesh {_mesh(best)}")
     return "\n".join(lines)
+
+
+def _commands(name: str, best: Serving, cluster: Cluster) -> str:
+    """Return the commands that generate and serve in the best way."""
+    each = "" if cluster.hosts == 1 else " on each host, where HEAD is the first one"
+    generate, serve = (_launch(command, name, best, cluster) for command in ("generate", "serve"))
+    door = " --host 0.0.0.0" if cluster.hosts > 1 else ""  # else this host alone reaches it
+    return f"Type{each}:\n{generate} \\\n    --prompt-file FILE --max-new-tokens 500\nOr serve requests:\n{serve}{door}"
+
+
+def _launch(command: str, name: str, way: Serving, cluster: Cluster) -> str:
+    """Return a command that runs a way; on several hosts, the one to type on each."""
+    kv = "" if way.plan.workload.storage is None else f" --kv {way.plan.workload.storage}"
+    start = "attnmesh"
+    if cluster.hosts > 1:
+        ranks = f"--nnodes {cluster.hosts} --nproc-per-node {cluster.ranks}"
+        restarts = " --max-restarts 3" if command == "serve" else ""
+        start = f"torchrun {ranks} --rdzv-backend c10d --rdzv-endpoint HEAD:29500{restarts} \\\n    -m attnmesh"
+    model = "MODEL" if name.endswith(".json") else name
+    mesh = f" --mesh {_mesh(way)}" if cluster.world > 1 else ""
+    return f"{start} {command} --model {model}{mesh}{kv}"
 
 
 def _record(one: Serving) -> dict[str, Any]:
@@ -129,4 +172,6 @@ def _record(one: Serving) -> dict[str, Any]:
         "tokens": one.tokens,
         "attention_seconds": one.plan.seconds,
         "seconds": one.seconds,
+        "first_token_seconds": one.first,
+        "fits": one.fits,
     }

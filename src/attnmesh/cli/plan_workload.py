@@ -8,8 +8,9 @@ import typer
 from attnmesh.cli.plan_model import check_alone
 from attnmesh.errors import ArgumentError, ShapeError
 from attnmesh.planner.plan import Plan
+from attnmesh.planner.recurrent import TRANSITIONS, Recurrent
 from attnmesh.planner.recurrent_cost import RecurrentCost
-from attnmesh.planner.workload import TRANSITIONS, Recurrent, Workload
+from attnmesh.planner.workload import Workload
 from attnmesh.planner.workload_presets import WORKLOADS, workload_preset
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "ki": 2**10, "mi": 2**20}
@@ -21,9 +22,7 @@ WorkloadOption = Annotated[
 ]
 LengthOption = Annotated[
     str | None,
-    typer.Option(
-        help="Tokens: 4096, 128k (128,000), 5M (5,000,000), 128Ki (131,072), 1Mi. Required without --workload."
-    ),
+    typer.Option(help="Tokens: 4096, 128k (128,000), 5M or 5e6, 128Ki (131,072), 1Mi. Required without --workload."),
 ]
 RecurrentOption = Annotated[
     list[str] | None,
@@ -69,12 +68,12 @@ def enabling_code(plan: Plan) -> str:
 def length_of(text: str | None) -> int:
     """Return the tokens of `--length`.
 
-    >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M")]
-    [4096, 128000, 131072, 1500000]
+    >>> [length_of(text) for text in ("4096", "128k", "128Ki", "1.5M", "1e6")]
+    [4096, 128000, 131072, 1500000, 1000000]
     """
     if text is None:
         raise ArgumentError("attnmesh plan", "--length or --workload", "neither", "write --length 128k")
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(|k|m|ki|mi)", text.lower())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?(?:e[0-9]{1,2})?)(|k|m|ki|mi)", text.lower())
     tokens = float(match[1]) * UNITS[match[2]] if match else 0.5
     if tokens != int(tokens):
         fix = "k and M count in thousands, Ki and Mi in 1,024s"

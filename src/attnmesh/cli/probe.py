@@ -18,7 +18,7 @@ from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.auto import keep_machine
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.hardware import NO_LINK
-from attnmesh.planner.plan import in_seconds
+from attnmesh.planner.units import in_seconds
 from attnmesh.runtime.machine import machine
 
 
@@ -95,12 +95,12 @@ def described(cluster: Cluster) -> dict[str, Any]:
         "attention": f"{device.forward_rate / 1e9:,.1f} GFLOP/s forward, {device.backward_rate / 1e9:,.1f} backward",
         "keys read": f"{device.memory_rate / 1e9:,.2f} GB/s, copied {(device.copy_rate or 0) / 1e9:,.2f} GB/s",
         "memory": f"{device.memory / 1e9:,.1f} GB a rank",
-        "a call": in_seconds(device.call),
+        "a call": in_seconds(device.call, 3),
     }
     for name, link in (("inside a host", cluster.inside), ("between hosts", cluster.between)):
         if link != NO_LINK:
-            latency = f"{in_seconds(link.latency)}, in a merge {in_seconds(link.merge_latency)}"
-            further = f"each further {in_seconds(link.message)}"
+            latency = f"{in_seconds(link.latency, 3)}, in a merge {in_seconds(link.merge_latency, 3)}"
+            further = f"each further {in_seconds(link.message, 3)}"
             rates = f"{link.rate / 1e6:,.1f} MB/s a rank, {link.host_rate / 1e6:,.1f} a host"
             rows[name] = f"a message {latency}, {further}; {rates}"
     return rows

@@ -8,7 +8,11 @@ from torch import Tensor
 
 from attnmesh.attention.attend import attend
 from attnmesh.attention.partials import energy
-from attnmesh.core.mask import Band, Causal, Documents, Full, Mask, Window
+from attnmesh.core.band import Band
+from attnmesh.core.mask import Causal, Documents, Full, Mask, Window
+from attnmesh.core.storage import STORAGES, Storage
+from attnmesh.decode.cache import KVCache
+from attnmesh.decode.decode import decode
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cuda import CUDA, operator_name
 from attnmesh.kernels.driver import KERNELS, choose, choose_for_cache
@@ -25,7 +29,10 @@ LAW = 1e-14
 
 @dataclass(frozen=True)
 class Proof:
-    """Errors of a kernel relative to the largest true value, or `absent`: the reason why it is unsupported."""
+    """Errors of a kernel relative to the largest true value, or `absent`: the reason why it is unsupported.
+
+    The dtype may be that of a cache in 8 bits, which has no gradients.
+    """
 
     kernel: str
     device: str
@@ -38,8 +45,8 @@ class Proof:
     @property
     def holds(self) -> bool:
         """True if the errors are allowed, and for an unsupported kernel."""
-        errors = (self.out_error, self.gradient_error)
-        return self.absent is not None or all(e is not None and e <= (self.allowed or 0.0) for e in errors)
+        errors = [e for e in (self.out_error, self.gradient_error) if e is not None]
+        return self.absent is not None or (bool(errors) and all(e <= (self.allowed or 0.0) for e in errors))
 
 
 def devices() -> list[torch.device]:
@@ -53,6 +60,7 @@ def proofs() -> Iterator[Proof]:
     for device in devices():
         for kernel in KERNELS:
             yield from (_proof(kernel, device, dtype) for dtype in DTYPES)
+            yield from (_stored_proof(kernel, device, storage) for storage in STORAGES.values())
 
 
 @torch.no_grad()
@@ -111,6 +119,24 @@ def _proof(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Proof:
     allowed = torch.finfo(dtype).eps * (4 if dtype.itemsize == 2 else 64)
     out_error, gradient_error = (max(error) for error in zip(*errors, strict=True))
     return Proof(*names, out_error=out_error, gradient_error=gradient_error, allowed=allowed)
+
+
+def _stored_proof(kernel: Kernel, device: torch.device, storage: Storage) -> Proof:
+    """Return the proof of decoding from a cache in 8 bits: attention in float64 over the numbers that it stores."""
+    names = (kernel.name, device.type, storage.name)
+    q, k, v, _ = (x.detach() for x in _problem(torch.float32, device, 3))
+    if (reason := kernel.unsupported_reason(q, k, v)) is not None:
+        return Proof(*names, absent=reason)
+    numbers = [storage.dequantize(storage.quantize(x.cpu()), torch.float64) for x in (k, v)]
+    errors = []
+    for mask in (Causal(), Window(40, 7)):
+        sizes = {"batch": 2, "kv_heads": 2, "head_dim": 32, "value_dim": 24, "capacity": 300, "storage": storage.name}
+        cache = KVCache(None, device=device, dtype=torch.float32, **sizes)  # type: ignore[arg-type]
+        cache.append(k, v)
+        at, given = torch.arange(300), (q.cpu().double(), *numbers)
+        truth = attend(*given, mask=mask, q_positions=at[-3:], k_positions=at, kernel="reference").out
+        errors.append(_error(decode(q, cache, mask=mask, kernel=kernel.name).cpu(), truth))
+    return Proof(*names, out_error=max(errors), allowed=torch.finfo(torch.float32).eps * 64)
 
 
 def _errors(kernel: str, device: torch.device, dtype: torch.dtype, mask: Mask, rows: int) -> tuple[float, float]:

@@ -1,0 +1,85 @@
+"""`attnmesh plan --model --training`: how many ranks share a sequence, and how many tokens then fit."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from attnmesh.cli.output import Status, command_line, console, numbered, print_json
+from attnmesh.cli.plan_model import config_of
+from attnmesh.errors import ArgumentError, ClusterError
+from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.plan import by
+from attnmesh.planner.training import WEIGHT_BYTES, TrainedModel
+from attnmesh.planner.training import training as ways_to_train
+from attnmesh.planner.units import in_bytes, in_seconds
+
+LoraOption = Annotated[
+    int, typer.Option("--lora", min=0, help="With --model --training: rank of an adapter to train; 0 trains the model.")
+]
+
+
+def check_lora(rank: int, *, is_trained: bool) -> None:
+    """Raise if an adapter is planned without a model to train."""
+    if rank and not is_trained:
+        raise ArgumentError("--lora", "--model and --training beside it", str(rank), "add them, or leave --lora out")
+
+
+def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str, Any]) -> None:
+    """Print the ways to share a model's sequences. Raise if the tokens fit in none."""
+    from attnmesh.hf.model_size import training_size
+
+    model = training_size(config_of(given["model"]), given["lora"], **workload)
+    with Status("pricing"):
+        found = ways_to_train(model, machines)
+    best, length = found[0], model.workload.length
+    if best.tokens < length:
+        longest = replace(model.workload, length=max(1, max(one.tokens for one in found)))
+        most = max(one.tokens for one in ways_to_train(replace(model, workload=longest), machines))
+        expected = f"at most {most:,} tokens of a sequence"
+        asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
+        raise ClusterError("plan for training", expected, asked, "take more hosts" if not most else FEWER)
+    if given["as_json"]:
+        command = command_line("attnmesh plan", given)
+        ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
+        sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
+        print_json({"command": command, "cluster": machines.record(), **sizes, "ways": ways})
+        return
+    columns = {
+        "data x\ncontext": [f"{one.data} x {one.context}" for one in found],
+        "weights,\noptimizer": [in_bytes(one.states) for one in found],
+        "inputs of\nlayers": [in_bytes(one.inputs) for one in found],
+        "one\nlayer": [in_bytes(one.layer) for one in found],
+        "logits": [in_bytes(one.logits) for one in found],
+        "memory\na rank": [f"{in_bytes(one.memory)}{'!' * (one.tokens < length)}" for one in found],
+        "tokens\nthat fit": [f"{one.tokens:,}" if one.tokens else "none" for one in found],
+        "attention": [in_seconds(one.plan.seconds) for one in found],
+    }
+    caption = f"{ADAPTER if model.adapter else WHOLE}\n{CAPTION}"
+    console.print(numbered(f"{model.workload.title}; {machines.title}", columns, ["data x\ncontext"], caption))
+    shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
+    shared = shared if best.context > 1 else "Each rank has sequences of its own"
+    lines = [f"{shared}.", f"Sequences at once: {best.data}.", _trained(model)]
+    console.print("\n".join(lines), highlight=False, markup=False)
+
+
+def _trained(model: TrainedModel) -> str:
+    """Return the weights that are trained, and what is saved of them."""
+    kind = "adapter" if model.adapter else "model"
+    counts = f"{model.adapter:,} of {model.parameters:,}" if model.adapter else f"all {model.parameters:,}"
+    sizes = in_bytes(model.checkpoint_bytes), in_bytes(model.trained * WEIGHT_BYTES)
+    return f"Trained: {counts} parameters.\nSaved: checkpoints of {sizes[0]}, the {kind} alone of {sizes[1]}."
+
+
+FEWER = "take fewer tokens, or more hosts"
+
+WHOLE = "Weights, gradients and AdamW in float32, sharded over all ranks (FSDP2)."
+
+ADAPTER = """\
+Weights, and gradients and AdamW of the adapter, in float32, sharded over
+all ranks (FSDP2)."""
+
+CAPTION = """\
+Gradient checkpointing. Memory is an upper bound; ! marks what does not fit.
+Attention is that of one sequence. What fits comes first, then what takes
+all ranks the least time."""

@@ -1,0 +1,122 @@
+"""`attnmesh serve` under torchrun: ranks on several hosts, and a front beside rank 0 that outlives them.
+
+torchrun starts all ranks anew when one is lost. The first rank 0 starts the front as a process of its own. Later ones
+find it by a folder of this torchrun, in which the front writes the address of its socket, and rank 0 its process.
+"""
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any
+
+import torch.distributed as dist
+
+from attnmesh.cli.launch import RankError
+from attnmesh.comm.shared_memory import alive
+from attnmesh.errors import ClusterError, require
+
+FRONT = "ATTNMESH_FRONT"
+"""Environment of a front: its folder, the process of torchrun's agent, and the number of ranks."""
+
+PATIENCE = 120.0
+"""Seconds that a front has to listen."""
+
+POLL = 0.1
+"""Seconds between two looks at a file or a process."""
+
+
+@dataclass(frozen=True)
+class TorchrunRanks:
+    """The ranks that torchrun starts, as the front sees them."""
+
+    folder: Path
+    agent: int
+    count: int
+
+    @staticmethod
+    def of_front() -> "TorchrunRanks | None":
+        """Return the ranks of this front; None in a process that is not one of torchrun's."""
+        given = os.environ.get(FRONT)
+        if given is None:
+            return None
+        folder, agent, count = given.rsplit(":", 2)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return TorchrunRanks(Path(folder), int(agent), int(count))
+
+    def run(self, address: str) -> None:
+        """Publish the address for the next rank 0, and raise when it has ended, or torchrun has."""
+        rank, published = self.folder / "rank", self.folder / "address"
+        rank.unlink(missing_ok=True)
+        replace(published, address)
+        try:
+            while alive(self.agent) and not rank.exists():
+                time.sleep(POLL)
+            while alive(self.agent) and alive(int(rank.read_text())):
+                time.sleep(POLL)
+        finally:
+            published.unlink(missing_ok=True)
+        if not alive(self.agent):
+            os.kill(os.getpid(), SIGTERM)  # no other ranks will come
+        raise RankError("ranks were lost")
+
+    def kill(self) -> None:
+        """End torchrun, which ends the ranks."""
+        if alive(self.agent):
+            os.kill(self.agent, SIGTERM)
+
+
+def serve_under_torchrun(settings: Any) -> None:
+    """Serve as one of torchrun's ranks; rank 0 starts the front, or finds it."""
+    from attnmesh.cli.serve_worker import serve_rank
+
+    serve_rank(settings, find_front() if dist.get_rank() == 0 else "")
+    dist.destroy_process_group()
+
+
+def find_front() -> str:
+    """Return the address of the front, which is started if there is none yet. Rank 0 calls this."""
+    agent = os.getppid()
+    folder = Path(tempfile.gettempdir(), f"attnmesh-serve-{os.getuid()}-{agent}")
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        own = folder.stat()
+        fits = own.st_uid == os.getuid() and not own.st_mode & 0o077
+        require(fits, ClusterError, "serve", f"{folder} to be of this user alone", "another's", "remove it")
+    else:
+        environment = {name: x for name, x in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        environment[FRONT] = f"{folder}:{agent}:{dist.get_world_size()}"
+        command = [sys.executable, "-m", "attnmesh", *sys.argv[1:]]
+        front = subprocess.Popen(command, env=environment, start_new_session=True)  # no signal of the terminal's
+        replace(folder / "front", str(front.pid))
+    return _address(folder)
+
+
+def _address(folder: Path) -> str:
+    """Wait for the front's address, and leave the front the number of this process."""
+    end = time.monotonic() + PATIENCE
+    front, published = folder / "front", folder / "address"
+    while time.monotonic() < end:
+        if published.exists():
+            address = published.read_text()
+            replace(folder / "rank", str(os.getpid()))
+            return address
+        if front.exists() and not alive(int(front.read_text())):
+            break
+        time.sleep(POLL)
+    fix = f"read its messages, and remove {folder}"
+    raise ClusterError("serve", f"a front that listens within {PATIENCE:.0f} s", "none", fix)
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a file that readers find whole, or not."""
+    part = file.with_name(f".{file.name}")
+    part.write_text(text)
+    part.replace(file)

@@ -1,0 +1,36 @@
+"""Work of `attnmesh serve` on each rank: load the model, and run the engine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from attnmesh import hf
+from attnmesh.cli.generate_prompt import Prepared
+from attnmesh.cli.generate_worker import load_model
+from attnmesh.comm.failures import set_deadline
+from attnmesh.serve.worker import serve_rank_0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The model, and the options of its engine, the same on all ranks."""
+
+    model: Prepared
+    dtype: str
+    deadline: float | None
+    engine: dict[str, Any]
+    """Options of `hf.Engine`."""
+    max_model_len: int
+
+
+def serve_rank(settings: Settings, address: str) -> None:
+    """Serve as one of several ranks; rank 0 connects to the front at the address."""
+    set_deadline(settings.deadline)
+    model, mesh = load_model(settings.model, settings.dtype)
+    output = "heads" if settings.model.mesh.is_shared else "replicated"
+    engine = hf.Engine(model, mesh, output=output, **settings.engine)
+    if dist.get_rank() == 0:
+        serve_rank_0(engine, address, {"max_model_len": settings.max_model_len})
+    else:
+        engine.follow()

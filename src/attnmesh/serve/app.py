@@ -1,0 +1,200 @@
+"""The routes: chat completions, completions, the model, health, figures and the page."""
+
+import asyncio
+import hashlib
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from copy import deepcopy
+from importlib.resources import files
+from secrets import randbits
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from attnmesh.serve.answers import Answers
+from attnmesh.serve.body import Bodies
+from attnmesh.serve.chat import Encoded, encode_chat, encode_text
+from attnmesh.serve.door import Door, Limits
+from attnmesh.serve.front import Front
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.reply import EventStream, Gone, Reply
+from attnmesh.serve.schema import CHAT, COMPLETION, Schema, read_fields, shown
+
+DEFAULT_NEW = 2048
+"""New tokens of a chat that names no limit, if they fit."""
+
+
+class App:
+    """The server of one model. A `processor` reads images."""
+
+    def __init__(self, front: Front, tokenizer: Any, name: str, limits: Limits, processor: Any = None) -> None:
+        self.front, self.tokenizer, self.name, self.limits = front, tokenizer, name, limits
+        self._bodies = Bodies(limits.max_body)
+        self._encoding = ThreadPoolExecutor(1)
+        self._encoder = deepcopy(processor or tokenizer)  # a tokenizer cannot encode and decode in two threads at once
+        self._page = files("attnmesh.serve").joinpath("page.html").read_text()
+        self._page_headers = {"content-security-policy": content_policy(self._page)}
+
+    def asgi(self) -> ASGIApp:
+        """Return the application, with the front's life as its own."""
+        routes = [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/", self.page),
+        ]
+        handlers: Any = {Refused: refuse, HTTPException: refuse_http, Gone: leave, Exception: refuse_unforeseen}
+        app = Starlette(routes=routes, exception_handlers=handlers, lifespan=self.lifespan)
+        return Door(app, self.limits, self.front.metrics)
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Start the ranks, and end them."""
+        await self.front.start()
+        try:
+            yield
+        finally:
+            await self.front.close()
+            self._encoding.shutdown(cancel_futures=True)
+
+    # --- routes ---
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Answer messages."""
+        fields = await self._read(http, CHAT)
+        if fields["top_logprobs"] is not None and not fields["logprobs"]:
+            raise Refused(400, "top_logprobs: expected logprobs true beside it", "top_logprobs")
+        if None not in (fields["max_tokens"], fields["max_completion_tokens"]):
+            raise Refused(400, "max_tokens: expected it or max_completion_tokens, given both", "max_tokens")
+        prompt = await self._encoded(encode_chat, fields)
+        new = fields["max_completion_tokens"] or fields["max_tokens"]
+        top = (fields["top_logprobs"] or 0) if fields["logprobs"] else None
+        return await self._answer(http, fields, prompt, new, Answers(self.tokenizer, self.name, True, top))
+
+    async def completions(self, http: HttpRequest) -> Response:
+        """Go on with a prompt."""
+        fields = await self._read(http, COMPLETION)
+        prompt = await self._encoded(encode_text, fields["prompt"])
+        answers = Answers(self.tokenizer, self.name, False, fields["logprobs"])
+        return await self._answer(http, fields, prompt, fields["max_tokens"], answers)
+
+    async def models(self, _: HttpRequest) -> Response:
+        """List the one model."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """Describe the model."""
+        self._check_model(http.path_params["name"], "name")
+        return JSONResponse(self._model())
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Return 200 if requests are served."""
+        return JSONResponse({"status": self.front.state}, 200 if self.front.state == "ready" else 503)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        """Return the figures for Prometheus."""
+        return Response(self.front.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def page(self, _: HttpRequest) -> Response:
+        """Return the page."""
+        return Response(self._page, media_type="text/html", headers=self._page_headers)
+
+    # --- a request ---
+
+    def _model(self) -> dict[str, Any]:
+        facts = {"max_model_len": self.front.facts.get("max_model_len")}
+        return {"id": self.name, "object": "model", "created": 0, "owned_by": "attnmesh", **facts}
+
+    def _check_model(self, name: str, param: str) -> None:
+        if name != self.name:
+            raise Refused(404, f"model: expected {self.name!r}, given {shown(name)}", param, "model_not_found")
+
+    async def _read(self, http: HttpRequest, schema: Schema) -> dict[str, Any]:
+        """Return the fields of a request, read and tested."""
+        if self.front.state != "ready":
+            raise Refused(503, f"The server is {self.front.state}. Ask again.")
+        fields = read_fields(await self._bodies.read(http), schema)
+        self._check_model(fields["model"], "model")
+        if fields["stream_options"] is not None and not fields["stream"]:
+            raise Refused(400, "stream_options: expected stream true beside it", "stream_options")
+        return fields
+
+    async def _encoded(self, encode: Any, value: Any) -> Encoded:
+        """Return the tokens of a prompt that fits; tokenizers take long for long texts, and run apart."""
+        loop = asyncio.get_running_loop()
+        prompt: Encoded = await loop.run_in_executor(self._encoding, encode, self._encoder, value)
+        longest, tokens = self.front.facts["max_model_len"], len(prompt.ids)
+        if not tokens:
+            raise Refused(400, "prompt: expected at least one token", "prompt")
+        if tokens >= longest:
+            text = f"The prompt has {tokens} tokens, and the server's longest context is {longest} with the answer."
+            raise Refused(413, text, None, "context_length_exceeded")
+        return prompt
+
+    async def _answer(
+        self, http: HttpRequest, fields: dict[str, Any], prompt: Encoded, new: int | None, answers: Answers
+    ) -> Response:
+        """Submit a request for each choice, and answer with their tokens."""
+        room = self.front.facts["max_model_len"] - len(prompt.ids)
+        if new is not None and new > room:
+            given = f"{new}, beside a prompt of {len(prompt.ids)} tokens"
+            raise Refused(400, f"max_tokens: expected at most {room}, given {given}", "max_tokens")
+        seed = randbits(63) if fields["seed"] is None else fields["seed"]  # replayed requests need the same
+        options = {
+            "max_new_tokens": new or min(DEFAULT_NEW, room),
+            "temperature": fields["temperature"],
+            "top_p": fields["top_p"],
+            "top_k": fields["top_k"],
+            "logprobs": 0 if answers.top is None else max(1, answers.top),
+        }
+        choices = [options | {"seed": (seed + index) % (1 << 63)} for index in range(fields["n"])]
+        stop = fields["stop"] or []
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        reply = Reply(self.front, answers, prompt, choices, stops)
+        if fields["stream"]:
+            await reply.while_there(http.receive, reply.accepted())
+            return EventStream(reply, bool((fields["stream_options"] or {}).get("include_usage")))
+        return JSONResponse(await reply.while_there(http.receive, reply.whole()))
+
+
+def content_policy(page: str) -> str:
+    """Return the policy that lets a page run its own script and style, and reach this server alone."""
+    digests = []
+    for kind in ("script", "style"):
+        found = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        hashes = " ".join(f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
+        digests.append(f"{kind}-src {hashes}")
+    return "; ".join(("default-src 'none'", *digests, "connect-src 'self'", "frame-ancestors 'none'"))
+
+
+async def refuse(_: HttpRequest, error: Exception) -> Response:
+    """Return what was refused, in OpenAI's shape."""
+    assert isinstance(error, Refused)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def refuse_http(_: HttpRequest, error: Exception) -> Response:
+    """Return an unknown path or method in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse(Refused(error.status_code, error.detail).body, error.status_code, error.headers)
+
+
+async def refuse_unforeseen(_: HttpRequest, error: Exception) -> Response:
+    """Return an error of the server's own without its text, which may hold parts of requests."""
+    return JSONResponse(Refused(500, "The server failed on this request.").body, 500)
+
+
+async def leave(_: HttpRequest, error: Exception) -> Response:
+    """Return something that nobody reads: the client has gone."""
+    return Response(status_code=499)

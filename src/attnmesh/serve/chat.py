@@ -1,0 +1,135 @@
+"""The tokens of a request's prompt: messages in the model's chat template, or the text of a completion."""
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from attnmesh.serve.images import packed_images, read_image
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema import is_text, shown
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages. The chat template decides on what a model knows."""
+
+MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "audio", "function_call")
+"""Fields of messages; the last three have to be null."""
+
+
+class Encoded(NamedTuple):
+    """The tokens of a prompt, and its images as JSON can spell them."""
+
+    ids: list[int]
+    images: list[list[Any]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images, about."""
+        return sum(len(data) for _, dtype, _, data in self.images or () if dtype is not None)
+
+
+def encode_chat(encoder: Any, fields: dict[str, Any]) -> Encoded:
+    """Return the tokens of the messages, with the beginning of the answer.
+
+    `encoder` is a tokenizer, or the processor of a model of images and text.
+    """
+    pictures: list[Any] | None = [] if hasattr(encoder, "image_processor") else None
+    messages = [read_message(f"messages[{i}]", one, pictures) for i, one in enumerate(fields["messages"])]
+    tools = fields["tools"] if fields["tool_choice"] != "none" else None
+    if not encoder.chat_template:
+        raise Refused(400, "messages: the model has no chat template. Use /v1/completions.", "messages")
+    template = encoder.chat_template if pictures is not None else encoder.get_chat_template(tools=tools)
+    if tools and not uses_tools(template):
+        raise Refused(400, "tools: the model's chat template has no tools. Leave them out.", "tools")
+    options = {"chat_template": template, "tools": tools or None, "add_generation_prompt": True, "return_dict": True}
+    if pictures is not None:
+        options |= {"tokenize": True, "return_tensors": "pt"}
+    try:
+        found = dict(encoder.apply_chat_template(messages, **options))
+    except Exception as error:  # a template raises what it wants, and on types that it does not expect
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Refused(400, f"messages: the chat template refuses them: {line[:200]}", "messages") from None
+    if pictures is None:
+        return Encoded([*found["input_ids"]])
+    ids, _ = found.pop("input_ids")[0].tolist(), found.pop("attention_mask", None)
+    return Encoded(ids, packed_images(found) if pictures else None)
+
+
+def uses_tools(template: str) -> bool:
+    """Return whether a chat template refers to tools.
+
+    >>> uses_tools("{% if tools %}{{ tools }}{% endif %}"), uses_tools("tools {{ messages }}")
+    (True, False)
+    """
+    return re.search(r"\{[{%][^}]*\btools\b", template) is not None
+
+
+def read_message(place: str, message: dict[str, Any], pictures: list[Any] | None = None) -> dict[str, Any]:
+    """Return a message as templates take it: content as one text, arguments of tool calls as objects.
+
+    With `pictures` content has parts: text, and pictures, which are added to the others of the request.
+    """
+    for field in message:
+        if field not in MESSAGE or (field in MESSAGE[5:] and message[field] is not None):
+            raise Refused(400, f"{place}: unsupported field {shown(field)}. Leave it out.", place)
+    role, name = message.get("role"), message.get("name")
+    calls, answers = message.get("tool_calls") or [], message.get("tool_call_id")
+    if role not in ROLES:
+        raise Refused(400, f"{place}.role: expected one of {', '.join(ROLES)}, given {shown(role)}", place)
+    if name is not None and (role != "tool" or not is_text(name)):
+        raise Refused(400, f"{place}.name: expected a name in messages of role tool alone. Leave it out.", place)
+    fits = not calls or (role == "assistant" and isinstance(calls, list))
+    if not fits or (answers is not None and not (role == "tool" and is_text(answers))):
+        raise Refused(400, f"{place}: expected tool_calls of assistants, and the tool_call_id of tools alone", place)
+    content, optional = message.get("content"), bool(calls)
+    shows = pictures if role == "user" else None
+    parts = read_parts(f"{place}.content", content, shows, optional=optional)
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text")
+    read = {"role": role, "content": text if pictures is None else parts}
+    read |= {"tool_calls": [read_call(f"{place}.tool_calls[{i}]", one) for i, one in enumerate(calls)]} if calls else {}
+    return read | {key: value for key, value in (("name", name), ("tool_call_id", answers)) if value is not None}
+
+
+def read_parts(place: str, content: Any, pictures: list[Any] | None, *, optional: bool) -> list[dict[str, Any]]:
+    """Return the parts of a message's content: text, and pictures where they may be."""
+    if content is None and optional:
+        return []
+    expected = "text, or parts of type text" if pictures is None else "text, or parts of type text or image_url"
+    read: list[dict[str, Any]] = []
+    for part in content if isinstance(content, list) and content else [{"type": "text", "text": content}]:
+        if pictures is not None and isinstance(part, dict) and part.get("type") == "image_url":
+            pictures.append(read_image(place, part, pictures))
+            read.append({"type": "image", "image": pictures[-1]})
+            continue
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
+            raise Refused(400, f"{place}: expected {expected}, given {shown(part)}", place)
+        if not is_text(part["text"]):
+            raise Refused(400, f"{place}: expected text in UTF-8, given {shown(part['text'])}", place)
+        read.append(part)
+    return read
+
+
+def read_call(place: str, call: Any) -> dict[str, Any]:
+    """Return a tool call of an earlier answer, its arguments as an object."""
+    call = call if isinstance(call, dict) else {}
+    function = call.get("function") if isinstance(call.get("function"), dict) else {}
+    known = call.get("type") == "function" and is_text(function.get("name")) and is_text(call.get("id", ""))
+    if not known or call.keys() - {"id", "type", "function"}:
+        raise Refused(400, f"{place}: expected id, type function, and function with name and arguments", place)
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (ValueError, TypeError, RecursionError):
+        raise Refused(400, f"{place}.function.arguments: expected JSON", place) from None
+    if not isinstance(arguments, dict) or function.keys() - {"name", "arguments"}:
+        raise Refused(400, f"{place}.function: expected a name, and arguments as a JSON object", place)
+    return {"id": call.get("id"), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def encode_text(encoder: Any, prompt: Any) -> Encoded:
+    """Return the tokens of a completion's prompt: those given, or those of its text."""
+    tokenizer = getattr(encoder, "tokenizer", encoder)
+    one = prompt[0] if isinstance(prompt, list) and not isinstance(prompt[0], int) else prompt
+    if isinstance(one, str):
+        return Encoded([*tokenizer(one)["input_ids"]])
+    if not all(0 <= token < len(tokenizer) for token in one):
+        raise Refused(400, f"prompt: expected token ids of 0 to {len(tokenizer) - 1}", "prompt")
+    return Encoded([*one])

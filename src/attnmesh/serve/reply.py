@@ -1,0 +1,155 @@
+"""The answer to one request: pieces of text of its choices, whole or as events, until the client has gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from attnmesh.serve.answers import DONE, Answers, event, usage_of
+from attnmesh.serve.chat import Encoded
+from attnmesh.serve.front import Accepted, End, Event, Front
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.text import Piece, Text, Token
+
+T = TypeVar("T")
+
+
+class Gone(Exception):
+    """Raised when the client has closed its connection."""
+
+
+class Reply:
+    """The choices of one request, which run until they end or are cancelled."""
+
+    def __init__(
+        self, front: Front, answers: Answers, prompt: Encoded, choices: list[dict[str, Any]], stops: tuple[str, ...]
+    ) -> None:
+        self.front, self.answers, self.prompt_tokens = front, answers, len(prompt.ids)
+        self.texts = [Text(answers.tokenizer, stops) for _ in choices]
+        self.counts = [0] * len(choices)
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._early: list[tuple[int, Event]] = []
+        self.requests = front.submit(prompt, choices, lambda index, event: self._events.put_nowait((index, event)))
+        front.metrics.prompt_tokens.inc(len(prompt.ids))
+
+    async def while_there(self, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of the work; cancel the request if it fails or the client goes."""
+        working, going = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({working, going}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Gone
+            return working.result()
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            for task in (working, going):
+                task.cancel()
+            await asyncio.gather(working, going, return_exceptions=True)
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for request in self.requests:
+            self.front.cancel(request)
+
+    async def accepted(self) -> None:
+        """Return when the engine has queued each choice; raise if it refuses one."""
+        waiting = len(self.requests)
+        while waiting:
+            index, found = await self._events.get()
+            if isinstance(found, Refused):
+                raise found
+            if isinstance(found, Accepted):
+                waiting -= 1
+            else:
+                self._early.append((index, found))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece, int, str | None]]:
+        """Yield a choice's index, its new text, the place of that text, and the reason if it is the last."""
+        running = set(range(len(self.requests)))
+        while running:
+            index, found = self._early.pop(0) if self._early else await self._events.get()
+            text = self.texts[index]
+            place, piece, reason = text.sent, Piece(""), None
+            match found:
+                case Refused():
+                    raise found
+                case End() if index in running:
+                    piece = text.end()
+                    reason = "stop" if text.stopped else found.reason
+                case Token() if index in running:
+                    self.counts[index] += 1
+                    piece = text.add(found)
+                    reason = "stop" if text.stopped else None
+            if reason is not None:
+                self.front.cancel(self.requests[index])  # of a stop string, which ranks do not know
+                running.discard(index)
+            if piece.text or piece.tokens or reason is not None:
+                yield index, piece, place, reason
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response with all choices."""
+        parts: list[list[Piece]] = [[] for _ in self.requests]
+        reasons: list[str | None] = [None for _ in self.requests]
+        async for index, piece, _, reason in self.pieces():
+            parts[index].append(piece)
+            reasons[index] = reason
+        choices = []
+        for index, (pieces, reason) in enumerate(zip(parts, reasons, strict=True)):
+            tokens = tuple(token for piece in pieces for token in piece.tokens)
+            whole = Piece("".join(piece.text for piece in pieces), tokens)
+            choices.append(self.answers.choice(index, whole, 0, reason, whole=True))
+        return self.answers.whole(choices, self.usage())
+
+    async def events(self, include_usage: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a stream; an error is the last one."""
+        try:
+            for index in range(len(self.requests)) if self.answers.is_chat else ():
+                yield event(self.answers.begin(index))
+            async for index, piece, place, reason in self.pieces():
+                choice = self.answers.choice(index, piece, place, reason, whole=False)
+                yield event(self.answers.chunk([choice]))
+            if include_usage:
+                yield event(self.answers.chunk([], self.usage()))
+            yield DONE
+        except Refused as error:
+            yield event(error.body)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the counts of tokens so far."""
+        cached = max(request.cached_tokens for request in self.requests)
+        return usage_of(self.prompt_tokens, sum(self.counts), cached)
+
+
+class EventStream(Response):
+    """A response of events; the request ends with it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply, include_usage: bool) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.reply, self.include_usage = reply, include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until the last, or until the client has gone."""
+        try:
+            await self.reply.while_there(receive, self._send(send))
+        except Gone:
+            pass
+        finally:
+            self.reply.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self.reply.events(self.include_usage):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,198 @@
+"""The fields of requests: each is served, or accepted at a value that changes nothing, or refused with 400.
+
+`docs/serving.md` shows `table()` of both schemas.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnmesh.serve.refused import Refused
+
+MAX_CHOICES, MAX_STOPS, MAX_STOP = 16, 4, 256
+"""Choices a request, its stop strings, and the characters of one."""
+
+SHOWN = 60
+"""Characters of a value that an error shows."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A field that the server acts on: `fits` tests a value; None or no value gives the default."""
+
+    fits: Callable[[Any], bool]
+    expected: str
+    default: Any = None
+    note: str = ""
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return the value, or the default, or raise."""
+        if value is None:
+            if self.default is REQUIRED:
+                raise Refused(400, f"{name}: expected {self.expected}, given none", name)
+            return self.default
+        if not self.fits(value):
+            raise Refused(400, f"{name}: expected {self.expected}, given {shown(value)}", name)
+        return value
+
+    @property
+    def row(self) -> str:
+        """The text of a table."""
+        default = "required" if self.default is REQUIRED else f"by default {json.dumps(self.default)}"
+        default = "" if self.default is None else f"; {default}"
+        return f"served: {self.expected}{default}{'; ' if self.note else ''}{self.note}"
+
+
+@dataclass(frozen=True)
+class Only:
+    """A field that is refused, unless its value asks for nothing."""
+
+    neutral: tuple[Any, ...] = ()
+
+    def read(self, name: str, value: Any) -> Any:
+        """Return the value, or raise."""
+        if value is not None and not any(type(value) is type(one) and value == one for one in self.neutral):
+            known = " or ".join(json.dumps(one) for one in (None, *self.neutral))
+            fix = "Leave it out."
+            raise Refused(400, f"{name}: expected {known}, given {shown(value)}. {fix}", name, "unsupported_parameter")
+        return value
+
+    @property
+    def row(self) -> str:
+        """The text of a table."""
+        return "refused" + "".join(f", but for {json.dumps(one)}" for one in self.neutral)
+
+
+REQUIRED = object()
+"""Default of a field that a request must have."""
+
+Schema = Mapping[str, Served | Only]
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of a value as JSON.
+
+    >>> shown([1] * 100)
+    '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1...'
+    """
+    text = json.dumps(value[:SHOWN] if isinstance(value, (str, list)) else value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def is_whole(low: int, high: int) -> Callable[[Any], bool]:
+    """Return a test of whole numbers in a range."""
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def is_number(low: float, high: float) -> Callable[[Any], bool]:
+    """Return a test of numbers in a range."""
+    return lambda value: type(value) in (int, float) and low <= value <= high
+
+
+def is_flag(value: Any) -> bool:
+    """Return whether a value is true or false."""
+    return isinstance(value, bool)
+
+
+def is_list_of(kind: type, least: int = 1) -> Callable[[Any], bool]:
+    """Return a test of lists whose items are of one type."""
+    return lambda value: isinstance(value, list) and len(value) >= least and all(type(one) is kind for one in value)
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a value is text in UTF-8: JSON can also spell halves of characters."""
+    return isinstance(value, str) and not any(0xD800 <= ord(sign) < 0xE000 for sign in value)
+
+
+def is_stop(value: Any) -> bool:
+    """Return whether a value is a stop string, or a list of them."""
+    stops = value if isinstance(value, list) else [value]
+    return len(stops) <= MAX_STOPS and all(is_text(one) and 0 < len(one) <= MAX_STOP for one in stops)
+
+
+def is_prompt(value: Any) -> bool:
+    """Return whether a value is a prompt of a completion: text or token ids, or a list of one of them."""
+    one = value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int) else value
+    return (is_text(one) and one != "") or is_list_of(int)(one)
+
+
+def is_stream_options(value: Any) -> bool:
+    """Return whether a value is an object of stream options; obfuscation is not served."""
+    known = isinstance(value, dict) and value.keys() <= {"include_usage", "include_obfuscation"}
+    return known and all(is_flag(one) for one in value.values()) and value.get("include_obfuscation") is not True
+
+
+SAMPLING: Schema = {
+    "model": Served(is_text, "the name that the server gives its model", REQUIRED),
+    "temperature": Served(is_number(0, 2), "0 to 2", 1.0, "0 is greedy"),
+    "top_p": Served(is_number(0, 1), "0 to 1", 1.0, "0 is greedy"),
+    "top_k": Served(is_whole(0, 1 << 31), "a whole number", 0, "0 is all; not a field of OpenAI's"),
+    "seed": Served(is_whole(-(1 << 63), (1 << 63) - 1), "a number of 64 bits", None, "choice i draws with seed + i"),
+    "n": Served(is_whole(1, MAX_CHOICES), f"1 to {MAX_CHOICES}", 1),
+    "stop": Served(is_stop, f"a string of 1 to {MAX_STOP} characters, or up to {MAX_STOPS} of them", None),
+    "stream": Served(is_flag, "true or false", False),
+    "stream_options": Served(is_stream_options, "{include_usage: true or false}", None, "with stream alone"),
+    "user": Served(is_text, "text", None, "has no effect, by its definition"),
+    "frequency_penalty": Only((0, 0.0)),
+    "presence_penalty": Only((0, 0.0)),
+    "logit_bias": Only(({},)),
+}
+"""Fields that both kinds of requests have."""
+
+REFUSED = (
+    *("audio", "function_call", "functions", "moderation", "prediction", "prompt_cache_options"),
+    *("prompt_cache_retention", "reasoning_effort", "verbosity", "web_search_options"),
+)
+"""Fields of chat completions that are refused whatever their value."""
+
+CHAT: Schema = {
+    "messages": Served(
+        is_list_of(dict), "a list of messages", REQUIRED, "content is text, or parts of type text and image_url"
+    ),
+    **SAMPLING,
+    "max_completion_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "by default 2048, or what fits"),
+    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", None, "an older name of max_completion_tokens"),
+    "logprobs": Served(is_flag, "true or false", False),
+    "top_logprobs": Served(is_whole(0, 20), "0 to 20", None, "with logprobs alone"),
+    "tools": Served(is_list_of(dict, 0), "a list of tools", None, "passed to the chat template; calls stay in content"),
+    "tool_choice": Served(lambda value: value in ("auto", "none"), '"auto" or "none"', None, "none leaves tools out"),
+    "response_format": Only(({"type": "text"},)),
+    "modalities": Only((["text"],)),
+    "parallel_tool_calls": Only((True,)),
+    "service_tier": Only(("auto", "default")),
+    "store": Only((False,)),
+    "metadata": Only(({},)),
+    "safety_identifier": Served(is_text, "text", None, "has no effect, by its definition"),
+    "prompt_cache_key": Served(is_text, "text", None, "has no effect: prefixes are found by comparison"),
+    **dict.fromkeys(REFUSED, Only()),
+}
+"""Fields of /v1/chat/completions."""
+
+COMPLETION: Schema = {
+    "prompt": Served(is_prompt, "text, or a list of token ids, or a list of one such prompt", REQUIRED),
+    **SAMPLING,
+    "max_tokens": Served(is_whole(1, 1 << 31), "1 or more", 16),
+    "logprobs": Served(is_whole(0, 5), "0 to 5", None),
+    "best_of": Only((1,)),
+    "echo": Only((False,)),
+    "suffix": Only(("",)),
+}
+"""Fields of /v1/completions."""
+
+
+def read_fields(body: Any, schema: Schema) -> dict[str, Any]:
+    """Return the value of each field of a schema, or raise on a field that is unknown or refused."""
+    if not isinstance(body, dict):
+        raise Refused(400, f"body: expected a JSON object, given {shown(body)}")
+    for name in body:
+        if name not in schema:
+            param = name[:SHOWN].encode(errors="replace").decode()  # JSON may hold half of a surrogate pair
+            raise Refused(400, f"body: unknown field {shown(name)}. Leave it out.", param, "unknown_parameter")
+    return {name: field.read(name, body.get(name)) for name, field in schema.items()}
+
+
+def table(schema: Schema) -> str:
+    """Return the rows of a table in Markdown."""
+    rows = [f"| `{name}` | {field.row} |" for name, field in schema.items()]
+    return "\n".join(["| field | |", "|---|---|", *rows])

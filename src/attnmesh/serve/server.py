@@ -1,0 +1,134 @@
+"""Uvicorn with limits on connections, headers and clients that do not read, and the life of the server."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from attnmesh.serve.app import App
+from attnmesh.serve.refused import Refused
+
+CONNECTIONS = 512
+"""Connections at a time; further ones are closed."""
+
+HEADER_BYTES, HEADER_SECONDS = 32 << 10, 20.0
+"""Bytes of a request's line and headers, and the time that a client has to send them."""
+
+STALL = 60.0
+"""Seconds after which a client that does not read its response is cut off."""
+
+
+class LimitedProtocol(H11Protocol):
+    """HTTP/1.1 of clients that may be slow, or hostile."""
+
+    _waiting: asyncio.TimerHandle | None = None
+    """Ends a connection on which no request begins."""
+    _stalled: asyncio.TimerHandle | None = None
+    """Ends a connection whose client reads nothing."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, if there are not too many."""
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+        self._watch_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the timers with the connection."""
+        super().connection_lost(exc)
+        for timer in (self._waiting, self._stalled):
+            if timer is not None:
+                timer.cancel()
+
+    def handle_events(self) -> None:
+        """Begin the requests that have arrived."""
+        super().handle_events()
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._watch_headers()
+
+    def _watch_headers(self) -> None:
+        """Limit the time until a request begins; a running one has other limits."""
+        running = self.cycle is not None and not self.cycle.response_complete
+        if running and self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+        elif not running and self._waiting is None:
+            self._waiting = self.loop.call_later(HEADER_SECONDS, self._abort)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection; one whose client still reads gets time for it."""
+        super().timeout_keep_alive_handler()
+        self.pause_writing()
+
+    def pause_writing(self) -> None:
+        """Limit the time in which a client reads nothing."""
+        super().pause_writing()
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(STALL, self._abort)
+
+    def resume_writing(self) -> None:
+        """Go on with a client that reads."""
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in OpenAI's shape."""
+        body = json.dumps(Refused(400, msg).body).encode()
+        headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            parts: list[Any] = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+            self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self.transport.close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens there, or raise `OSError`."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(address)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def run(app: App, listening: socket.socket, drain: float) -> None:
+    """Serve until a signal or a failure that no restart mends; then open requests get `drain` seconds to end."""
+    settings: dict[str, Any] = {
+        "http": LimitedProtocol,
+        "ws": "none",
+        "log_level": "critical",  # the log would show what clients send
+        "access_log": False,
+        "server_header": False,
+        "proxy_headers": False,
+        "timeout_graceful_shutdown": max(1, round(drain)),
+        "h11_max_incomplete_event_size": HEADER_BYTES,
+        "lifespan": "on",
+    }
+    server = uvicorn.Server(uvicorn.Config(app.asgi(), **settings))
+
+    def fail() -> None:
+        server.should_exit = True
+
+    app.front.on_failure = fail
+    try:
+        server.run(sockets=[listening])
+    finally:
+        app.front.abandon()
+    if app.front.failure is not None:
+        raise app.front.failure

@@ -1,0 +1,151 @@
+"""Rank 0's side of the front: requests from the socket go to the engine, and tokens to the socket."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from attnmesh.errors import Busy, InputError, RankFailure, TooLong
+from attnmesh.serve.images import unpacked_images
+from attnmesh.serve.link import Link, packed
+
+INTERVAL = 0.5
+"""Seconds from one message of figures to the next."""
+
+LEAST = -9999.0
+"""Log-probability that stands for minus infinity, which JSON cannot spell."""
+
+
+class Stream(Protocol):
+    """The tokens of a request, as the engine gives them."""
+
+    cached_tokens: int
+    finish_reason: str | None
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def cancel(self) -> None:
+        """End the request."""
+
+
+class Engine(Protocol):
+    """The part of `hf.Engine` that the server needs on rank 0."""
+
+    def submit(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        seed: int | None = None,
+        logprobs: int = 0,
+        replay: Sequence[int] = (),
+        images: dict[str, Any] | None = None,
+    ) -> Stream:
+        """Queue a request, or raise."""
+
+    def run(self) -> None:
+        """Serve until closed."""
+
+    def close(self) -> None:
+        """End `run`."""
+
+    def metrics(self) -> dict[str, Any]:
+        """Return figures: numbers, and lists with one number a rank."""
+
+
+def serve_rank_0(engine: Engine, address: str, facts: dict[str, Any]) -> None:
+    """Run the engine for the front at the address, until the front closes or ranks are lost."""
+    worker = Worker(engine, Link(address))
+    worker.send("ready", facts)
+    for work in (worker.listen, worker.send_figures):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        engine.run()
+    finally:
+        worker.done.set()
+        worker.link.close()  # the front sees at once that ranks are lost
+
+
+class Worker:
+    """The requests that the front has sent."""
+
+    def __init__(self, engine: Engine, link: Link) -> None:
+        self.engine, self.link = engine, link
+        self.streams: dict[int, Stream] = {}
+        self.lock, self.done = threading.Lock(), threading.Event()
+
+    def send(self, *message: Any) -> None:
+        """Send one message; the front may have gone."""
+        data = packed([*message])
+        with self.lock:
+            try:
+                self.link.send(data)
+            except OSError:
+                self.done.set()
+
+    def listen(self) -> None:
+        """Do what the front asks for, and end the engine with it."""
+        while (message := self.link.receive()) is not None:
+            match message:
+                case ["submit", number, ids, images, options, sent]:
+                    self.submit(number, ids, options | ({"images": images} if images else {}), sent)
+                case ["cancel", number]:
+                    if (stream := self.streams.pop(number, None)) is not None:
+                        stream.cancel()
+                case ["close"]:
+                    break
+        self.engine.close()
+
+    def submit(self, number: int, ids: list[int], options: dict[str, Any], sent: list[int]) -> None:
+        """Queue a request; tokens that were sent before are replayed."""
+        try:
+            if "images" in options:
+                options = options | {"images": unpacked_images(options["images"])}
+            stream = self.engine.submit(ids, replay=sent, **options)
+        except Exception as error:
+            self.refuse(number, error)
+            return
+        self.streams[number] = stream
+        self.send("accepted", number)
+        threading.Thread(target=self.forward, args=(number, stream), daemon=True).start()
+
+    def forward(self, number: int, stream: Stream) -> None:
+        """Send the tokens of one request."""
+        begun = False
+        try:
+            for token in stream:
+                if not begun:
+                    self.send("begin", number, stream.cached_tokens)
+                    begun = True
+                self.send("token", number, token.id, finite(token.logprob), [(i, finite(p)) for i, p in token.top])
+            self.send("end", number, stream.finish_reason)
+        except RankFailure:
+            pass  # the world ends, and the front replays
+        except Exception as error:
+            self.refuse(number, error)
+        finally:
+            self.streams.pop(number, None)
+
+    def refuse(self, number: int, error: Exception) -> None:
+        """Send the error of one request, which ends it alone."""
+        match error:
+            case Busy():
+                self.send("refused", number, 429, str(error), None)
+            case TooLong():
+                self.send("refused", number, 413, str(error), "context_length_exceeded")
+            case InputError():
+                self.send("refused", number, 400, str(error), None)
+            case _:
+                self.send("refused", number, 500, "The request failed on the ranks.", None)
+
+    def send_figures(self) -> None:
+        """Send the engine's figures from time to time."""
+        while not self.done.wait(INTERVAL):
+            self.send("metrics", self.engine.metrics())
+
+
+def finite(logprob: float | None) -> float | None:
+    """Return a log-probability that JSON can spell."""
+    return None if logprob is None else max(logprob, LEAST)

