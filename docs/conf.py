@@ -9,6 +9,7 @@ import attnmesh as am
 
 project = "attnmesh"
 author = "the attnmesh developers"
+copyright = f"2026, {author}"
 release = am.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath", "colon_fence"]
