@@ -4,10 +4,11 @@ VENV := .venv
 TRITON := 3.7.1
 RUN := $(VENV)/bin
 
-.PHONY: demo quick test long versions check format docs wheel bench fuzz chaos gpu packages clean
+.PHONY: demo serve quick test long versions check format docs figures wheel release bench fuzz chaos gpu packages clean
 .DEFAULT_GOAL := test
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# The version stands in the package, and its metadata is made anew with it.
+$(VENV)/ready: pyproject.toml constraints.txt src/attnmesh/__init__.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "attnmesh needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@echo "setting up $(VENV) with the versions of constraints.txt (a few minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,9 @@ demo: $(VENV)/ready            ## a real model reads 4,000 tokens on 4 ranks and
 	$(RUN)/attnmesh generate --model smollm2 --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
 	@echo "The same on one process with stock transformers, and on 4 ranks in three ways of decoding:"
 	$(RUN)/python -m benchmarks model --ranks 4 --prompt-file $(TEXT) --prompt "$(QUESTION)"
+
+serve: $(VENV)/ready           ## a server with a page at http://127.0.0.1:8000: SmolLM2 on 2 ranks
+	$(RUN)/attnmesh serve --model smollm2 --mesh keys=2
 
 QUICK := tests/core tests/kernels tests/mesh tests/planner tests/attention tests/decode
 quick: $(VENV)/ready           ## laws, kernels, the planner, and meshes of 1, 2 and 4 ranks (about 1 minute on 2 cores)
@@ -60,6 +64,13 @@ wheel: $(VENV)/ready           ## a wheel of the package, in dist, and a test of
 	$(RUN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(RUN)/pytest -m long tests/cli/test_wheel.py
 
+release: $(VENV)/ready         ## wheels and an sdist for the package index, in dist, proved in clean environments (5 minutes; TORCH="2.11.0 2.14.1" for other versions)
+	PIP_CONSTRAINT=constraints.txt $(RUN)/pip install --quiet --disable-pip-version-check --editable '.[dev,release]'
+	PATH="$(abspath $(RUN)):$$PATH" $(RUN)/python -m tests.tools.release --torch $(TORCH)
+
+figures: $(VENV)/ready         ## the figures of README and docs, in docs/figures
+	$(RUN)/python -m benchmarks.figures
+
 bench: $(VENV)/ready           ## one device's kernels, beside PyTorch's SDPA and the machine's limits
 	$(RUN)/python -m benchmarks kernel
 
@@ -78,7 +89,7 @@ chaos: $(VENV)/ready           ## ranks, hosts, links, clocks and disks come to 
 gpu: $(VENV)/ready             ## on one GPU: kernels proved, then measured, into a dated file; without one, what it would do
 	@$(RUN)/python -m benchmarks.gpu
 
-packages:                      ## what the tests of hosts, the simulator and the planner's page need of Debian; without it they are skipped
+packages:                      ## what the tests of hosts, the simulator and the pages need of Debian; without it they are skipped
 	apt-get update -qq
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends iproute2 procps util-linux python3-simgrid chromium chromium-driver > /dev/null
 

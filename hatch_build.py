@@ -1,5 +1,9 @@
-"""Compile the native kernel into the wheel, where there is a compiler. Without one the wheel is pure Python."""
+"""Compile the native kernel into the wheel, where there is a compiler. Without one the wheel is pure Python.
 
+With `ATTNMESH_NATIVE=0` it is, too. A pure wheel compiles the kernel at its first use.
+"""
+
+import os
 import platform
 import shutil
 import subprocess
@@ -22,7 +26,8 @@ class NativeHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and name the platform in the wheel's tag."""
         machine, compiler = platform.machine(), shutil.which("c++") or shutil.which("g++")
-        if version == "editable" or compiler is None or machine not in BASELINES or sys.platform != "linux":
+        wanted = version != "editable" and os.environ.get("ATTNMESH_NATIVE") != "0"
+        if not wanted or compiler is None or machine not in BASELINES or sys.platform != "linux":
             return
         self.folder = tempfile.TemporaryDirectory()
         library = Path(self.folder.name) / "native.so"

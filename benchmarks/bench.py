@@ -15,6 +15,7 @@ from rich.table import Table
 
 from attnmesh.cli.launch import Send
 from attnmesh.cli.output import AsJson, OutFile, Status, Verbose, command_line, console, print_json
+from attnmesh.errors import ArgumentError, require
 from attnmesh.runtime.machine import machine
 
 Measure = Callable[..., Iterable[Table | str]]
@@ -24,6 +25,18 @@ HostsOption = Annotated[
     str | None,
     typer.Option("--hosts", help="In place of --ranks: hosts made on this machine, as 8x2@250mbit (Linux, root)."),
 ]
+
+
+def counts_of(option: str, given: str) -> tuple[int, ...]:
+    """Return the numbers of an option such as `--clients 1,2,4`.
+
+    >>> counts_of("--clients", "1,16")
+    (1, 16)
+    """
+    parts = given.split(",")
+    fits = all(part.isascii() and part.isdigit() and 0 < int(part) < 10**6 for part in parts)
+    require(fits, ArgumentError, option, "whole numbers above 0, as 1,2,4", repr(given), "separate them by commas")
+    return tuple(map(int, parts))
 
 
 def write_json(file: Path, record: dict[str, Any]) -> None:

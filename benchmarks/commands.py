@@ -24,7 +24,7 @@ from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
 from attnmesh_command import SETTINGS
 from benchmarks import tables
-from benchmarks.bench import Bench, HostsOption, bench_command
+from benchmarks.bench import Bench, HostsOption, bench_command, counts_of
 from benchmarks.netns import Hosts, ranks_of, run_on_hosts, world_of
 from benchmarks.tables import by_case, rows_table
 
@@ -142,12 +142,11 @@ def bench_packed(
     """Layouts of packed batches: balance, traffic, and times beside each other (minutes)."""
     from benchmarks import packed as packed_bench
 
-    files = packed_bench.corpora(lengths)
+    files, world = packed_bench.corpora(lengths), world_of(ranks, hosts)
     run.step("counting layouts on meshes of 8, 16 and 64 ranks")
     packed_bench.counts(files, batches, run.table("counts"))
     tables_ = by_case(tables.counts_table, run.tables["counts"])
     if timed:
-        world = world_of(ranks, hosts)
         run.step(f"timing layouts on {world}{' ranks' * (hosts is None)}")
         packed_bench.rows(packed_bench.Request(files, tokens, rounds), world, run.table("rows"))
         tables_ += by_case(tables.packed_table, run.tables["rows"])
@@ -207,6 +206,7 @@ def bench_model(
     alone: Annotated[
         bool, typer.Option("--alone", help="Also attnmesh on one process, and stock transformers on one thread.")
     ] = False,
+    chunk: Annotated[int | None, typer.Option(min=1, help="Also read the prompt in chunks of so many tokens.")] = None,
 ) -> list[Table | str]:
     """One process with stock transformers beside ranks by tree, three all-reduces and ring: the same tokens?"""
     from benchmarks import model as model_bench
@@ -219,7 +219,8 @@ def bench_model(
     require(fits, MeshError, "--mesh", "axes of attention, without tp", mesh, "use attnmesh generate for tp")
     run.step(f"{len(prepared.ids):,} tokens on one process, then on {count} ranks by tree, all-reduces and ring")
     run.report.set(prompt_tokens=len(prepared.ids))
-    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, prepared.mesh.shape, prepared.heads)
+    sizes = prepared.mesh.shape, prepared.heads, chunk
+    request = model_bench.Request(prepared.place, prepared.ids, max_new_tokens, *sizes)
     model_bench.rows(request, torch.get_num_threads(), world, run.table("rows"), alone=alone)
     rows = run.tables["rows"]
     same = all(row.tokens == rows[0].tokens for row in rows)
@@ -227,6 +228,92 @@ def bench_model(
     run.code = 0 if same else 1
     verdict = "All contenders return the same tokens." if same else "[bold red]The contenders return different tokens."
     return [tables.model_table(rows, len(prepared.ids)), verdict]
+
+
+STORAGE_EXPLAINED = """\
+The model computes in float32. Its context is read once, before keys and values are rounded; the tokens after it attend
+the stored ones. The perplexity is theirs. Of 20 needles, each stands once at each depth, from the first token to the
+last; an answer is right if each of its tokens is the likeliest. Grains are rounded in stock transformers, with scales
+in float32; storage= is that of the cache, with scales in bfloat16."""
+
+
+@bench_command(app, "storage", "A language model on a cache of 8 bits, by storage and grain.", STORAGE_EXPLAINED)
+def bench_storage(
+    run: Bench,
+    model: Annotated[str, typer.Option(help="A folder, a name on the hub, or smollm2.")] = "smollm2",
+    context: Annotated[int, typer.Option(min=1000, help="Tokens of the context.")] = 7000,
+    after: Annotated[int, typer.Option(min=16, help="Tokens of the text after it.")] = 1000,
+) -> list[Table]:
+    """Perplexity of a continuation, and needles in its context, by how keys and values are stored (10 minutes)."""
+    from attnmesh.hf.load import locate
+    from benchmarks import storage as storage_bench
+
+    run.step("reading the contexts")
+    storage_bench.rows(storage_bench.Request(locate(model), context, after), run.table("rows"))
+    return [pairs("this machine", machine()), tables.storage_table(run.tables["rows"])]
+
+
+def pages() -> str:
+    """Return the text of the documentation, which prompts are cut from."""
+    return " ".join(file.read_text() for file in sorted(Path("docs").glob("*.md")))
+
+
+ROWS_EXPLAINED = """\
+A step together gives each request one token. Alone, hf.generate gives them their tokens one after the other. Both
+continue copies of the same caches, in turns. CPU is that of rank 0."""
+
+
+@bench_command(app, "rows", "Requests decoded together, beside one after the other.", ROWS_EXPLAINED)
+def bench_rows(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 2,
+    model: Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2.")] = "smollm2",
+    tokens: Annotated[int, typer.Option(min=64, max=100_000, help="Tokens of the longest prompt, about.")] = 576,
+    requests: Annotated[str, typer.Option(help="Numbers of requests.")] = "1,2,4,8",
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that are timed.")] = 4,
+) -> list[Table | str]:
+    """Steps of several requests of unequal lengths, and each by hf.generate: the same tokens, and how many a second?"""
+    from benchmarks import rows as rows_bench
+
+    run.step("reading the model")
+    prepared = prepare(model, Prompt(pages()[: 12 * tokens], raw=True), 64, ranks, "auto", run.status)
+    counts = counts_of("--requests", requests)
+    run.step(f"{requests} requests on {ranks} ranks")
+    sizes = prepared.ids[: 4 * tokens // 3], prepared.mesh.shape, prepared.heads
+    request = rows_bench.Request(prepared.place, *sizes, counts, rounds)
+    rows_bench.rows(request, torch.get_num_threads(), run.table("rows"))
+    rows = run.tables["rows"]
+    same = all(row.same_tokens for row in rows)
+    run.report.set(same_tokens=same)
+    run.code = 0 if same else 1
+    verdict = "Both ways return the same tokens." if same else "[bold red]The ways return different tokens."
+    return [tables.requests_table(rows, ranks), verdict]
+
+
+SERVE_EXPLAINED = """\
+Tokens a second are those of all clients while each has a stream. A first token comes after the prompt, which other
+prompts may precede. The memory is that of all processes of a server; pages that they share are counted once. Each
+server has all cores of the machine; transformers' has float32, SDPA, and as many pages as the clients need."""
+
+
+@bench_command(app, "serve", "Streams of several clients, beside transformers' server.", SERVE_EXPLAINED)
+def bench_serve(
+    run: Bench,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of attnmesh's server.")] = 2,
+    model: Annotated[str, typer.Option(help="A folder, a name on the hub, or smollm2.")] = "smollm2",
+    contexts: Annotated[str, typer.Option(help="Tokens of a prompt, about.")] = "384,4000",
+    clients: Annotated[str, typer.Option(help="Numbers of clients.")] = "1,2,4,8,16",
+    new: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 256,
+    rounds: Annotated[int, typer.Option(min=1, help="Starts of each server.")] = 3,
+) -> list[Table]:
+    """Tokens a second, first tokens and gaps of clients, from attnmesh serve and transformers serve (30 minutes)."""
+    from attnmesh.hf.load import locate
+    from benchmarks import serve as serve_bench
+
+    counts = counts_of("--contexts", contexts), counts_of("--clients", clients)
+    request = serve_bench.Request(locate(model), pages(), *counts, new, ranks, rounds)
+    serve_bench.rows(request, run.table("rows"), run.step)
+    return [pairs("this machine", machine()), *by_case(tables.served_table, run.tables["rows"], "context")]
 
 
 FAULTS_EXPLAINED = """\
@@ -332,9 +419,10 @@ def bench_latent(
 
 
 SELECTED_EXPLAINED = """\
-A step scores all tokens, selects the best and attends them; projections are left out. Times are medians with quartiles
-of steps, each as long as its slowest rank. Ranks share the threads. Bytes are those that the busiest rank receives, and
-extra memory is the growth of the highest resident size of a rank during a step."""
+A step scores all tokens, selects the best and attends them. Projections are left out, and narrow in the layer of
+transformers, whose length is halved until it fits the memory. Times are medians with quartiles of steps, each as
+long as its slowest rank. Ranks share the threads. Bytes are those that the busiest rank receives, and extra memory
+is the growth of the highest resident size of a rank during a step."""
 
 
 @bench_command(app, "selected", "A decode step that selects its tokens, over ranks.", SELECTED_EXPLAINED)
@@ -347,7 +435,7 @@ def bench_selected(
     selected: Annotated[int, typer.Option(min=1, help="Tokens that a query attends.")] = 2048,
     steps: Annotated[int, typer.Option(min=2, help="Steps to time.")] = 11,
 ) -> list[Table]:
-    """One decode step of DeepSeek-V3.2's shape: indexer, merge of candidates, selected latents, merge (2 minutes)."""
+    """One decode step of DeepSeek-V3.2's shape: indexer, merge of candidates, selected latents, merge (4 minutes)."""
     from benchmarks import selected as selected_bench
 
     counts, lengths = [ranks_of(world_of(count, None)) for count in ranks or (1, 2, 4)], tokens or [8192, 131072]

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import attnmesh as am
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.core.partial import Partial, merge_unchecked
+from attnmesh.core.storage import STORAGES
 from attnmesh.mesh.merges import MERGE_CHOICES
 from benchmarks.netns import World, run_on, send_rows
 from benchmarks.timing import Call, Timing, exact_memory, peak_memory, race
@@ -59,6 +60,7 @@ class Case:
     rounds: int = 9
     width: int = WIDTH
     prefix: int | None = None
+    storage: str | None = None
 
 
 def parts(world: World) -> dict[str, Callable[[Send], Any]]:
@@ -70,6 +72,7 @@ def parts(world: World) -> dict[str, Callable[[Send], Any]]:
         "the same bits": _reproducible,
         "a million tokens": _million,
         "windows": _windows,
+        "8 bits": _stored,
     }
     functions = local if isinstance(world, int) else {"merges": _merges, "lengths": _lengths}
     return {name: partial(_run_part, world, function) for name, function in functions.items()}
@@ -248,6 +251,25 @@ def _million() -> Iterator[Row]:
     yield from _raced(case, {"decode, 8/1 heads of 64, bfloat16": lambda: am.decode(q, cache)}, None)
 
 
+STORED = Case("65,536 tokens, 32/8 heads, bfloat16", (32, 8), 65_536, torch.bfloat16, 3)
+
+
+def _stored() -> Iterator[Row]:
+    """Yield steps on caches that store keys and values in 8 bits, beside one in bfloat16."""
+    q, calls = _query(STORED), dict[str, Call]()
+    for storage in (None, *STORAGES):
+        calls[storage or "bfloat16"] = partial(am.decode, q, _cache(replace(STORED, storage=storage)))
+    yield from _raced(STORED, calls, "bfloat16")
+
+
+def _stored_memories() -> Iterator[Memory]:
+    """Yield a rank's keys and values, scales included."""
+    for name, case in (("float32", replace(STORED, dtype=torch.float32)), ("bfloat16", STORED)):
+        yield Memory(STORED.name, name, round(_cache(case).nbytes / 1e6, 1))
+    for storage in STORAGES:
+        yield Memory(STORED.name, storage, round(_cache(replace(STORED, storage=storage)).nbytes / 1e6, 1))
+
+
 def _windows() -> Iterator[Row]:
     """Yield steps of layers with a window, whose cache forgets or keeps every token."""
     for name, heads, width, window in (("gpt-oss", (64, 8), 64, 128), ("Gemma 3 12B", (16, 8), 256, 1024)):
@@ -286,6 +308,7 @@ def _window_memories() -> Iterator[Memory]:
 def _memories() -> Iterator[Memory]:
     """Yield memory as the Tree Attention paper counts it: keys, values, and what a step allocates."""
     yield from _window_memories()
+    yield from _stored_memories()
     for k in (32, 64):
         case = Case(f"Llama-3.1-8B layer, 32/8 heads, {k}k tokens, bfloat16", (32, 8), k * 1024, torch.bfloat16)
         cache, q = _cache(case), _query(case)
@@ -313,6 +336,7 @@ def _cache(case: Case, block: int = 16, mask: am.Mask | None = None) -> am.KVCac
         "head_dim": case.width,
         "capacity": case.tokens + 4096,
         "block": block,
+        "storage": case.storage,
         **({"value_dim": case.prefix, "values": "prefix"} if case.prefix else {}),
     }
     cache = am.KVCache(_mesh(), dtype=case.dtype, mask=mask, **sizes)  # type: ignore[arg-type]

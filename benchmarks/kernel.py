@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import attnmesh as am
 from attnmesh.core.mask import Mask
+from attnmesh.core.storage import STORAGES
 from benchmarks.timing import Call, Comparison, Timing, peak_memory, race
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -39,6 +40,7 @@ def rows(device: torch.device) -> Iterator[Comparison]:
     for case in DECODING:
         for dtype, goal in zip((torch.float32, torch.bfloat16), case.goals, strict=True):
             yield _decode(device, dtype, goal, case, limits)
+    yield from (_stored(device, storage, limits) for storage in STORAGES)
     del limits
     yield from _small(device)
     for dtype in (torch.float32, torch.bfloat16):
@@ -118,6 +120,24 @@ def _decode(device: torch.device, dtype: torch.dtype, goal: float | None, case: 
     ours = timings["ours"]
     share = limits.milliseconds(size, flops, timings) / ours.median
     return Comparison(name, "SDPA", timings["SDPA"], ours, _goal(goal, device), size / ours.median / 1e6, share)
+
+
+def _stored(device: torch.device, storage: str, limits: Limits) -> Comparison:
+    """Return a step on a cache in 8 bits beside one in bfloat16, and its share of the limit."""
+    _, q_heads, kv_heads, queries, length, width, _, _ = case = DECODING[0]
+    q = torch.randn(1, q_heads, queries, width, device=device, dtype=torch.bfloat16)
+    sizes = {"batch": 1, "kv_heads": kv_heads, "head_dim": width, "capacity": length, "dtype": q.dtype}
+    plain, stored = (am.KVCache(None, device=device, storage=x, **sizes) for x in (None, storage))  # type: ignore[arg-type]
+    for _ in range(0, length, length // 8):
+        k, v = torch.randn(2, 1, kv_heads, length // 8, width, device=device, dtype=q.dtype)
+        for cache in (plain, stored):
+            cache.append(k, v)
+    calls: dict[str, Call] = {"bfloat16": lambda: am.decode(q, plain), "ours": lambda: am.decode(q, stored)}
+    timings = race(calls | limits.calls, device)
+    ours, flops = timings["ours"], 4 * q_heads * queries * length * width
+    share = limits.milliseconds(stored.nbytes, flops, timings) / ours.median
+    name, goal = f"decode {storage}: {case.name}, {length:,} keys", _goal(1 / 0.65, device)
+    return Comparison(name, "bfloat16", timings["bfloat16"], ours, goal, stored.nbytes / ours.median / 1e6, share)
 
 
 def _small(device: torch.device) -> Iterator[Comparison]:

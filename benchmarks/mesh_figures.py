@@ -1,19 +1,18 @@
 """Figures of the documentation: the rank that computes each pair of query and key, and the messages of a merge tree.
 
-`python -m benchmarks.mesh_figures` draws those that the pages show into docs/figures.
+`benchmarks/figures.py` draws those that the pages show.
 """
 
 import colorsys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnmesh.core.candidates import best, pack, unpack
-from attnmesh.core.layout import Contiguous, Layout, Packed, Striped, Zigzag, check_layout
-from attnmesh.core.mask import Causal, Documents, Mask, Window, check_mask
+from attnmesh.core.layout import Layout, Packed, check_layout
+from attnmesh.core.mask import Mask, check_mask
 from attnmesh.errors import LayoutError, MeshError, check_count
 from attnmesh.mesh.reduction_tree import tree
 from attnmesh.mesh.schedule import Problem, schedule
@@ -257,24 +256,3 @@ def draw_selection(ranks: int = 4, tokens: int = 32, k: int = 4) -> "Figure":
             start, stop = (2.3 * column + 1.3, -sender), (2.3 * column + 2.05, -receiver)
             axes.annotate("", stop, start, arrowprops=arrow)
     return figure
-
-
-def draw_pages() -> None:
-    """Draw the figures that README and the pages of docs/ show."""
-    documents = (23, 9, 4, 3, 3, 2, 2, 2)
-    packed, mesh = Packed(documents, Shape(1, 2, 2)), Shape(1, 2, 2)
-    figures = {
-        "packed": draw_mesh(Causal() & Documents(documents), mesh, [Zigzag(), packed], 48),
-        "causal-2x2": draw_mesh(Causal(), Shape(1, 2, 2), [Zigzag(), Striped()], 48),
-        "layouts": draw_mesh(Causal(), Shape(1, 2, 2), [Contiguous(), Zigzag(), Striped()], 32),
-        "window": draw_mesh(Window(9), Shape(1, 4, 1), [Contiguous(), Zigzag()], 48),
-        "selection": draw_selection(),
-        "tree-7": draw_tree([[0, 1, 2, 3, 4, 5, 6]]),
-        "tree-hosts": draw_tree([[0, 1, 2, 3], [4, 5, 6, 7]]),
-    }
-    for name, figure in figures.items():
-        figure.savefig(Path(__file__).parents[1] / "docs" / "figures" / f"{name}.png", metadata={"Software": None})
-
-
-if __name__ == "__main__":
-    draw_pages()

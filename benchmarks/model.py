@@ -55,6 +55,8 @@ class Request:
     new: int
     shape: Shape
     heads: tuple[int, int]
+    chunk: int | None = None
+    """Tokens at a time of a prompt that is read once more, in chunks."""
 
 
 ROUNDS = 4
@@ -73,17 +75,18 @@ def rows(request: Request, threads: int, world: World, add: Send, *, alone: bool
     run_on(world, send_rows, _ranks, request, threads=share, on_message=add)
 
 
-class _Times(BaseStreamer):  # type: ignore[misc]
+class Times(BaseStreamer):  # type: ignore[misc]
     """Times at which tokens arrive; the first is that of the prompt."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
 
     def put(self, value: Tensor) -> None:
+        """Note the time of a token."""
         self.times += [perf_counter()] * (value.numel() if self.times else 1)
 
     def end(self) -> None:
-        pass
+        """Do nothing."""
 
     @property
     def seconds(self) -> list[float]:
@@ -110,7 +113,7 @@ def _one_process(request: Request, title: str, both: bool) -> list[Row]:
     tokens: dict[str, list[int]] = {}
     for _ in range(ROUNDS if both else 1):
         for name, model in models.items():
-            cache, times = caches[name], _Times()
+            cache, times = caches[name], Times()
             options = {"max_new_tokens": request.new, "do_sample": False, "streamer": times}
             made = model.generate(ids, past_key_values=cache, **options)
             tokens[name] = made[0, ids.shape[1] :].tolist()
@@ -150,12 +153,16 @@ def _ranks(request: Request) -> Iterator[Row]:
     }
     if shape.heads == 1:
         caches[f"{ranks} ranks, ring"] = lambda: _RingCache(model.config, mesh, capacity=capacity)
+    chunked = f"{ranks} ranks, tree, read in chunks of {request.chunk}"
+    if request.chunk is not None:
+        caches[chunked] = lambda: hf.ShardedCache(model.config, mesh, capacity=capacity, checked=False)
     prefill, first = 0.0, None
     for name, make in caches.items():
         cache = make()
-        if first is None:
+        if first is None or name == chunked:
+            dist.barrier()
             start = perf_counter()
-            hf.prefill(model, ids, cache)
+            hf.prefill(model, ids, cache, chunk_size=request.chunk if name == chunked else None)
             prefill = perf_counter() - start
         else:  # the keys and values of the first cache
             first.crop(ids.shape[1] - 1 - first.get_seq_length())
@@ -163,7 +170,7 @@ def _ranks(request: Request) -> Iterator[Row]:
             cache.tokens = first.tokens
             for layer in cache.layers:
                 layer.cache = cache
-        first, times = cache, _Times()
+        first, times = cache, Times()
         dist.barrier()
         made = hf.generate(model, ids, cache=cache, max_new_tokens=request.new, do_sample=False, streamer=times)
         timing = Timing.of(times.seconds)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnmesh.errors import ArgumentError
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.plan import in_bytes, in_seconds, plan
+from attnmesh.planner.plan import plan
 from attnmesh.planner.schemes import (
     SCHEMES,
     Schemes,
@@ -16,6 +16,7 @@ from attnmesh.planner.schemes import (
     over_lengths,
     over_sizes,
 )
+from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
 """`python -m benchmarks selected`: a decode step that selects its tokens, on one rank and on several.
 
 The layer has DeepSeek-V3.2's shape and random numbers: 128 heads on latents of 512 and 64, and an indexer of 64 heads
-of 128 that selects 2,048 tokens. Projections are left out.
+of 128 that selects 2,048 tokens. Projections are left out. In the layer of transformers they are narrow instead.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -12,6 +13,8 @@ from time import perf_counter_ns
 
 import torch
 from torch import Tensor
+from transformers import DeepseekV32Config, DynamicCache
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 
 from attnmesh.cli.launch import Send, run_on_ranks
 from attnmesh.comm.topology import all_gather_ints
@@ -29,6 +32,18 @@ HEADS, LATENT, ROTATED, INDEX_HEADS, INDEX_DIM = 128, 512, 64, 64, 128
 
 PIECE = 8192
 """Tokens that are appended at once."""
+
+NOPE, VALUE = 128, 128
+"""Columns of a head's keys without rotation, and of its values, which transformers expands from latents."""
+
+NARROW = 64
+"""Columns of hidden states, and of the latents of queries, in the layer of transformers."""
+
+STOCK_STEPS = 3
+"""Steps of transformers that are timed: they take seconds."""
+
+Step = Callable[[], tuple[int, int]]
+"""One step: its nanoseconds, and those of it that select tokens."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +71,28 @@ class Row:
 
 
 def rows(request: Request, tokens: Sequence[int], ranks: Sequence[int], threads: int, add: Send) -> None:
-    """Measure each length on each number of ranks, which share the threads."""
-    for length in tokens:
-        for count in ranks:
-            share = max(1, threads // count)
-            with exact_memory():
-                memory = run_on_ranks(count, _memory, request, length, threads=share, spawned=True)
-            extra = [max(column) for column in zip(*memory, strict=True)]
-            run_on_ranks(count, send_rows, _steps, request, length, extra, threads=share, on_message=add)
+    """Measure each length with transformers, where it fits, and on each number of ranks, which share the threads."""
+    stock = [(_Stock, length, 1) for length in dict.fromkeys(map(_largest_of_stock, tokens))]
+    for kind, length, count in [*stock, *((_Layer, length, count) for length in tokens for count in ranks)]:
+        share = max(1, threads // count)
+        with exact_memory():
+            memory = run_on_ranks(count, _memory, kind, request, length, threads=share, spawned=True)
+        extra = [max(column) for column in zip(*memory, strict=True)]
+        run_on_ranks(count, send_rows, _steps, kind, request, length, extra, threads=share, on_message=add)
+
+
+def _largest_of_stock(tokens: int) -> int:
+    """Return the tokens, halved until the keys and values of all heads and two copies fit the free memory."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    while 3 * tokens * HEADS * (NOPE + VALUE) * 4 > free:
+        tokens //= 2
+    return tokens
 
 
 class _Layer:
     """The caches of a layer, and the queries of a step."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, request: Request, tokens: int) -> None:
         self.ranks = torch.distributed.get_world_size()
         mesh = init_mesh("cpu", (1, 1, self.ranks)) if self.ranks > 1 else None
         sizes = {"batch": 1, "kv_heads": 1, "capacity": tokens + 1, "dtype": torch.float32}
@@ -81,10 +104,17 @@ class _Layer:
             count = min(PIECE, tokens - start)
             self.latents.append(torch.randn(1, 1, count, width))
             self.index.append(torch.randn(1, 1, count, INDEX_DIM))
-        self.tokens, self.mesh = tokens, Mesh.of(mesh)
+        self.request, self.tokens, self.mesh, self.steps = request, tokens, Mesh.of(mesh), request.steps
         self.q, self.latent = torch.randn(1, HEADS, 1, width), torch.randn(1, 1, 1, width)
         self.operands = torch.randn(1, 1, INDEX_HEADS, INDEX_DIM), torch.randn(1, 1, INDEX_HEADS)
         self.key = torch.randn(1, 1, 1, INDEX_DIM)
+
+    @property
+    def contenders(self) -> dict[str, Step]:
+        """Steps by name. One rank attends all tokens, too."""
+        place, selected = f"{self.ranks} rank{'s' * (self.ranks > 1)}", self.request.selected
+        found: dict[str, Step] = {f"{place}, {selected:,} selected": partial(self.step, selected)}
+        return found if self.ranks > 1 else found | {f"{place}, all tokens": partial(self.step, 0)}
 
     def step(self, selected: int) -> tuple[int, int]:
         """Return the nanoseconds of a step, and those of it that select tokens; all tokens are attended with 0."""
@@ -101,17 +131,51 @@ class _Layer:
         self.latents.truncate(self.tokens)
         return stop - start, middle - start
 
-    def measure(self, contender: str, selected: int, steps: int, extra: float | None) -> Row:
-        """Return the row of one way to decode, whose extra memory is known."""
-        times: list[tuple[int, ...]] = []
-        for _ in range(steps + 1):
-            table = all_gather_ints(self.step(selected), self.mesh.axes)
-            times.append(tuple(map(max, zip(*table, strict=True))))
-        with counted() as traffic:
-            self.step(selected)
-        most = max(count for (count,) in all_gather_ints([traffic.bytes], self.mesh.axes))
-        whole, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))
-        return Row(self.tokens, contender, whole, selecting.median, most / 1e3, extra)
+
+class _Stock:
+    """The layer of transformers, which expands all latents to keys and values of all heads at each step."""
+
+    mesh = Mesh.of(None)
+
+    def __init__(self, request: Request, tokens: int) -> None:
+        self.tokens, self.steps = tokens, min(STOCK_STEPS, request.steps)
+        self.contenders: dict[str, Step] = {f"transformers, {request.selected:,} selected": self.step}
+        widths = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROTATED, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE}
+        indexer = {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_DIM, "index_topk": request.selected}
+        narrow = {"hidden_size": NARROW, "q_lora_rank": NARROW, "num_hidden_layers": 1}
+        config = DeepseekV32Config(num_attention_heads=HEADS, **widths, **indexer, **narrow)
+        config._attn_implementation = "sdpa"
+        self.times = list[int]()
+        torch.manual_seed(0)
+        self.layer, self.cache = DeepseekV32Attention(config, 0).eval(), DynamicCache(config=config)
+        self.cache.update(torch.randn(1, 1, tokens, LATENT), torch.randn(1, 1, tokens, ROTATED), 0)
+        self.cache.update_indexer(torch.randn(1, tokens, INDEX_DIM), 0)
+        self.layer.indexer.register_forward_pre_hook(lambda *_: self.times.append(perf_counter_ns()))
+        self.layer.indexer.register_forward_hook(lambda *_: self.times.append(perf_counter_ns()))
+        self.hidden, self.mask = torch.randn(1, 1, NARROW), torch.zeros(1, 1, 1, tokens + 1)
+        self.rotation = torch.ones(1, 1, ROTATED), torch.zeros(1, 1, ROTATED)
+
+    def step(self) -> tuple[int, int]:
+        """Return the nanoseconds of a step, and those of it in the indexer."""
+        self.times.clear()
+        start = perf_counter_ns()
+        self.layer(self.hidden, self.rotation, self.mask, past_key_values=self.cache)
+        stop, (first, last) = perf_counter_ns(), self.times
+        self.cache.crop(-1)
+        return stop - start, last - first
+
+
+def _row(layer: _Layer | _Stock, contender: str, extra: float | None) -> Row:
+    """Return the row of one way to decode, whose extra memory is known."""
+    times, step, axes = list[tuple[int, ...]](), layer.contenders[contender], layer.mesh.axes
+    for _ in range(layer.steps + 1):
+        table = all_gather_ints(step(), axes)
+        times.append(tuple(map(max, zip(*table, strict=True))))
+    with counted() as traffic:
+        step()
+    most = max(count for (count,) in all_gather_ints([traffic.bytes], axes))
+    whole, selecting = (Timing.of([1e-9 * x for x in column]) for column in zip(*times[1:], strict=True))
+    return Row(layer.tokens, contender, whole, selecting.median, most / 1e3, extra)
 
 
 def _score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
@@ -120,24 +184,15 @@ def _score(keys: Tensor, operands: Sequence[Tensor]) -> Tensor:
     return (weights.unsqueeze(-2) @ (q @ keys[:, None].mT).relu()).squeeze(-2)
 
 
-def _contenders(request: Request, ranks: int) -> list[int]:
-    """Return the tokens that each contender selects, 0 for all."""
-    return [request.selected, 0] if ranks == 1 else [request.selected]
-
-
 @torch.no_grad()
-def _memory(request: Request, tokens: int) -> list[float]:
+def _memory(kind: type[_Layer | _Stock], request: Request, tokens: int) -> list[float]:
     """Return the extra megabytes of a step of each contender, none where the system does not count them."""
-    layer, found = _Layer(tokens), list[float]()
-    for selected in _contenders(request, layer.ranks):
-        extra = peak_memory(partial(layer.step, selected), torch.device("cpu"))
-        found += [] if extra is None else [extra / 1e6]
-    return found
+    grown = [peak_memory(step, torch.device("cpu")) for step in kind(request, tokens).contenders.values()]
+    return [extra / 1e6 for extra in grown if extra is not None]
 
 
 @torch.no_grad()
-def _steps(request: Request, tokens: int, extra: Sequence[float]) -> Iterator[Row]:
-    layer = _Layer(tokens)
-    for selected, megabytes in zip_longest(_contenders(request, layer.ranks), extra):
-        name = f"{selected:,} selected" if selected else "all tokens"
-        yield layer.measure(f"{layer.ranks} rank{'s' * (layer.ranks > 1)}, {name}", selected, request.steps, megabytes)
+def _steps(kind: type[_Layer | _Stock], request: Request, tokens: int, extra: Sequence[float]) -> Iterator[Row]:
+    layer = kind(request, tokens)
+    for contender, megabytes in zip_longest(layer.contenders, extra):
+        yield _row(layer, contender, megabytes)

@@ -11,10 +11,25 @@ from attnmesh.cli.output import titled
 from benchmarks.timing import Comparison
 
 if TYPE_CHECKING:
-    from benchmarks import calls, decode, diffusion, kernel, latent, model, packed, plan, prefill, recurrent, selected
+    from benchmarks import (
+        calls,
+        decode,
+        diffusion,
+        kernel,
+        latent,
+        model,
+        packed,
+        plan,
+        prefill,
+        recurrent,
+        selected,
+        storage,
+    )
+    from benchmarks import rows as requests
+    from benchmarks import serve as served
 
 
-def by_case(make: Callable[[str, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
+def by_case(make: Callable[[Any, list[Any]], Table], rows: Iterable[Any], field: str = "case") -> list[Table]:
     """Return a table for each case, in the order of the rows, made from the case and its rows."""
     cases: dict[str, list[Any]] = {}
     for row in rows:
@@ -96,6 +111,37 @@ def model_table(rows: "list[model.Row]", prompt_tokens: int) -> Table:
     return table
 
 
+def requests_table(rows: "list[requests.Row]", ranks: int) -> Table:
+    """Return the tokens a second of requests together, and one after the other."""
+    figures = (
+        "step ms,\ntogether",
+        "token ms,\nalone",
+        "tokens/s\ntogether",
+        "tokens/s\nalone",
+        "ratio",
+        "CPU\nratio",
+    )
+    title = f"{ranks} ranks, {torch.get_num_threads()} threads in all"
+    table = titled(title, "requests", figures=figures)
+    for row in rows:
+        (together, alone), (own, other) = row.rates, row.cpu
+        rates = (f"{together:.1f}", f"{alone:.1f}", f"{together / alone:.2f}", f"{other / own:.2f}")
+        table.add_row(str(row.requests), row.together.in_two_lines, row.alone.in_two_lines, *rates)
+    return table
+
+
+def served_table(context: int, rows: "list[served.Row]") -> Table:
+    """Return what clients saw of each server."""
+    figures = ("tokens/s", "first\ntoken ms", "gap ms\n(longest)", "MB", "same\ntexts")
+    table = titled(f"prompts of {context:,} tokens, about", "clients, server", figures=figures)
+    for row in rows:
+        gap = str(row.gap).replace(" [", f" ({row.longest_gap:,.0f})\n[")
+        times = (row.first.in_two_lines, gap)
+        name = f"{row.clients} at once,\n{row.server}"
+        table.add_row(name, f"{row.tokens_a_second:.1f}", *times, f"{row.megabytes:,.0f}", f"{row.same_texts:.0%}")
+    return table
+
+
 def plan_table(world: str, workload: str, rows: "list[plan.Ran]") -> Table:
     """Return the plans of one workload, predicted and measured."""
     columns = ("predicted\nms", "ms", "beside\nbest", "bytes\nbetween hosts", "predicted,\noff")
@@ -129,6 +175,18 @@ def selected_table(rows: "list[selected.Row]") -> Table:
     for row in rows:
         extra = "" if row.extra_megabytes is None else f"{row.extra_megabytes:.1f}"
         cells = (f"{row.tokens:,}", row.timing.in_two_lines, f"{row.selecting:.1f}", f"{row.kilobytes:.1f}", extra)
+        table.add_row(row.contender, *cells)
+    return table
+
+
+def storage_table(rows: "list[storage.Row]") -> Table:
+    """Return the perplexity and the needles of ways to store keys and values."""
+    figures = ("bits", "perplexity", "beside\nbfloat16", "needles\nby depth", "same\nanswers")
+    table = titled("a cache by its storage, and by what shares a scale", "stored as", figures=figures)
+    for row in rows:
+        found = "" if row.found is None else " ".join(map(str, row.found))
+        same = "" if row.same_answers is None else f"{row.same_answers}"
+        cells = f"{row.bits:.2f}", f"{row.perplexity:.4f}", f"{row.beside:+.2f} %", found, same
         table.add_row(row.contender, *cells)
     return table
 

@@ -28,6 +28,7 @@ except KeyboardInterrupt:
 
 COMMANDS = {
     "generate": "Generate text with a model whose context is spread over ranks.",
+    "serve": "Serve a model over HTTP, its contexts spread over ranks.",
     "probe": "Measure the links and devices of a world of ranks.",
     "plan": "The best shape of mesh for a workload on a cluster, before it is run.",
     "check": "What this installation can do, each kernel proved.",

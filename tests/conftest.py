@@ -15,6 +15,7 @@ import torch
 import tests.support.interpreted  # noqa: F401 (first of all)
 from attnmesh.cli.launch import _start_forkserver
 from attnmesh.kernels.native.build import library
+from tests.support.browser import browser  # noqa: F401 (a fixture)
 from tests.support.pool import PRELOADED, Pool
 
 collect_ignore = ["support/simulated.py"]  # a script for another Python, the system's, which has SimGrid

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "MAINTAINERS.md")
+PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 
@@ -137,6 +138,6 @@ def test_the_reference_has_the_methods_that_pages_call(name: str) -> None:
 
 def test_the_environment_variables_of_the_library_are_listed() -> None:
     strings = [node.value for node in source() if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    variables = {text for text in strings if re.fullmatch("ATTNMESH_[A-Z]+", text)}
+    variables = {text for text in strings if re.fullmatch("ATTNMESH_[A-Z_]+", text)}
     listed = re.findall(r"^\| `(ATTNMESH_\w+)", page("docs/machines.md"), re.MULTILINE)
     assert sorted(listed) == sorted(variables)

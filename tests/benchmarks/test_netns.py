@@ -157,7 +157,8 @@ def processes_of(text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_left_of_two_sets_of_hosts(hosts: None, tmp_path: Path, how: signal.Signals) -> None:
     """They stand side by side with the same names and addresses, and go with the ones who asked for them."""
     code = (

@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import decode, diffusion, latent, model, packed, plan, prefill, recurrent, selected, tables
+from benchmarks import (
+    decode,
+    diffusion,
+    latent,
+    model,
+    packed,
+    plan,
+    prefill,
+    recurrent,
+    selected,
+    serve,
+    storage,
+    tables,
+)
 from benchmarks.timing import Comparison, Timing
 from rich.console import Console
 from rich.table import Table
@@ -42,6 +55,8 @@ TABLES: dict[str, tuple[type, Callable[[list[Any]], list[Table]]]] = {
     "decode": (decode.Row, lambda rows: tables.by_case(partial(tables.decode_table, 16), rows)),
     "latent": (latent.Row, lambda rows: [tables.latent_table(latent.Request(32768, "float32", 7), rows)]),
     "selected": (selected.Row, lambda rows: [tables.selected_table(rows)]),
+    "storage": (storage.Row, lambda rows: [tables.storage_table(rows)]),
+    "serve": (serve.Row, lambda rows: tables.by_case(tables.served_table, rows, "context")),
     "model": (model.Row, lambda rows: [tables.model_table(rows, 4093)]),
     "recurrent": (recurrent.Row, lambda rows: tables.by_case(partial(tables.recurrent_table, REQUEST), rows)),
     "packed": (packed.Row, lambda rows: tables.by_case(tables.packed_table, rows)),

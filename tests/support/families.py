@@ -1,5 +1,6 @@
 """Small language models of many families, with the same random weights wherever they are made."""
 
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -130,8 +131,12 @@ AttentionMaskInterface.register("dense-capped", dense_mask)
 
 SHAPES = [Shape(1, 1, 1), Shape(1, 2, 1), Shape(1, 1, 3), Shape(1, 2, 2), Shape(2, 1, 2)]
 
-SAMPLED = dict(zip(CONFIGS, [*SHAPES, *SHAPES[3:], *SHAPES[3:], *SHAPES[1:3]], strict=True))
+SAMPLED = dict(zip(CONFIGS, cycle([*SHAPES, *SHAPES[3:], *SHAPES[3:], *SHAPES[1:3]]), strict=False))
 """Each family's mesh in `make test`: each mesh has a family, and windows and sinks are on several ranks."""
+
+
+FEW = ("llama", "qwen3", "gemma3", "gpt-oss", "gemma2-low-cap", "gemma4", "llama4")
+"""Families of `make test` where a test takes long: each feature once."""
 
 
 def families_on_meshes(*, long: bool = True) -> list[Any]:

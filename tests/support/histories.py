@@ -10,7 +10,9 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.mask import Mask
+from attnmesh.core.partial import sum_dtype
 from attnmesh.core.selection import NONE
+from attnmesh.core.storage import STORAGES
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.dense import truth
 from tests.support.interpreted import interpreting
@@ -58,8 +60,14 @@ class History:
     phases: tuple[Phase, ...]
     window: Mask | None = None  # of a cache that forgets
     keep: int = 0
+    storage: str | None = None
 
     CAPACITY = 160
+
+    def kept(self, x: Tensor) -> Tensor:
+        """Return new keys or values as the cache knows them: in 8 bits they are rounded."""
+        by = STORAGES.get(self.storage or "")
+        return x if by is None else by.dequantize(by.quantize(x), sum_dtype(x.dtype))
 
     def tokens(self, event: Event) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return new keys and values, and their token mask."""
@@ -186,7 +194,9 @@ class Forgetting:
                     event = replace(event, number=self.random.choice((0, self.floor, length)))
                 self.floor = min(self.floor, event.number)
             case "decode":
-                mask = self.mask & self.random.choice((am.Full(), am.Full(), am.Causal(), am.Window(2)))
+                mask = self.mask & self.random.choice(
+                    (am.Full(), am.Full(), am.Causal(), am.Window(2), *(SPANS,) * (not self.mask.right))
+                )
                 event = replace(event, mask=mask)
                 if self.floor == length:  # after a truncation to what the next token sees
                     return replace(event, kind="reorder", number=event.batch)
@@ -200,6 +210,9 @@ class Forgetting:
             for n in (max(query, 0), self.floor)
         ]
         return query >= self.floor or first[1] == 0 or (not padded and first[0] == first[1])
+
+
+SPANS = am.Spans([(2, 9), (11, 30), (30, 71), (90, 140)])
 
 
 def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, most: int) -> Event:
@@ -224,7 +237,7 @@ def _event(random: Random, length: int, batch: int, padded: bool, kernel: str, m
         case "fork":
             return Event("fork", random.randint(0, 1), seed, batch)
     mask = random.choice(
-        (am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2), am.Causal() & am.Chunks(12))
+        (am.Causal(), am.Causal(), am.Window(5), am.Full(), am.Window(20, 2), am.Causal() & am.Chunks(12), SPANS)
     )
     options = {
         "merge": random.choice(("auto", "auto", "tree", "direct", "gather", "allreduce")),
@@ -260,6 +273,7 @@ def run(history: History, phase: Phase, load_from: Path | None, save_to: Path | 
             block=history.block,
             mask=history.window,
             keep=history.keep,
+            storage=history.storage,
             values="prefix" if history.prefix else "separate",
         )
     else:
@@ -337,6 +351,8 @@ def check(history: History, pool: Pool, folder: Path) -> None:
             match event.kind:
                 case "append" | "shard":
                     new_k, new_v, new_mask = history.tokens(event)
+                    new_k = history.kept(new_k)
+                    new_v = new_k[..., : history.widths[1]] if history.prefix else history.kept(new_v)
                     k, v = torch.cat((k, new_k), 2), torch.cat((v, new_v), 2)
                     new_mask = torch.ones(event.batch, event.number, dtype=torch.bool) if new_mask is None else new_mask
                     token_mask = torch.cat((token_mask, new_mask), 1)

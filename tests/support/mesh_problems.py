@@ -135,8 +135,8 @@ def _packed(random: Random, length: int, shape: Shape, mask: Mask) -> am.Packed:
     return am.Packed(tuple(stop - start for start, stop in pairwise((0, *edges))), shape)
 
 
-def run(problem: MeshProblem) -> list[Tensor]:
-    """On one rank: its out and the gradients of its shard; out alone if latents travel."""
+def run(problem: MeshProblem, bias: Tensor | None = None) -> list[Tensor]:
+    """On one rank: its out and the gradients of its shard and its bias; out alone if latents travel."""
     mesh = named_mesh(problem.shape, problem.axes)
     q, k, v, dout, *sinks = (x.to(device()) for x in problem.whole())
     mine = shard_positions(problem, mesh)
@@ -162,9 +162,10 @@ def run(problem: MeshProblem) -> list[Tensor]:
         call = Call(*inputs[:3], sink, None, exact, selected)
         tokens, projection = problem.latents()
         return [attend_shards(call, Mesh.of(mesh), None, Latents(tokens[:, :, mine[1]], projection)).cpu()]
-    options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected}
+    options |= {"exchange": problem.exchange, "sinks": sink, "selected": selected, "distance_bias": bias}
+    learned = inputs if bias is None else [*inputs, bias]
     out = am.attention(*inputs[:3], mesh=mesh, **options, **lengths)
-    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, inputs, dout[:, :, mine[0]]))]
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, learned, dout[:, :, mine[0]]))]
 
 
 def device() -> str:

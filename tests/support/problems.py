@@ -8,7 +8,7 @@ from torch import Tensor
 
 import attnmesh as am
 from attnmesh.core.layout import Layout
-from attnmesh.core.mask import Mask
+from attnmesh.core.mask import FAR, Mask
 from attnmesh.core.selection import NONE
 from tests.support.dense import truth
 
@@ -183,4 +183,8 @@ def mask(random: Random, total: int) -> Mask:
         mask = mask & am.Documents(b - a for a, b in zip((0, *cuts), (*cuts, total), strict=True))
     if random.random() < 0.2:
         mask = mask & am.Chunks(random.choice((1, 3, 16, 40, 200)))
+    if total > 1 and mask.right in (0, FAR) and random.random() < 0.25:
+        edges = sorted(random.randint(0, total) for _ in range(random.choice((2, 2, 4, 12))))
+        spans = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        mask = replace(mask, right=FAR) & am.Spans(spans)
     return mask

@@ -1,6 +1,7 @@
-"""Seeds of random problems: the first always, all of them where there is time."""
+"""Some problems of many: the first or each value once always, all of them where there is time."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,4 +20,23 @@ def batches(few: int, many: int, size: int) -> list[Any]:
     return [
         pytest.param(range(start, end), id=f"{start}-{end - 1}", marks=[pytest.mark.long] if start >= few else [])
         for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def batches_by_ranks(per_world: Mapping[int, tuple[int, int]]) -> list[Any]:
+    """Return the number of ranks with each batch of 10 of its problems, of which some few are not long."""
+    return [
+        pytest.param(ranks, *batch.values, id=f"{ranks}-{batch.id}", marks=batch.marks)
+        for ranks, (few, many) in per_world.items()
+        for batch in batches(few, many, 10)
+    ]
+
+
+def pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Return each pair, of which as many as the longer list has, with each value of both, are not long."""
+    count = max(len(one), len(other))
+    chosen = {(number % len(one), number % len(other)) for number in range(count)}
+    return [
+        pytest.param(first, second, id=f"{first}-{second}", marks=[] if (i, j) in chosen else pytest.mark.long)
+        for (i, first), (j, second) in product(enumerate(one), enumerate(other))
     ]

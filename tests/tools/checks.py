@@ -123,8 +123,17 @@ def beams(generate: Generate) -> list[Any]:
     return [generate(prompt(batch=2), max_new_tokens=6, num_beams=3)]
 
 
+def rows(generate: Generate) -> list[Any]:
+    """Generate from prompts of unequal lengths."""
+    return [generate(ids, max_new_tokens=NEW) for ids in prompts_of_rows()]
+
+
+def prompts_of_rows() -> list[Tensor]:
+    return [prompt(length, seed=length) for length in (LENGTH, 9, 22)]
+
+
 GENERATIONS: dict[str, Callable[[Generate], list[Any]]] = {
-    check.__name__: check for check in (plain, padded, chunked, turns, beams)
+    check.__name__: check for check in (plain, padded, chunked, turns, beams, rows)
 }
 
 WITH_CACHE = dict.fromkeys(("chunked", "turns"), ("fresh", "alike", "uncached"))
@@ -167,13 +176,16 @@ def stock_generation(case: Case, check: str, reference: str, dtype: torch.dtype)
         return model.generate(ids, **{"attention_mask": torch.ones_like(ids), **_options(options), **more})
 
     with precisely(model, dtype):
-        return _check_finite(_run_generation(check, generate, dtype))
+        return check_finite(_run_generation(check, generate, dtype))
 
 
 @guarded
 def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | None) -> Result:
     """Return what attnmesh generates on this rank."""
     model, mesh = _model(case, "attnmesh", dtype), None if shape is None else named_mesh(shape, AXES)
+    if check == "rows":
+        with precisely(model, dtype):
+            return _decode_rows(model, mesh, dtype)
     target: dict[str, Any] = {"mesh": mesh}
     if check in ("chunked", "turns"):  # small blocks, so that a short prompt has several chunks
         target = {"cache": hf.ShardedCache(model.config, mesh, block=4)}
@@ -183,6 +195,22 @@ def our_generation(case: Case, check: str, dtype: torch.dtype, shape: Shape | No
 
     with precisely(model, dtype):
         return _run_generation(check, generate, dtype)
+
+
+@torch.no_grad()
+def _decode_rows(model: PreTrainedModel, mesh: Any, dtype: torch.dtype) -> Result:
+    """Decode prompts of unequal lengths together, after the first token of each."""
+    caches = [hf.ShardedCache(model.config, mesh) for _ in prompts_of_rows()]
+    logits = []
+    for ids, cache in zip(prompts_of_rows(), caches, strict=True):
+        first = hf.generate(model, ids, cache=cache, **_options({"max_new_tokens": 1}))
+        logits.append([first.logits[0]])
+    for _ in range(NEW - 1):
+        tokens = [int(row[-1].argmax()) for row in logits]
+        for row, step in zip(logits, hf.decode_rows(model, tokens, caches), strict=True):
+            row.append(step[None])
+    steps = torch.cat([torch.stack(row, 1) for row in logits], 1)
+    return Result(dtype, steps.argmax(-1), steps.double())
 
 
 def _run_generation(check: str, generate: Generate, dtype: torch.dtype) -> Result:
@@ -200,7 +228,7 @@ def _run_generation(check: str, generate: Generate, dtype: torch.dtype) -> Resul
     return Result(dtype, tokens, logits)
 
 
-def _check_finite(result: Result) -> Result:
+def check_finite(result: Result) -> Result:
     """Return the result. Raise if it has a NaN."""
     numbers = [x for x in (result.logits, result.scores, torch.tensor(result.loss)) if x is not None]
     if any(bool(x.isnan().any()) for x in [*numbers, *result.gradients.values()]):
@@ -243,17 +271,18 @@ def batch() -> dict[str, Tensor]:
 def stock_training(case: Case, dtype: torch.dtype) -> Result:
     """Return the loss and gradients of stock transformers."""
     model = _model(case, "eager", dtype)
-    return _check_finite(_train(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
+    return check_finite(train_once(model, {**batch(), "use_cache": False}, dtype, _reach(model)))
 
 
 @guarded
 def our_training(case: Case, dtype: torch.dtype, shape: Shape) -> Result:
     """Return the loss and gradients of attnmesh on this rank's shard."""
     model = _model(case, "attnmesh", dtype)
-    return _train(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
+    return train_once(model, hf.shard_batch(batch(), named_mesh(shape, AXES)), dtype)
 
 
-def _train(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dtype, reach: float = 0.0) -> Result:
+def train_once(model: PreTrainedModel, arguments: dict[str, Any], dtype: torch.dtype, reach: float = 0.0) -> Result:
+    """Return the loss and gradients of a batch."""
     model.train()
     model.zero_grad()
     try:

@@ -25,6 +25,7 @@ PURPOSES = {
     "hf": "transformers",
     "diffusers": "diffusion transformers",
     "engines": "serving engines",
+    "serve": "an HTTP server of one model",
     "cli": "the command",
 }
 

@@ -8,9 +8,11 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from attnmesh.core.storage import STORAGES
 from tests.support import histories, mesh_problems, problems
 from tests.support.pool import SIZES, Pool
 
@@ -70,7 +72,7 @@ def _on_mesh(pool: Pool, ranks: int) -> Callable[[str, int], bool]:
 
 def _caches(pool: Pool) -> Callable[[str, int], bool]:
     def check(only: str, seed: int) -> bool:
-        history = histories.draw(seed)
+        history = replace(histories.draw(seed), storage=(None, None, *STORAGES)[seed % 4])
         if only in repr(history):
             with tempfile.TemporaryDirectory() as folder:
                 histories.check(history, pool, Path(folder))

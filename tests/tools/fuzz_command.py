@@ -23,6 +23,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +39,10 @@ from benchmarks import packed as packed_bench
 from benchmarks import plan as plan_bench
 from benchmarks import prefill as prefill_bench
 from benchmarks import recurrent as recurrent_bench
+from benchmarks import rows as rows_bench
 from benchmarks import selected as selected_bench
+from benchmarks import serve as serve_bench
+from benchmarks import storage as storage_bench
 from benchmarks.commands import app as benchmarks_app
 from benchmarks.netns import Hosts, World, ranks_of, script
 from benchmarks.timing import Comparison, Timing
@@ -63,6 +67,7 @@ from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import MAX_RANKS, Plan
 from attnmesh.planner.workload import Workload
 from attnmesh.runtime.machine import machine
+from attnmesh.serve import server
 from attnmesh_command import show_errors
 from tests.support import families
 from tests.tools.fuzz_store import mutated
@@ -417,7 +422,7 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(
         load,
         locate=lambda name, *say: str(sandbox.folder / "chat") if name == load.PACKAGED else locate(name, *say),
-        open_config=lambda place: (config if place == "bent" else cached_config)(place),
+        open_config=lambda place, **more: (config if place == "bent" else cached_config)(place, **more),
         open_tokenizer=tokenizer,
         _unpack_gguf=lambda file, report: report(f"unpacking {file.name} (once)") or sandbox.folder / "chat",
     )
@@ -459,6 +464,13 @@ def stand_in(sandbox: Sandbox) -> None:
     replace(recurrent_bench, rows=lambda request, world, add: add(on(world, layer)))
     shape = diffusion_bench.Row("flux", "ring", TIME, 1.0, 1.0, 1, 1.0, 1e-7)
     replace(diffusion_bench, rows=lambda request, world, add: add(on(world, shape)))
+    listening = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 8000), close=lambda: None)
+    replace(server, listen=lambda host, port: listening, run=lambda app, socket, drain: app.front.on_ready({}))
+    together = rows_bench.Row(2, TIME, TIME, (1.0, 1.0), True)
+    replace(rows_bench, rows=lambda request, threads, add: add(on(request.shape.ranks, together)))
+    replace(storage_bench, rows=lambda request, add: add(storage_bench.Row("bfloat16", 16.0, 1.0, 0.0)))
+    seen = serve_bench.Row("transformers", 384, 1, 1.0, TIME, TIME, 1.0, 1.0, 1.0)
+    replace(serve_bench, rows=lambda request, add, step: add(on(request.ranks, seen)))
     replace(plan_bench, report=measured_plans)
     replace(probe, run_on_ranks=lambda ranks, function: on(ranks, [LOCAL]), keep_machine=lambda cluster, kind: None)
     replace(commands, run_on_hosts=lambda hosts, function: on(hosts, [LOCAL]))

@@ -12,6 +12,10 @@ WORST = ("crashed", "wrong", "refused", "right", "stock-fails")
 """Order of severity: a type counts as the first of these that one of its checks has."""
 
 
+KINDS = ("generation", "rows", "images", "training", "videos")
+"""Kinds of checks, each a column of the table. Generation has several checks."""
+
+
 @dataclass(frozen=True)
 class Row:
     """Result of one check of one case."""
@@ -55,10 +59,11 @@ def status_of(rows: Sequence[Row]) -> str:
 
 
 def kinds_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Row]]]:
-    """Return the rows by case, and by training and generation."""
+    """Return the rows by case, and by kind of check."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
-        kind = "training" if row.check == "training" else "generation"
+        kind = row.check.partition("-")[0]
+        kind = kind if kind in KINDS else "generation"
         found.setdefault(row.case, {}).setdefault(kind, []).append(row)
     return found
 
@@ -68,7 +73,7 @@ def counted(rows: Sequence[Row]) -> str:
     lines = []
     for name, wanted in (("types", False), ("variants", True)):
         cases = kinds_of([row for row in rows if (row.case != row.kind) == wanted]).values()
-        for kind in ("generation", "training"):
+        for kind in KINDS:
             count = Counter(status_of(case[kind]) for case in cases if kind in case)
             if count:
                 counts = ", ".join(f"{count[status]} {status}" for status in STATUSES if count[status])
@@ -87,10 +92,12 @@ def faults(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table of each type's status in generation and training, with the message of refusals."""
-    lines = ["| type | generation | training |", "|---|---|---|"]
-    for case, parts in sorted(kinds_of(rows).items()):
-        cells = [_cell(parts.get(kind, [])) for kind in ("generation", "training")]
+    """Return a Markdown table of each type's status in each kind of check, with the message of refusals."""
+    found = kinds_of(rows)
+    kinds = [kind for kind in KINDS if any(kind in parts for parts in found.values())]
+    lines = [f"| type | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for case, parts in sorted(found.items()):
+        cells = [_cell(parts.get(kind, [])) for kind in kinds]
         lines.append(f"| `{case}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -110,4 +117,10 @@ def _status_text(row: Row) -> str:
     message = row.message.partition(" Fix: ")[0].replace("|", "\\|").replace("\n", " ")
     if row.status in ("refused", "crashed"):
         return f"{row.status}: {message}"
-    return {"stock-fails": "not in stock transformers"}.get(row.status, row.status)
+    if row.status == "stock-fails":
+        return (
+            f"not built: {message[:90]}"
+            if "images" in row.check or "videos" in row.check
+            else "not in stock transformers"
+        )
+    return row.status

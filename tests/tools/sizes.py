@@ -95,7 +95,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": ROPE, "full_attention": None},
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}, "ffn_config": EXPERTS},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
+    "deepseek_v4": {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_n_heads": 64,
+        "index_topk": 3,
+    },
     "dots3_note_audio_encoder": {"adapter_input_size": 32, "adapter_out_dim": 32},
     "dots3_note_text": NOTE,
     "dots3_note_vision_encoder": {"adapter_in_dim": 32, "adapter_out_dim": 32},

@@ -3,6 +3,7 @@
     python -m tests.tools.sweep --quick
     python -m tests.tools.sweep --json rows.jsonl --table models.md
     python -m tests.tools.sweep --only 'llama*,gpt_oss'
+    python -m tests.tools.sweep --images
 
 Each check of each type is right, refused with the same error on every rank, wrong, crashed, or stock-fails, where
 stock transformers itself raises. The command fails if anything is wrong or crashed.
@@ -15,7 +16,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from multiprocessing import forkserver
@@ -25,11 +27,13 @@ from typing import Any
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import Shape
 from tests.support.pool import Lost, Pool
-from tests.tools import checks, compare
+from tests.tools import checks, compare, image_checks
 from tests.tools.checks import DTYPES, REFERENCES, Failed, Result
+from tests.tools.image_models import image_types
 from tests.tools.rows import Row, counted, faults, summary, table
 from tests.tools.tiny_models import Case, all_types
 from tests.tools.variants import VARIANTS
+from tests.tools.video_models import takes_videos
 
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
 """Environment variables of the ranks."""
@@ -47,7 +51,17 @@ MESHES: dict[str, Shape | None] = {
     "chunked": Shape(1, 1, 2),
     "turns": Shape(1, 2, 1),
     "beams": Shape(1, 1, 2),
+    "rows": Shape(1, 1, 2),
     "training": Shape(1, 2, 1),
+}
+IMAGE_MESHES: dict[str, Shape | None] = {
+    "images-1": None,
+    "images": Shape(1, 1, 2),
+    "images-queries": Shape(1, 2, 1),
+    "training-images": Shape(1, 2, 1),
+    "videos": Shape(1, 1, 2),
+    "videos-queries": Shape(1, 2, 1),
+    "videos-training": Shape(1, 2, 1),
 }
 """Mesh of each check; None for one rank."""
 
@@ -57,11 +71,17 @@ QUICK = (
 )
 
 
+Check = Callable[..., Result]
+
+UNFIT = "expected images that fit"
+"""Part of the error about a prompt that was not made for its image. It says nothing about the type."""
+
+
 class Sweep:
-    """Pools of one and of two ranks, which are reused over cases and restarted after a crash."""
+    """Pools by their ranks, which are reused over cases and restarted after a crash."""
 
     def __init__(self) -> None:
-        self.pools = {size: Pool() for size in (1, 2)}
+        self.pools: defaultdict[int, Pool] = defaultdict(Pool)
         self.stock_results: dict[tuple[Any, ...], Result | Row] = {}
         """Results of stock transformers for the current case."""
 
@@ -72,16 +92,46 @@ class Sweep:
 
     def run(self, case: Case, check: str) -> Row:
         """Return the row of one check of one case."""
-        begun = time.monotonic()
-        row = self._run_training(case) if check == "training" else self._run_generation(case, check)
+        begun, videos = time.monotonic(), check.startswith("videos")
+        if check in ("training-images", "videos-training"):
+            row = self.run_image_training(case, IMAGE_MESHES[check], videos)
+        elif check in IMAGE_MESHES:
+            row = self.run_images(case, IMAGE_MESHES[check], videos)
+        elif check == "training":
+            row = self._run_training(case, MESHES[check], checks.stock_training, checks.our_training)
+        else:
+            row = self._run_generation(case, check)
         return replace(row, case=case.name, kind=case.kind, check=check, seconds=round(time.monotonic() - begun, 2))
 
-    def _run_training(self, case: Case) -> Row:
+    def run_image_training(self, case: Case, shape: Shape | None, videos: bool = False) -> Row:
+        """Compare loss and gradients with stock transformers. What it cannot train may be refused in any case."""
+        assert shape is not None
+        functions = image_checks.stock_image_training, image_checks.our_image_training
+        row = self._run_training(case, shape, *functions, videos)
+        if row.status == "stock-fails":
+            refused = self._run_on_ranks(shape.ranks, image_checks.training_refusal, case, DTYPES[-1], shape)
+            return refused if isinstance(refused, Row) and refused.status == "refused" else row
+        return row
+
+    def run_images(self, case: Case, shape: Shape | None, videos: bool = False) -> Row:
+        """Compare the tokens after a prompt with images, and a video if `videos`, with stock transformers."""
+        expected = self._stock(image_checks.stock_images, case, videos)
+        if isinstance(expected, Row):
+            row = self._run_on_ranks(shape.ranks if shape else 1, image_checks.refusal, case, DTYPES[-1], shape)
+            refused = isinstance(row, Row) and row.status == "refused" and UNFIT not in row.message
+            return row if refused else expected
+        arguments = image_checks.our_images, case, videos, expected.dtype, shape
+        given = self._run_on_ranks(shape.ranks if shape else 1, *arguments)
+        row = given if isinstance(given, Row) else _row(compare.compare_generation(expected, given))
+        return replace(row, dtype=_dtype_name(expected))
+
+    def _run_training(self, case: Case, shape: Shape | None, stock: Check, ours: Check, *arguments: Any) -> Row:
         """Compare loss and gradients with stock transformers."""
-        expected = self._stock(checks.stock_training, case)
+        assert shape is not None
+        expected = self._stock(stock, case, *arguments)
         if isinstance(expected, Row):
             return expected
-        given = self._run_on_ranks(2, checks.our_training, case, expected.dtype, MESHES["training"])
+        given = self._run_on_ranks(shape.ranks, ours, case, *arguments, expected.dtype, shape)
         row = given if isinstance(given, Row) else _row(compare.compare_training(expected, given))
         return replace(row, dtype=_dtype_name(expected), reach=round(expected.reach, 3))
 
@@ -194,18 +244,27 @@ def _row_of_timeout(report: str) -> Row:
     return _blank("crashed", f"timeout: {results[0]}", where)
 
 
-def chosen(only: str | None, quick: bool) -> list[Case]:
+def chosen(only: str | None, quick: bool, images: bool = False) -> list[Case]:
     """Return the cases that match one of the comma-separated patterns; all cases by default."""
-    cases = [Case(kind, kind) for kind in all_types()] + list(VARIANTS)
+    types = image_types() if images else all_types()
+    cases = [Case(kind, kind) for kind in types] + ([] if images else [*VARIANTS])
     patterns = only.split(",") if only else QUICK if quick else ("*",)
     return [case for case in cases if any(fnmatch(case.name, pattern) for pattern in patterns)]
+
+
+def checks_of(kind: str, wanted: Iterable[str]) -> list[str]:
+    """Return the checks that a model type can have: those of videos need a model that takes them."""
+    return [check for check in wanted if not check.startswith("videos") or takes_videos(kind)]
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="comma-separated names or patterns of types and variants")
     parser.add_argument("--quick", action="store_true", help="about a dozen different types")
-    parser.add_argument("--checks", default=",".join(MESHES), help="comma-separated checks")
+    parser.add_argument(
+        "--images", action="store_true", help="types of text and images, with two images each, and a video"
+    )
+    parser.add_argument("--checks", help="comma-separated checks; all by default")
     parser.add_argument("--json", type=Path, help="append one JSON object per row to this file")
     parser.add_argument("--table", type=Path, help="write a table in Markdown to this file")
     return parser.parse_args(arguments)
@@ -224,7 +283,7 @@ def _run_cases(cases: Sequence[Case], wanted: Sequence[str], file: Path | None) 
     try:
         for number, case in enumerate(cases, 1):
             begun, found = time.monotonic(), []
-            for check in wanted:
+            for check in checks_of(case.kind, wanted):
                 found.append(row := sweep.run(case, check))
                 if file is not None:
                     row.write(file)
@@ -240,7 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text("")
     _start()
-    rows = list(_run_cases(chosen(options.only, options.quick), options.checks.split(","), options.json))
+    wanted = options.checks.split(",") if options.checks else [*(IMAGE_MESHES if options.images else MESHES)]
+    rows = list(_run_cases(chosen(options.only, options.quick, options.images), wanted, options.json))
     if options.table:
         options.table.write_text(table(rows))
     print(*filter(None, (faults(rows), counted(rows))), sep="\n")

@@ -64,7 +64,7 @@ def _like(value: Any, default: Any) -> Any:
 
 
 def _is_dropout(name: str, value: object) -> bool:
-    return type(value) in (int, float) and any(part in name for part in ("dropout", "pdrop", "mask_time_prob"))
+    return type(value) in (int, float) and any(part in name for part in ("drop", "mask_time_prob"))
 
 
 def _layers(default: dict[str, Any], names: set[str], changes: dict[str, Any]) -> dict[str, Any]:
@@ -94,27 +94,29 @@ def _chosen(rows: list[tuple[Any, ...]]) -> list[int]:
     return sorted(chosen + chosen[:1] * (LAYERS - len(chosen)))
 
 
-def build(case: Case, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+def build(case: Case, attention: str, dtype: torch.dtype, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """Return the case's model in evaluation mode, with the same weights in every process."""
     config = tiny_config(case)
     config._experts_implementation = "eager"  # the grouped implementation has no float64
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = _from_config(config, attention).to(dtype)
+        model = _from_config(auto, config, attention).to(dtype)
     randomise(model)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    if getattr(model, "generation_config", None) is not None:  # a model that generates
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
     return model.eval()
 
 
-def _from_config(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+def _from_config(auto: Any, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """Return the model. Set the attention's name afterwards if the class has a fixed table of attentions."""
     try:
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        return auto.from_config(config, attn_implementation=attention)
     except KeyError as error:
         if error.args != (attention,):
             raise
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    torch.manual_seed(1)  # for the weights of the same model once more
+    model = auto.from_config(config, attn_implementation="eager")
     model.config._attn_implementation = attention
     return model
 

@@ -122,6 +122,9 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {
     "falcon_h1": {
         "multiplied": {"key_multiplier": 0.5, "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.5}
     },
+    "inkling_text": {
+        "scaled": {"log_scaling_n_floor": 4, "rel_extent": 7, "layer_types": ["hybrid", "hybrid_sliding"]}
+    },
     "zaya": {"sliding": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 16}},
     "minimax_m3_vl_text": {"no-local-blocks": {"index_local_blocks": 0, "index_topk_blocks": 3}},
     "glm_moe_dsa": {

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = {
     "transformers": ["tests/hf", "src/attnmesh/hf"],
     "accelerate": ["tests/hf/test_trainer.py", "src/attnmesh/hf/training/accelerator.py"],
-    "trl": ["tests/hf/test_trainer.py"],
+    "trl": ["tests/hf/test_trainer.py", "tests/hf/test_finetune.py"],
     "peft": ["tests/hf/test_trainer.py"],
     "diffusers": ["tests/diffusers", "src/attnmesh/diffusers"],
 }

@@ -1,0 +1,187 @@
+"""An engine without a model: its text is known from the prompt, and each token comes at a step of all ranks."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from attnmesh.errors import Busy, InputError, TooLong
+from attnmesh.serve.worker import serve_rank_0
+from tests.support import families
+
+SAID = "The cafés of Zürich open at 7 😀, and close late. "
+"""The text of each answer, from a place that depends on the prompt on; it goes round."""
+
+TEMPLATE = (
+    "{% if tools %}[{{ tools | length }} tools]{% endif %}"
+    "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('no developers') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+)
+LONGEST = 400
+POISON = 255
+"""A prompt that begins with this token fails alone."""
+
+
+def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """Return a tokenizer with a token for each byte, and one for the end."""
+    signs = sorted(pre_tokenizers.ByteLevel.alphabet())
+    model = Tokenizer(BPE({sign: i for i, sign in enumerate(signs)}, []))
+    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_tiny(folder: Path, template: str | None = TEMPLATE) -> str:
+    """Save a small model with random weights, and its tokenizer. Return the folder."""
+    tokenizer = byte_tokenizer(template)
+    families.model("llama", "sdpa", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@dataclass
+class Token:
+    id: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Stream:
+    ids: list[int]
+    options: dict[str, Any]
+    given: list[int]
+    """Tokens so far, those that are replayed among them."""
+    out: "queue.Queue[Token | None]" = field(default_factory=queue.Queue)
+    cached_tokens: int = 0
+    finish_reason: str | None = None
+    cancelled: bool = False
+
+    def __iter__(self) -> Iterator[Token]:
+        if self.ids[0] == POISON:
+            raise InputError("prompt", "no poison", "some", "leave it out")
+        while (token := self.out.get()) is not None:
+            yield token
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def said(ids: list[int], options: dict[str, Any], text: list[int]) -> Callable[[int], int]:
+    """Return the token of each place of an answer; greedy ones do not depend on the seed."""
+    start = sum(ids) + (0 if options["temperature"] == 0 else 7 * options["seed"])
+    return lambda place: text[(start + place) % len(text)]
+
+
+class FakeEngine:
+    """Gives each running request one token a step; `step` takes part with all ranks and returns whether to go on."""
+
+    def __init__(self, step: Callable[[bool], bool] = bool, *, rows: int = 4, waiting: int = 4, pause: float = 0.002):
+        self.step, self.rows, self.waiting, self.pause = step, rows, waiting, pause
+        self.text: list[int] = byte_tokenizer()(SAID)["input_ids"]
+        self.streams: list[Stream] = []
+        self.lock, self.closed = threading.Lock(), False
+        self.tokens = 0
+
+    def submit(self, ids: list[int], *, replay: list[int] = (), **options: Any) -> Stream:  # type: ignore[assignment]
+        assert options.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "seed", "logprobs"}
+        if len(ids) + options["max_new_tokens"] > LONGEST:
+            raise TooLong("prompt", f"at most {LONGEST} tokens", str(len(ids)), "shorten it")
+        with self.lock:
+            if len(self.streams) >= self.rows + self.waiting:
+                raise Busy("submit", "a queue with room", "a full one", "submit later")
+            self.streams.append(Stream(ids, options, [*replay], cached_tokens=len(ids) // 2))
+            return self.streams[-1]
+
+    def run(self) -> None:
+        while self.step(not self.closed):
+            time.sleep(self.pause)
+            with self.lock:
+                for stream in self.streams[: self.rows]:
+                    self.advance(stream)
+                self.streams = [stream for stream in self.streams if stream.finish_reason is None]
+
+    def advance(self, stream: Stream) -> None:
+        place = len(stream.given)
+        if place == stream.options["max_new_tokens"] or stream.cancelled:
+            stream.finish_reason = "cancelled" if stream.cancelled else "length"
+            stream.out.put(None)
+            return
+        id = said(stream.ids, stream.options, self.text)(place)
+        stream.given.append(id)
+        count = stream.options["logprobs"]
+        stream.out.put(Token(id, -0.5 if count else None, [((id + n) % 256, -0.5 - n) for n in range(count)]))
+        self.tokens += 1
+
+    def follow(self) -> None:
+        while self.step(True):
+            pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "running": float(len(self.streams)),
+            "tokens": float(self.tokens),
+            "keys": [10.0, 12.0],
+            "merge_share": 0.25,
+        }
+
+
+def together(going: bool) -> bool:
+    """A step of all ranks: rank 0 says whether it is not the last."""
+    flag = torch.tensor(int(going))
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
+
+
+def fake_rank(address: str, pause: float) -> None:
+    """Serve as one of several ranks."""
+    engine = FakeEngine(together, pause=pause)
+    if dist.get_rank() == 0:
+        serve_rank_0(engine, address, {"max_model_len": LONGEST})
+    else:
+        engine.follow()
+
+
+class ThreadWorld:
+    """A world of one rank in a thread, for tests of what comes before ranks."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.engine = FakeEngine(**options)
+
+    def run(self, address: str) -> None:
+        self.engine = FakeEngine(**self.options)
+        serve_rank_0(self.engine, address, {"max_model_len": LONGEST})
+
+    def kill(self) -> None:
+        self.engine.close()
+
+
+def answer(ids: list[int], options: dict[str, Any], count: int) -> str:
+    """The text of an answer of `count` tokens."""
+    tokenizer = byte_tokenizer()
+    token = said(ids, options, tokenizer(SAID)["input_ids"])
+    text: str = tokenizer.decode([token(place) for place in range(count)], skip_special_tokens=True)
+    return text
+
+
+def fake_model_rank(settings: Any, address: str) -> None:
+    """Stand in for `serve_rank` of the command, without weights."""
+    engine = FakeEngine(together, pause=0.02)
+    if dist.get_rank() == 0:
+        serve_rank_0(engine, address, {"max_model_len": settings.max_model_len})
+    else:
+        engine.follow()

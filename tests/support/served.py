@@ -1,0 +1,120 @@
+"""A server in a thread of the test's process, and what a raw client says to it."""
+
+import json
+import multiprocessing as mp
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from attnmesh.serve.app import App
+from attnmesh.serve.door import Limits
+from attnmesh.serve.front import Front, World
+from attnmesh.serve.metrics import Metrics
+from attnmesh.serve.server import listen, run
+from tests.support.fake_engine import byte_tokenizer
+
+NAME = "fake"
+
+
+class Children:
+    """Processes that were started after this was made, and none of the test run's own."""
+
+    def __init__(self) -> None:
+        self.others = {*mp.active_children()}
+
+    def alive(self) -> list[BaseProcess]:
+        """Return them in the order of their start."""
+        return sorted({*mp.active_children()} - self.others, key=lambda process: process.pid or 0)
+
+
+class Served:
+    """A running server."""
+
+    def __init__(
+        self, world: World, *, limits: Limits, tokenizer: Any, processor: Any, max_requests: int, max_restarts: int
+    ) -> None:
+        self.children = Children()
+        listening = listen("127.0.0.1", 0)
+        self.port = listening.getsockname()[1]
+        self.front = Front(world, max_requests=max_requests, max_restarts=max_restarts, metrics=Metrics())
+        self.app = App(self.front, tokenizer or byte_tokenizer(), NAME, limits, processor)
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self._serve, args=(listening,))
+        self.thread.start()
+        until(lambda: self.front.state in ("ready", "failed"))
+
+    def _serve(self, listening: socket.socket) -> None:
+        try:
+            run(self.app, listening, drain=5)
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        """Return status and JSON of a request."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = Request(self.url + path, data, {"content-type": "application/json", **names})
+        try:
+            with urlopen(request, timeout=60) as answer:
+                status, text = answer.status, answer.read()
+        except HTTPError as error:
+            status, text = error.code, error.read()
+            error.close()
+        return status, json.loads(text) if text.startswith(b"{") else text.decode()
+
+    def figure(self, name: str) -> float:
+        """Return one figure of /metrics."""
+        lines = self.ask("/metrics")[1].splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank of the world."""
+        self.children.alive()[rank].kill()
+
+    def close(self) -> None:
+        self.front.on_failure()  # ends the server, as a failure does
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def served(
+    world: World,
+    *,
+    limits: Limits | None = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    max_requests: int = 8,
+    max_restarts: int = 3,
+) -> Iterator[Served]:
+    """Serve in a thread while the block runs."""
+    given: dict[str, Any] = {"max_requests": max_requests, "max_restarts": max_restarts}
+    given |= {"tokenizer": tokenizer, "processor": processor}
+    server = Served(world, limits=limits or Limits(), **given)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def until(fits: Callable[[], Any], seconds: float = 200) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not fits():
+        assert time.monotonic() < end, "it did not come to hold"
+        time.sleep(0.01)
+
+
+def chat(content: Any = "Hi", **fields: Any) -> dict[str, Any]:
+    """Return the body of a chat."""
+    return {"model": NAME, "messages": [{"role": "user", "content": content}], "max_tokens": 20, **fields}
