@@ -5,7 +5,7 @@
 
 A call is traced after it has been made a few times. A frame is a call of a Python function of the package. A change of
 file is a frame in another file than the one before. Lines are counted as they run, a loop's each time.
-What a rank does while it waits for another is not counted.
+What a rank does while it waits for another, and to move letters that wait, is not counted.
 """
 
 import sys
@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import attnmesh as am
-from attnmesh.comm.letters import finish_letter
+from attnmesh.comm import letters
 
 PACKAGE = Path(am.__file__).parent
 WARM, TRACED = 5, 10
@@ -40,8 +40,11 @@ DRAWN = {
 LEFT_OUT = ("core/", "mesh/", "runtime/", "kernels/traced", "kernels/blocks", "kernels/native/digest")
 """Files of values and of questions, whose functions a drawing leaves out."""
 
-MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 220, "decode, 1 rank": 12, "decode, 2 ranks": 30}
+MOST = {"attention, 1 rank": 50, "attention, 2 ranks": 208, "decode, 1 rank": 12, "decode, 2 ranks": 30}
 """Frames that calls may take at most, by how their names begin."""
+
+WAITS = {letters.finish_letter.__code__, letters._move.__code__}
+"""Functions whose calls depend on when the other rank sends."""
 
 MOST_OF_GUARD = 0.15
 """Share of the executed lines that the guard may have at most."""
@@ -110,9 +113,9 @@ def _traced(call: Callable[[], object]) -> Walk:
 
 
 def _is_waiting(frame: FrameType) -> bool:
-    """Return True for what a rank does while it waits for a letter: it depends on when the other rank sends it."""
+    """Return True for what a rank does to wait for letters or to move them: it depends on when others send."""
     above = frame.f_back
-    while above is not None and above.f_code.co_name != finish_letter.__name__:
+    while above is not None and above.f_code not in WAITS:
         above = above.f_back
     return above is not None
 
