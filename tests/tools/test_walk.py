@@ -1,5 +1,7 @@
 """Steady calls run through few functions: what was settled for a kind of calls is not settled again."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from attnmesh.kernels.native.build import library
@@ -7,6 +9,14 @@ from tests.support.pool import Pool
 from tests.tools.walk import ALONE, FIRST, LAST, MOST_OF_GUARD, ON_TWO, PAGE, drawings, most_frames, walk, walks_on_two
 
 pytestmark = pytest.mark.skipif(library().attend is None, reason="there is no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Pool]:
+    """Ranks of this file alone: each other mesh of the same ranks adds a frame to their comparison."""
+    made = Pool()
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -19,14 +29,14 @@ def _frames() -> dict[str, tuple[list[str], float]]:
     return {name: (found.files, found.share("guard")) for name, found in walks_on_two().items()}
 
 
-def test_calls_on_two_ranks(pool: Pool) -> None:
-    for answer in pool.run(2, _frames):
+def test_calls_on_two_ranks(world: Pool) -> None:
+    for answer in world.run(2, _frames):
         assert len(answer) == len(ON_TWO)
         for name, (files, guard) in answer.items():
             assert 0 < len(files) <= most_frames(name), (name, files)
             assert guard <= MOST_OF_GUARD, name
 
 
-def test_the_page_of_the_code_draws_the_walks(pool: Pool) -> None:
+def test_the_page_of_the_code_draws_the_walks(world: Pool) -> None:
     drawn = PAGE.read_text().split(FIRST)[1].split(LAST)[0]
-    assert pool.run(2, drawings)[0] == drawn, "write it anew: python -m tests.tools.walk --draw"
+    assert world.run(2, drawings)[0] == drawn, "write it anew: python -m tests.tools.walk --draw"
