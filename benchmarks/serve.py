@@ -24,6 +24,9 @@ from benchmarks.timing import Timing
 PATIENCE = 1200.0
 """Seconds that a server gets to start, and to send a token."""
 
+INTERVAL = 5.0
+"""Seconds between two looks at a server's memory."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -172,8 +175,8 @@ class Memory(threading.Thread):
         self.pid, self.highest, self.done = pid, 0, threading.Event()
 
     def run(self) -> None:
-        """Look twice a second, until done."""
-        while not self.done.wait(0.5):
+        """Look every few seconds, until done: a look goes through all pages, and the processes wait for it."""
+        while not self.done.wait(INTERVAL):
             self.highest = max(self.highest, sum(map(proportional, family(self.pid))))
 
 
