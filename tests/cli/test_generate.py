@@ -77,6 +77,7 @@ def test_the_json_has_the_tokens_of_stock_transformers(
     report = json.loads(done.stdout)
     assert report["tokens"] == expected
     assert "Paris" in report["text"]
+    assert report["ended"] == "stop"  # with the last token that it may have
     assert sum(report["keys"]) == (report["prompt_tokens"] + 7) * (3 if report["mesh"] in ("heads=3", "tp=3") else 1)
     assert 0 <= report["merging_share"] < 1
 
@@ -97,13 +98,14 @@ def test_a_prompt_of_one_token_by_standard_input_on_two_ranks() -> None:
     ids = open_tokenizer(locate(PACKAGED))("Hi", return_tensors="pt")["input_ids"]
     made = AutoModelForCausalLM.from_pretrained(locate(PACKAGED)).generate(ids, max_new_tokens=8, do_sample=False)
     assert (report["prompt_tokens"], report["tokens"]) == (1, made[0, 1:].tolist())
+    assert report["ended"] == "length"
 
 
 def test_it_streams_up_to_a_stop_string_and_ends_with_a_table() -> None:
     done = run(*ASK, "--ranks", "2", "-v", "--stop", "capital of Italy", "--stop", "France is")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The capital of \n")
-    assert "5 tokens" in done.stdout
+    assert "5 tokens, to the end of the answer" in done.stdout
     for row in ("prefill", "time per token", "keys and values, MB by rank", "received per token", "mesh"):
         assert row in done.stdout
     assert "Merging counts, for each merge," in " ".join(done.stdout.split())

@@ -235,7 +235,7 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
     """Print the result as a table below the text."""
     figures = {
         "prompt": f"{result.prompt_tokens:,} tokens",
-        "new": f"{len(result.tokens):,} tokens",
+        "new": f"{len(result.tokens):,} tokens, {ENDED[result.ended]}",
         "model loaded in": f"{result.load_seconds:.1f} s",
         "prefill": f"{result.prefill_seconds:.2f} s",
         "time per token": f"{1e3 * result.seconds_per_token:.1f} ms, of which merging {result.merging_share:.0%}",
@@ -249,6 +249,9 @@ def _print_table(result: Any, prepared: Prepared, verbose: bool) -> None:
         table.caption, table.caption_justify = EXPLAINED, "left"
     console.print(table)
 
+
+ENDED = {"stop": "to the end of the answer", "length": "as many as --max-new-tokens allows"}
+"""What is said of the reason for which an answer ends."""
 
 EXPLAINED = """\
 Prefill is the whole prompt but its last token, cut over the ranks. The time per token is that of the whole model, the

@@ -53,6 +53,8 @@ class Result:
     """New tokens, their times, and lists with one figure per rank."""
 
     tokens: list[int]
+    ended: str
+    """Reason for which they end: "stop" at a stop string or at a token that ends answers, "length" at the most."""
     prompt_tokens: int
     load_seconds: float
     prefill_seconds: float
@@ -106,6 +108,13 @@ class _Session:
     options: dict[str, Any]
     images: dict[str, Any]
     load_seconds: float
+
+    def stopped(self, tokens: list[int]) -> bool:
+        """Return whether new tokens end with one that ends answers, or with a stop string."""
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        criteria = self.options.get("stopping_criteria", ())
+        return tokens[-1] in ends or any(criterion.text.stopped for criterion in criteria)
 
 
 def run_request(send: Send, request: Request) -> Result:
@@ -191,12 +200,14 @@ def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | 
     with counted() as traffic:
         output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.images, **session.options)
     seconds = perf_counter() - start
+    tokens = output[0, ids.shape[1] :].tolist()
     new = max(1, output.shape[1] - session.reached.shape[1])
     axes = everyone().axes
     table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
     merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
     return Result(
-        tokens=output[0, ids.shape[1] :].tolist(),
+        tokens=tokens,
+        ended="length" if len(tokens) == session.options["max_new_tokens"] and not session.stopped(tokens) else "stop",
         prompt_tokens=ids.shape[1],
         load_seconds=session.load_seconds,
         prefill_seconds=prefill_seconds,
