@@ -119,7 +119,8 @@ def test_texts_are_those_of_transformers_and_turns_are_kept(running: Served, cli
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_rank_changes_no_text(lost: int, running: Served, client: openai.OpenAI) -> None:
-    options: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.9, "seed": 11, "extra_body": {"top_k": 50}}]
+    longer, drawn = {"max_tokens": 10 * NEW}, {"temperature": 0.9, "seed": 11, "extra_body": {"top_k": 50}}
+    options: list[dict[str, Any]] = [{**longer, "temperature": 0}, {**longer, **drawn}]
     undisturbed: list[list[str]] = [[], []]
     for given, into in zip(options, undisturbed, strict=True):
         ask(client, user(QUESTIONS[1]), into, **given)
@@ -132,11 +133,13 @@ def test_a_lost_rank_changes_no_text(lost: int, running: Served, client: openai.
     for thread in threads:
         thread.start()
     until(lambda: all(len(into) > 8 for into in texts))
+    before = running.figure("attnmesh_restarts_total")
     running.kill(lost)
     for thread in threads:
         thread.join()
     assert ["".join(into) for into in texts] == ["".join(into) for into in undisturbed]
-    assert running.figure("attnmesh_restarts_total") >= 1
+    until(lambda: running.figure("attnmesh_restarts_total") == before + 1)
+    until(lambda: running.ask("/health")[0] == 200)
 
 
 def test_a_seed_gives_the_same_text_and_logprobs_add_to_at_most_one(client: openai.OpenAI) -> None:
