@@ -35,7 +35,7 @@ Wait = Callable[[], None]
 Post = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
-SHORT = 1 << 15
+OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
@@ -245,7 +245,7 @@ def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
     """Return whether gloo sends a message, and it is long."""
     mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
     far = mailboxes is None or size > PIECES * SLOT or not mailboxes.serves(peer, min(size, SLOT))
-    return far and message.device.type == "cpu" and size > SHORT
+    return far and message.device.type == "cpu" and size > OUT_OF_TURN
 
 
 def room_for(peer: int, message: Tensor, axis: Axis) -> int:
