@@ -244,7 +244,7 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
 def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
     """Return whether gloo sends a message, and it is long."""
     mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
-    far = mailboxes is None or size > PIECES * SLOT or not mailboxes.serves(peer, min(size, SLOT))
+    far = mailboxes is None or not mailboxes.serves(peer, size, PIECES)
     return far and message.device.type == "cpu" and size > OUT_OF_TURN
 
 
@@ -298,9 +298,10 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     """
     operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
     mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
+    most = PIECES if exact else 1
     for post, peer, x in posts:
-        pieces = _pieces(x) if exact and x.nbytes > SLOT else (x,)
-        if mailboxes is not None and x.numel() and mailboxes.serves(peer, pieces[0].nbytes):
+        if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes, most):
+            pieces = x.split(SLOT) if x.nbytes > SLOT else (x,)
             letters += [Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact) for part in pieces]
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
@@ -324,11 +325,6 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     for letter in letters:
         waits.append(partial(deliver, letter, axis, what))
     return waits
-
-
-def _pieces(message: Tensor) -> Sequence[Tensor]:
-    """Return a message in parts that are letters, or whole if these were more than `PIECES`."""
-    return message.split(SLOT) if message.nbytes <= PIECES * SLOT else (message,)
 
 
 def deliver(letter: Letter, axis: Axis, what: str) -> None:
