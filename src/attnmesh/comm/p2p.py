@@ -101,6 +101,12 @@ def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> lis
     return begin_swap(parts, wanted, axis, in_turn=True)()
 
 
+def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
+    """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
+    wanted = [(meta_like(parts[axis.index], count, dim),) for count in counts]
+    return [x for (x,) in swap([(part,) for part in parts], wanted, axis)]
+
+
 def begin_swap(
     parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis, *, in_turn: bool = False
 ) -> Callable[[], list[Tensors]]:
