@@ -20,7 +20,7 @@ from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
 from attnmesh.hf.images.spans import spans_of
 from attnmesh.hf.images.towers import in_tower, tower_mask
-from attnmesh.hf.models import SUBJECT, check_layers
+from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shards import PromptMask, ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
@@ -221,7 +221,7 @@ def _with_spans(
         return ()
     given = "padding before a sequence with images"
     require(not bool(first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None) or FAR
+    window = window_of(config) or FAR
     masks = list[Mask]()
     sampled = _sample_pairs(query_range, key_range, min(window, query_range[1]), 0)
     for row, sees_next in enumerate(seen[0]):
@@ -255,7 +255,7 @@ def _of_one_token(
         seen = function(rows, zero, query[None], keys[None]).cpu().expand(batch, len(keys))
     except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
         return None
-    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
+    window = window_of(config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
 

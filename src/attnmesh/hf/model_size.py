@@ -26,6 +26,7 @@ from attnmesh.hf.models import (
     indexed_layers,
     is_compressed,
     layer_kinds,
+    window_of,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.upstream import Conv1D
@@ -123,7 +124,7 @@ def _unwindowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any])
 def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers with windows, of which short ones are not stored in 8 bits."""
     work = Workload(**{**given, **_widths(config, windowed=True), "layers": layers})
-    window = int(getattr(config, "sliding_window", None) or config.attention_chunk_size)
+    window = window_of(config) or int(config.attention_chunk_size)
     storage = work.storage if window > SHORT_WINDOW else None
     return replace(work, mask=Window(min(window, work.length) - 1), storage=storage)
 

@@ -183,8 +183,14 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     ['full_attention', 'full_attention']
     """
     config = config.get_text_config(decoder=True)
-    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    alike = "sliding_attention" if window_of(config) else "full_attention"
     return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))
+
+
+def window_of(config: PreTrainedConfig | None) -> int | None:
+    """Return the tokens of a model's sliding window; None without one."""
+    window: int | None = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
+    return window
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
