@@ -134,11 +134,12 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
     numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
-    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), one.num_attention_heads
+    own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows
+    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), getattr(one, f"{own}num_attention_heads")
     if latent is not None:
         heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": one.qk_nope_head_dim + latent[1]}
         return {**heads, "value_dim": one.v_head_dim, "latent": latent}
-    kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)
+    kv_heads, dim = (getattr(one, f"{own}{name}", None) for name in ("num_key_value_heads", "head_dim"))
     return {"q_heads": q_heads, "kv_heads": kv_heads or q_heads, "head_dim": dim or config.hidden_size // q_heads}
 
 

@@ -27,10 +27,10 @@ USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 """Fix in errors about token ids."""
 
-WINDOWED_LAYERS = ("sliding_attention", "chunked_attention")
+WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 """Values of `config.layer_types` for layers that keep the keys of a window or chunk."""
 
-SUPPORTED_LAYERS = ("full_attention", *WINDOWED_LAYERS)
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
 UNLISTED_RECURRENT = ("rwkv", "xlstm")
@@ -195,7 +195,7 @@ def window_of(config: PreTrainedConfig | None) -> int | None:
 
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    return any(kind in (*WINDOWED_LAYERS, "hybrid_sliding") for kind in layer_kinds(config))
+    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:
