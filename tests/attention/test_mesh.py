@@ -56,7 +56,7 @@ def run_in_turn(problems: list[MeshProblem]) -> tuple[list[list[Tensor]], int]:
         return turns[-1]
 
     with (
-        mock.patch.object(p2p, "SHORT", 0),
+        mock.patch.object(p2p, "OUT_OF_TURN", 0),
         mock.patch.object(p2p, "mailboxes_of", return_value=None),
         mock.patch.object(p2p, "_is_long", counted),
     ):

@@ -235,11 +235,11 @@ WRONG = {
     ),
     "no end of heat": (
         ("--model", PACKAGED, "--prompt", "a", "--temperature", "inf"),
-        "--temperature: expected 0, or 1e-6 to 1e6, given inf",
+        "--temperature: expected 0, or 0.00001 to 1,000,000, given inf",
     ),
     "no heat": (
         ("--model", PACKAGED, "--prompt", "a", "--temperature", "1e-320"),
-        "--temperature: expected 0, or 1e-6 to 1e6, given 1e-320",
+        "--temperature: expected 0, or 0.00001 to 1,000,000, given 1e-320",
     ),
     "seed": (
         ("--model", PACKAGED, "--prompt", "a", "--seed", str(2**64)),

@@ -99,6 +99,8 @@ def wrong_calls() -> list[str]:
 def test_a_wrong_bias_of_one_rank_raises_the_same_on_all(pool: Pool) -> None:
     first, second = pool.run(2, wrong_calls)
     assert first == second
+    differing = [text.splitlines()[1].split()[1:] for text in first[-3:]]
+    assert differing == [["distance_bias"], ["distance_bias"], ["kernel", "distance_bias"]]
 
 
 def test_rows_in_8_bits_are_refused() -> None:

@@ -26,6 +26,7 @@ from tests.support import families
 from tests.support.families import CONFIGS, FEW, SHAPES, STOCK, families_on_meshes, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.tools.tiny_models import Case, tiny_config
 
 AXES = ("heads", "queries", "keys")
 
@@ -382,6 +383,11 @@ UNSUPPORTED = {
         RwkvConfig(vocab_size=97, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16),
         "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
         "chunked_attention, given rwkv with layers of recurrent states",
+    ),
+    "weights of each token": (
+        tiny_config(Case("inkling2_text", "inkling2_text")),
+        "KernelError: attnmesh.hf: expected a model of layers of full_attention, sliding_attention, "
+        "chunked_attention, given inkling2_text with layers of convolutions whose weights differ by token. Fix: ",
     ),
     "a cache of its own": (
         MiniMaxConfig(**TINY, num_key_value_heads=1, head_dim=8, num_local_experts=2, intermediate_size=16),

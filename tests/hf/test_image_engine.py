@@ -99,7 +99,8 @@ def test_images_that_do_not_fit_end_their_request_alone() -> None:
         submit(engine, {**text, "pixels": torch.zeros(1)})
     with pytest.raises(errors.ArgumentError, match="expected tensors, numbers and text, given others: pixel_values"):
         submit(engine, {**text, "pixel_values": first["pixel_values"].numpy()})  # type: ignore[dict-item]
-    streams = [submit(engine, {**text, "pixel_values": first["pixel_values"]}), submit(engine, first)]
+    none: Any = dict.fromkeys(("pixel_values_videos", "token_type_ids"))  # as processors return them
+    streams = [submit(engine, {**text, "pixel_values": first["pixel_values"]}), submit(engine, first | none)]
     with started(engine):
         with pytest.raises(errors.InputError, match="images that fit the prompt"):
             tokens(streams[0])

@@ -1,5 +1,6 @@
 """Images whose tokens see each other both ways, on one to three ranks, beside stock transformers."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,9 @@ from tests.hf.test_images import OPTIONS, logits
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.tools.image_models import build_images, image_batch, image_case
 from tests.tools.tiny_models import randomise
+from tests.tools.video_models import video_batch
 
 GEMMA_TEXT = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -123,6 +126,27 @@ def test_spans_in_other_places_of_each_sequence_are_refused_by_name(pool: Pool) 
     first, second = pool.run(2, rows_that_differ, "gemma3")
     assert first == second
     assert "spans in the same places of all sequences" in first
+
+
+OTHER: dict[str, tuple[str, dict[str, Any], Any, str]] = {
+    "images": ("molmo2", {}, image_batch, "images whose tokens see those of later images. Fix: "),
+    "frames": ("molmo2", {}, video_batch, "images whose tokens see those of later images. Fix: "),
+    "long": ("gemma4_unified", {"sliding_window": 3}, image_batch, "a run of 16 image tokens that see each other"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_other_masks_of_images_are_refused_by_name(name: str) -> None:
+    kind, changes, batch_of, given = OTHER[name]
+    case = image_case(kind)
+    case = replace(case, changes=case.changes | {"text_config": case.changes["text_config"] | changes})
+    model: Any = build_images(case, "attnmesh", torch.float32)
+    batch = batch_of(model, torch.float32)
+    expected = "earlier tokens in the layer's window, and later ones of their own image alone, given"
+    with pytest.raises(errors.MaskError, match=f"{expected} {given}"):
+        hf.generate(model, **batch, mesh=None, max_new_tokens=2)
+    with pytest.raises(errors.MaskError, match=f"{expected} {given}"):
+        model(**hf.shard_batch({**batch, "labels": batch["input_ids"]}, None))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,6 +11,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 import attnmesh.hf as hf
 from attnmesh.hf.images import towers
 from attnmesh.mesh.shapes import AXES, Shape
+from tests.support import families
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
@@ -96,6 +97,17 @@ def text_after_an_image(kind: str) -> list[float]:
 def test_text_after_an_image(kind: str, pool: Pool) -> None:
     for off in pool.run(2, text_after_an_image, kind):
         assert max(off) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llama"])
+def test_inputs_for_images_that_are_none_are_not_given(kind: str) -> None:
+    model = vision_model(kind, "attnmesh") if kind in IMAGES else families.model(kind, "attnmesh")
+    none = dict.fromkeys(("pixel_values", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids"))
+    options = {"mesh": None, "max_new_tokens": 4, "do_sample": False}
+    assert hf.generate(model, prompt(40), **none, **options).equal(hf.generate(model, prompt(40), **options))
+    cache = hf.ShardedCache(model.config)
+    hf.prefill(model, prompt(40), cache, **none)
+    assert cache.get_seq_length() == 39
 
 
 PARTS = {"text_config": "attnmesh", "vision_config": "sdpa"}

@@ -1,6 +1,7 @@
 """Ways to share a model's weights and keys: bytes by hand, and those of a cache that runs."""
 
 import pytest
+import torch
 from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig
 
 import attnmesh as am
@@ -10,6 +11,7 @@ from attnmesh.hf.model_size import model_size, other_layers
 from attnmesh.planner.serving import Model, Serving, serving
 from tests.support import families
 from tests.support.families import prompt
+from tests.tools.tiny_models import Case, build
 
 LLAMA_70B = LlamaConfig(
     vocab_size=128256,
@@ -90,6 +92,20 @@ def test_a_cache_holds_the_bytes_that_are_counted(family: str, storage: str | No
     size = model_size(model.config, "float32", length=length - 1, phase="decode", storage=storage)
     counted = size.workload.kept_bytes + size.windows
     assert cache.held_bytes == pytest.approx(counted, rel=0.1)  # a window keeps a few tokens more
+
+
+def test_a_window_of_a_layer_with_a_state_is_counted_as_one() -> None:
+    kinds = ["hybrid_sliding", "hybrid", "hybrid_sliding"]
+    case = Case("inkling_text", "inkling_text", {"layer_types": kinds, "swa_num_key_value_heads": 4})
+    model, length = build(case, "attnmesh", torch.float32), 90
+    cache = hf.ShardedCache(model.config, block=1)
+    hf.generate(model, prompt(length), cache=cache, max_new_tokens=1, do_sample=False)
+    size = model_size(model.config, "float32", length=length - 1, phase="decode")
+    assert (size.workload.layers, size.workload.kv_heads) == (1, 2)
+    assert other_layers(model.config) == {"with windows": 2, "recurrent": 3}
+    assert size.windows == 2 * 16 * 2 * 4 * 8 * 4
+    keys = sum(kv.shard.token_bytes for kv in cache.kvs)  # beside which the layers keep their states
+    assert keys == pytest.approx(size.workload.kept_bytes + size.windows, rel=0.1)
 
 
 def test_twice_as_many_tokens_fit_in_8_bits() -> None:

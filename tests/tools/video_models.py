@@ -19,7 +19,7 @@ FRAMES = torch.tensor([[2, 4, 4]])
 
 TIMED = (
     *("cohere_compass", "cosmos3_edge", "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga"),
-    *("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
+    *("gemma4", "gemma4_unified", "molmo2", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp"),
 )
 """Types whose processors put a timestamp, which is text, before the tokens of each frame."""
 
@@ -49,7 +49,8 @@ def video_batch(model: Any, dtype: torch.dtype) -> dict[str, Any]:
     tokens = torch.full((1, _count(model, given) // frames), token)
     texts = (prompt(3 + 4 * number, seed=20 + number) % 80 + 3 for number in range(frames))
     added = torch.cat([part for text in texts for part in (tokens, text)] + [prompt(11, seed=30) % 80 + 3], 1)
-    types = {name: torch.cat((batch[name], 2 * (added == token).long()), 1) for name in KINDS if name in batch}
+    number = 1 if kind == "molmo2" else 2  # whose processor gives frames the type of images
+    types = {name: torch.cat((batch[name], number * (added == token).long()), 1) for name in KINDS if name in batch}
     whole = torch.cat((batch["input_ids"], added), 1)
     return {**batch, "input_ids": whole, "attention_mask": torch.ones_like(whole), **given, **types}
 

@@ -70,11 +70,11 @@ class Task:
             return self.projection.attend(kernel, q, kv[0], band, self.logits, counts)
         return kernel_forward(kernel, q, kv[0], kv[1], band, self.logits, counts)
 
-    def held(self, tensors: Tensors, group: HeadGroup) -> Tensors:
-        """Return a group's heads of q, k and v, which have this rank's heads of all groups, as views."""
+    def heads_of(self, group: HeadGroup, share: Tensors) -> Tensors:
+        """Return a group's heads of q, k and v, of which `share` has this rank's heads of all groups, as views."""
         first, heads = self.groups[0][self.mesh.heads.index], group[self.mesh.heads.index]
         within = (slice(x.start - y.start, x.stop - y.start) for x, y in zip(heads, first, strict=True))
-        return some_heads(tensors, 1, Heads(*within))
+        return some_heads(share, 1, Heads(*within))
 
 
 @dataclass(frozen=True)
@@ -86,15 +86,15 @@ class Arrivals:
     kv_by_step: Iterator[Tensors]
 
 
-def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, held: Tensors = ()) -> Partial:
+def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, share: Tensors = ()) -> Partial:
     """Return the partial of this rank's queries over the keys of all ranks and sinks, with out in q's dtype.
 
-    `kv` are this rank's keys and values, or its latents. If `held` is given, q, k and v of this rank's heads are put
-    into it, for the backward pass.
+    `kv` are this rank's keys and values, or its latents. `share`, if it is given, is memory for q, k and v of this
+    rank's heads, which the backward pass takes.
     """
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
-        into = task.held(held, group) if held else ()
+        into = task.heads_of(group, share) if share else ()
         return to_heads((q, *kv), 1, group, schedule, task.mesh.heads, into, in_turn=task.in_turn)
 
     value_dim = kv[-1].shape[-1] if task.projection is None else task.projection.value_dim
@@ -112,9 +112,9 @@ def forward(q: Tensor, kv: Tensors, task: Task, sinks: Tensor | None = None, hel
     for arrivals in _arrivals(swap_in, task):
         mine = partial = _attend_heads(arrivals, task)
         returning: Iterable[None] = ()
-        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk[0]:  # or some queries see no key here
+        if row.size > 1 or len(schedule.query_step.keep) < schedule.chunk.queries:  # or some queries see no key here
             (batch, heads, _), width = partial.lse.shape, partial.out.shape[3]
-            mine = identity(q.new_empty(batch, heads, schedule.chunk[0], 0), width, dtype)
+            mine = identity(q.new_empty(batch, heads, schedule.chunk.queries, 0), width, dtype)
             returning = _return(partial, schedule.query_step, row, _merge_in, mine, task.in_turn)
         returns.add(chain(returning, swap_back(mine, arrivals.group)))
         del mine, partial, returning
@@ -148,9 +148,9 @@ def _return(made: Tensors, step: Step, axis: Axis, put: Put, own: Tensors, in_tu
     put(coming(), own)
 
 
-def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
-    """Return the gradients of this rank's q, k and v. `held` has its heads of them, of all tokens of its chunk."""
-    (q, *kv), schedule, axis = held, task.schedule, task.mesh.heads
+def backward(share: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
+    """Return the gradients of this rank's q, k and v. `share` has its heads of them, of all tokens of its chunk."""
+    (q, *kv), schedule, axis = share, task.schedule, task.mesh.heads
     delta = (saved.out.to(sum_dtype(q.dtype)) * saved.dout).sum(-1)
     key_heads, keys = task.groups[-1][-1].keys.stop, len(schedule.key_shares[axis.index])
 
@@ -160,7 +160,7 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
 
     def swap_in(group: HeadGroup) -> Callable[[], Tensors]:
         finish = to_heads((saved.dout, saved.lse, delta), 3, group, schedule, axis, in_turn=task.in_turn)
-        some_q, *some_kv = task.held(held, group)
+        some_q, *some_kv = task.heads_of(group, share)
         return lambda: (some_q, *finish(), *some_kv)
 
     def swap_back(own: Gradients, group: HeadGroup) -> Iterator[None]:
@@ -170,7 +170,7 @@ def backward(held: Tensors, saved: BackwardInputs, task: Task) -> Gradients:
 
     returns = PendingReturns()
     for arrivals in _arrivals(swap_in, task):
-        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.held(held, arrivals.group)))
+        own = Gradients(*(torch.zeros_like(x, dtype=delta.dtype) for x in task.heads_of(arrivals.group, share)))
         dq = _backward_heads(arrivals, task, returns, own[1:])
         returning = _return((dq,), schedule.query_step, task.mesh.row, _add_in, own[:1], task.in_turn)
         returns.add(chain(returning, swap_back(own, arrivals.group)))
@@ -267,10 +267,10 @@ def _kv_by_step(kv: Tensors, task: Task) -> Iterator[Tensors]:
     def arrivals() -> Iterator[Tensors]:
         finish = first
         for step in steps[1:]:
-            held = finish()
-            finish = gather(held, step, axis)
-            yield held
-            del held
+            arrived = finish()
+            finish = gather(arrived, step, axis)
+            yield arrived
+            del arrived
         yield finish()
 
     found = arrivals()

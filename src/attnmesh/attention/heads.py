@@ -46,7 +46,7 @@ def to_heads(
 
     def finished() -> Tensors:
         whole = into or tuple(
-            empty_tokens(x, x.shape[1], schedule.chunk[index >= queries]) for index, x in enumerate(mine)
+            empty_tokens(x, x.shape[1], sum(map(len, places))) for x, places in zip(mine, shares, strict=True)
         )
         for rank, pieces in enumerate(finish()):
             for x, places, piece in zip(whole, shares, pieces, strict=True):

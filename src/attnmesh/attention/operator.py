@@ -25,7 +25,7 @@ from attnmesh.kernels.plans import empty_length_major, length_major
 from attnmesh.kernels.selected import SelectedKeys
 from attnmesh.kernels.traced import Once, is_learned, needs_operator, once
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.schedule import Schedule
+from attnmesh.mesh.schedule import ChunkSize, Schedule
 from attnmesh.runtime.counters import Tensors
 from attnmesh.runtime.kept import on_device
 
@@ -60,19 +60,19 @@ def _attend(
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
     task = _task(plan, key_lengths, indices, q.shape[1], q, k, v)
-    held = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
-    out, lse = forward(q, (k, v), task, sinks, held)
-    return length_major(out, q.dtype), lse, *held
+    share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
+    out, lse = forward(q, (k, v), task, sinks, share)
+    return length_major(out, q.dtype), lse, *share
 
 
-def _blank_share(qkv: Tensors, chunk: tuple[int, int], axis: Axis) -> Tensors:
+def _blank_share(qkv: Tensors, chunk: ChunkSize, axis: Axis) -> Tensors:
     """Return memory for a rank's heads of q, k and v, of all tokens of its chunk; none without a heads axis."""
     if axis.size == 1:
         return ()
     (q, *kv), key_heads = qkv, axis.share_of(int(qkv[1].shape[1]))  # in a graph of any heads, a symbol
     heads = key_heads.stop - key_heads.start
     shared = q.shape[1] // qkv[1].shape[1]
-    return empty_tokens(q, heads * shared, chunk[0]), *(empty_tokens(x, heads, chunk[1]) for x in kv)
+    return empty_tokens(q, heads * shared, chunk.queries), *(empty_tokens(x, heads, chunk.keys) for x in kv)
 
 
 def _backward(
@@ -99,7 +99,7 @@ def _task(
 def _selected(plan: Plan, schedule: Schedule, key_lengths: Tensor | None, indices: Tensor) -> list[SelectedKeys]:
     """Return the keys of each step that this rank's queries select."""
     queries, selection = schedule.query_step, Selection(indices, plan.block)
-    if len(queries.keep) < schedule.chunk[0]:  # the others see no key
+    if len(queries.keep) < schedule.chunk.queries:  # the others see no key
         selection = selection.of_queries(on_device(queries.keep, indices.device))
     mask, places = plan.problem.mask, queries.positions
     return [SelectedKeys.of(selection, mask, places, step.positions, key_lengths) for step in schedule.key_steps]
@@ -140,9 +140,9 @@ def attend_further(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, furthe
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     *qkv, sinks, key_lengths, indices = inputs[:6]
-    ctx.plan, (out, lse, *held) = inputs[6:], output
-    ctx.save_for_backward(*(held or qkv), sinks, key_lengths, indices, out, lse)
-    ctx.mark_non_differentiable(lse, *held)
+    ctx.plan, (out, lse, *share) = inputs[6:], output
+    ctx.save_for_backward(*(share or qkv), sinks, key_lengths, indices, out, lse)
+    ctx.mark_non_differentiable(lse, *share)
     ctx.set_materialize_grads(False)
 
 
@@ -198,7 +198,7 @@ def mesh_op(
 def _(q: Tensor, k: Tensor, v: Tensor, *plan: Any) -> list[Tensor]:
     mesh, problem, *_ = Plan.unpack(*plan[3:])
     place = mesh.queries.index, mesh.keys.index
-    chunk = problem.queries(*place).shape[0], problem.keys(*place).shape[0]
+    chunk = ChunkSize(problem.queries(*place).shape[0], problem.keys(*place).shape[0])
     out, lse = empty_length_major(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=sum_dtype(q.dtype))
     return [out, lse, *_blank_share((q, k, v), chunk, mesh.heads)]
 

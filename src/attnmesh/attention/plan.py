@@ -65,8 +65,9 @@ class Plan(NamedTuple):
         steps = schedule(problem, mesh.queries.index, mesh.keys.index, exchange.ring)
         number = 1 if latent else exchange.head_groups(mesh.shape, kv_heads)
         groups = groups_of_heads(q_heads, kv_heads, mesh.shape.heads, number)
-        tokens = zip((q, k, v), (steps.chunk[0], *steps.chunk[1:] * 2), strict=True)  # those of the whole chunk
-        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in tokens)
+        tokens = steps.chunk.queries, steps.chunk.keys, steps.chunk.keys
+        whole = zip((q, k, v), tokens, strict=True)  # of the whole chunk
+        q, k, v = (x.new_empty(1).expand(*x.shape[:2], count, x.shape[3]) for x, count in whole)
         queries, choice = steps.query_step.positions, (self.kernel, q, k, v, self.logits)
         kernels = [choose_for_places(*choice, (queries, x.positions)) for x in steps.key_steps]
         return Task(mesh, steps, groups, kernels, self.logits, [None] * len(steps.key_steps))

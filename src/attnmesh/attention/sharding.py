@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.p2p import swap_tokens
 from attnmesh.core.layout import Layout, check_layout
 from attnmesh.core.mask import FULL, Mask, check_mask
 from attnmesh.errors import KernelError, ShapeError
@@ -158,8 +158,8 @@ def _gather_shards(x: Tensor, place: Mesh, counts: list[int]) -> Tensor:
         if axis.group is not None:
             first = place.shard - place.shard % (held * axis.size)
             starts = [first + index * held for index in range(axis.size)]
-            wanted = [(meta_like(x, sum(counts[start : start + held]), 0),) for start in starts]
-            x = torch.cat([part for (part,) in swap([(x,)] * axis.size, wanted, axis)])
+            wanted = [sum(counts[start : start + held]) for start in starts]
+            x = torch.cat(swap_tokens([x] * axis.size, wanted, axis, dim=0))
         held *= axis.size
     return x
 

@@ -16,7 +16,7 @@ from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_j
 from attnmesh.comm.failures import set_deadline
 from attnmesh.core.partial import DTYPES
 from attnmesh.decode.checks import check_reproducible
-from attnmesh.errors import ArgumentError, MeshError
+from attnmesh.errors import ArgumentError, MeshError, require
 from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.machine import machine
 from attnmesh.serve.text import Piece, Text, Token
@@ -137,8 +137,11 @@ def _check_options(
     temperature: float | None, seed: int, stops: list[str] | None, images: list[Path] | None, checkpoint: Path | None
 ) -> None:
     """Raise before the model is loaded on values of no use: logits are divided by the temperature."""
-    if temperature and not 1e-6 <= temperature <= 1e6:
-        raise ArgumentError("--temperature", "0, or 1e-6 to 1e6", str(temperature), "leave it out, or take about 1")
+    if temperature:
+        from attnmesh.hf.serving.stream import COLDEST, HOTTEST
+
+        fits, expected = COLDEST <= temperature <= HOTTEST, f"0, or {COLDEST:.5f} to {HOTTEST:,.0f}"
+        require(fits, ArgumentError, "--temperature", expected, temperature, "leave it out, or take about 1")
     if not -(2**63) <= seed < 2**64:
         raise ArgumentError("--seed", "-2^63 to 2^64 - 1", f"{seed:.3g}", "take one of these")
     if "" in (stops or ()):

@@ -35,7 +35,7 @@ Wait = Callable[[], None]
 Post = tuple[Callable[..., Any], int, Tensor]
 """`dist.isend` or `dist.irecv`, the peer, and the tensor."""
 
-SHORT = 1 << 15
+OUT_OF_TURN = 1 << 15
 """Bytes of a message up to which it does not wait for its turn."""
 
 
@@ -99,6 +99,12 @@ def return_to_owners(
 def swap(parts: Sequence[Tensors], wanted: Sequence[Tensors], axis: Axis) -> list[Tensors]:
     """Send `parts[p]` to each rank p. Return what comes from rank p, shaped like `wanted[p]`."""
     return begin_swap(parts, wanted, axis, in_turn=True)()
+
+
+def swap_tokens(parts: Sequence[Tensor], counts: Sequence[int], axis: Axis, dim: int = 2) -> list[Tensor]:
+    """Send `parts[p]` to each rank p. Return what comes from rank p: `counts[p]` tokens, else like this rank's own."""
+    wanted = [(meta_like(parts[axis.index], count, dim),) for count in counts]
+    return [x for (x,) in swap([(part,) for part in parts], wanted, axis)]
 
 
 def begin_swap(
@@ -244,8 +250,8 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
 def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
     """Return whether gloo sends a message, and it is long."""
     mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
-    far = mailboxes is None or size > PIECES * SLOT or not mailboxes.serves(peer, min(size, SLOT))
-    return far and message.device.type == "cpu" and size > SHORT
+    far = mailboxes is None or not mailboxes.serves(peer, size, PIECES)
+    return far and message.device.type == "cpu" and size > OUT_OF_TURN
 
 
 def room_for(peer: int, message: Tensor, axis: Axis) -> int:
@@ -298,9 +304,10 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     """
     operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
     mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
+    most = PIECES if exact else 1
     for post, peer, x in posts:
-        pieces = _pieces(x) if exact and x.nbytes > SLOT else (x,)
-        if mailboxes is not None and x.numel() and mailboxes.serves(peer, pieces[0].nbytes):
+        if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes, most):
+            pieces = x.split(SLOT) if x.nbytes > SLOT else (x,)
             letters += [Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact) for part in pieces]
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
@@ -324,11 +331,6 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     for letter in letters:
         waits.append(partial(deliver, letter, axis, what))
     return waits
-
-
-def _pieces(message: Tensor) -> Sequence[Tensor]:
-    """Return a message in parts that are letters, or whole if these were more than `PIECES`."""
-    return message.split(SLOT) if message.nbytes <= PIECES * SLOT else (message,)
 
 
 def deliver(letter: Letter, axis: Axis, what: str) -> None:

@@ -122,9 +122,9 @@ class Mailboxes:
         """Ranks of the world along the axis, for which `topology` made these boxes."""
         WORLD.mailboxes.add(self)
 
-    def serves(self, peer: int, size: int) -> bool:
-        """Return whether messages of that size to and from a rank go through these mailboxes."""
-        return size <= SLOT and peer in self.members
+    def serves(self, peer: int, size: int, letters: int = 1) -> bool:
+        """Return whether a message of that size, to or from a rank, goes through these mailboxes in so many letters."""
+        return size <= letters * SLOT and peer in self.members
 
     def holds(self, step: Round) -> bool:
         """Return whether all ranks of a round are members."""

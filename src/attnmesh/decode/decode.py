@@ -273,7 +273,9 @@ def _describe(
     del options["logits"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
     options |= {"partial": True} if partial else {}
-    tensors = {"q": q, "sinks": sinks, "selected": None if selected is None else selected.indices}
+    width, indices = caches[0].sizes.head_dim, None if selected is None else selected.indices
+    bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": indices}
     lengths, histories = ([*x] for x in zip(*((x.length, x.history_checksum) for x in caches), strict=True))
     one = len(caches) == 1
     contents = (

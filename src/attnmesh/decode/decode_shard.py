@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.sharding import unshard
-from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.p2p import meta_like, swap, swap_tokens
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import Causal, Mask
@@ -27,7 +27,6 @@ from attnmesh.guard.consensus import agree_on_call, describe_call
 from attnmesh.kernels.cache_view import DecodeQuery
 from attnmesh.kernels.driver import choose_for_view
 from attnmesh.mesh.axes import Axis, Mesh
-from attnmesh.mesh.shapes import share
 from attnmesh.runtime.kept import on_device
 from attnmesh.runtime.ranges import ATTENTION, MERGE, is_profiled, named
 from attnmesh.runtime.world import cached_per_world
@@ -85,16 +84,15 @@ def decode_shard(
     agree_on_call(cache.mesh, q.device, cache.checker.checked, check, describe)
     q = with_distance_bias(q, distance_bias)
     places = _places(cache.mesh, cache.tokens, layout, length)
-    mesh, heads = cache.mesh, cache.mesh.heads.share_of(q.shape[1])
-    arrived = _to_chunk(q, places, mesh.heads)
-    wanted = [(meta_like(arrived, len(chunk)),) for chunk in places.chunks]
-    arrived = torch.cat([x for (x,) in swap([(arrived,)] * cache.tokens.size, wanted, cache.tokens)], 2)
+    heads, tokens = cache.mesh.heads, cache.tokens
+    arrived = q if heads.size == 1 else torch.cat(swap_tokens(q.chunk(heads.size, 1), places.own, heads), 2)
+    arrived = torch.cat(swap_tokens([arrived] * tokens.size, [*map(len, places.chunks)], tokens), 2)
     every = arrived.index_select(2, on_device(places.order, q.device))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
         selected = Selection(indices, selected.block)
         if selected.heads > 1:
-            selected = selected.of_heads(mesh.heads.share_of(selected.heads))
+            selected = selected.of_heads(heads.share_of(selected.heads))
     attend = named(ATTENTION, _attend) if is_profiled() else _attend
     partial = attend(every, cache, step, selected)
     if (more := further(every)) is not None:
@@ -102,9 +100,11 @@ def decode_shard(
     returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in places.chunks]
     own = tuple(meta_like(x, sum(places.own)) for x in partial)
     merge = named(MERGE, merge_unchecked) if is_profiled() else merge_unchecked
-    merged = merge([Partial(*part) for part in swap(returned, [own] * cache.tokens.size, cache.tokens)])
-    out = with_sinks(merged, None if sinks is None else sinks[heads]).out.to(q.dtype)
-    return _to_tokens(out, places, mesh.heads, q.shape[1])
+    merged = merge([Partial(*part) for part in swap(returned, [own] * tokens.size, tokens)])
+    out = with_sinks(merged, None if sinks is None else sinks[heads.share_of(q.shape[1])]).out.to(q.dtype)
+    if heads.size == 1:
+        return out
+    return torch.cat(swap_tokens(out.split(places.own, 2), [q.shape[2]] * heads.size, heads), 1)
 
 
 def _attend(q: Tensor, cache: KVCache, step: DecodeStep, selected: Selection | None) -> Partial:
@@ -127,23 +127,3 @@ def _places(mesh: Mesh, tokens: Axis, layout: Layout, length: int) -> Places:
         chunks.append([layout.positions(length, shape.ranks, shard) for shard in shards])
     whole = [torch.cat(chunk) for chunk in chunks]
     return Places(tuple(map(len, chunks[tokens.index])), tuple(whole), torch.cat(whole).argsort())
-
-
-def _to_chunk(q: Tensor, places: Places, axis: Axis) -> Tensor:
-    """Return this rank's heads of the tokens of all ranks along the heads axis."""
-    if axis.size == 1:
-        return q
-    shares = [share(q.shape[1], axis.size, rank) for rank in range(axis.size)]
-    mine = q[:, shares[axis.index]]
-    wanted = [(meta_like(mine, count),) for count in places.own]
-    return torch.cat([x for (x,) in swap([(q[:, share],) for share in shares], wanted, axis)], 2)
-
-
-def _to_tokens(out: Tensor, places: Places, axis: Axis, heads: int) -> Tensor:
-    """Return all heads of this rank's tokens: the inverse of `_to_chunk`."""
-    if axis.size == 1:
-        return out
-    shares = [share(heads, axis.size, rank) for rank in range(axis.size)]
-    like = out[:1].new_empty(1).expand(len(out), heads, places.own[axis.index], out.shape[3])
-    wanted = [(meta_like(like[:, share], like.shape[2]),) for share in shares]
-    return torch.cat([x for (x,) in swap([(x,) for x in out.split(places.own, 2)], wanted, axis)], 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnmesh.comm.merge import merge_ranks
 from attnmesh.comm.message import PartialMessage, call_checksum, question_like
-from attnmesh.comm.p2p import all_to_all_bytes, swap
+from attnmesh.comm.p2p import all_to_all_bytes, swap_tokens
 from attnmesh.comm.shared_memory import DIFFERENT, CallsDifferError
 from attnmesh.core.band import Band
 from attnmesh.core.logits import Logits
@@ -183,8 +183,7 @@ def _gather_heads(out: Tensor, checksum: Tensor, step: DecodeStep, heads: int) -
     if step.output != "heads":
         if out.device.type == "cpu" and float(checksum.sum()) != 0:  # shares may have other sizes, too
             return out.new_full((out.shape[0], heads, *out.shape[2:]), torch.nan), checksum
-        shares = swap([(out,)] * axis.size, [(out,)] * axis.size, axis)
-        out = torch.cat([share for (share,) in shares], 1)
+        out = torch.cat(swap_tokens([out] * axis.size, [out.shape[2]] * axis.size, axis), 1)
     return torch.where(checksum.sum() == 0, out, torch.nan), checksum
 
 

@@ -23,7 +23,7 @@ from attnmesh.hf.cache.sharded_cache import ShardedCache
 from attnmesh.hf.checkpoint import SUBJECT as CHECKPOINT
 from attnmesh.hf.checkpoint import Checkpoint, TokenCallback, random_state, set_random_state
 from attnmesh.hf.finite import NanWatch
-from attnmesh.hf.images.inputs import Pictures, split_images
+from attnmesh.hf.images.inputs import Pictures, split_images, without_absent
 from attnmesh.hf.images.merge import Merged, merge_images
 from attnmesh.hf.models import forget_images, rope_regime, unwrap
 from attnmesh.hf.options import ASSISTED_OPTIONS, CheckpointSpec, Settings, agree_on_call, check_padding
@@ -76,6 +76,7 @@ def generate(
     if isinstance(mesh, NotGiven):
         mesh = given_mesh("generate", mesh, ALONE) if cache is None else None
     place, model = Mesh.of(cache.mesh if isinstance(cache, ShardedCache) else mesh), unwrap(model)
+    options = without_absent(options)
     settings = Settings(model, options)
     spec = CheckpointSpec(checkpoint.folder, checkpoint.every) if isinstance(checkpoint, Checkpoint) else checkpoint
     named = {"prefill_chunk_size": prefill_chunk_size, "checkpoint": spec}

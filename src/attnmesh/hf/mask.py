@@ -4,7 +4,7 @@ transformers describes a mask by a function of indices and a 2D table of padding
 masks, causal sliding windows, chunks and spans of images from the function's values, and raises on any other mask.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig
 from attnmesh.core.mask import FAR, Causal, Chunks, Full, Mask, Spans, Window
 from attnmesh.core.selection import Selection
 from attnmesh.errors import MaskError, ShapeError, require
-from attnmesh.hf.images.spans import spans_of
+from attnmesh.hf.images.spans import check_unpadded, other_spans, spans_of
 from attnmesh.hf.images.towers import in_tower, tower_mask
-from attnmesh.hf.models import SUBJECT, check_layers
+from attnmesh.hf.models import SUBJECT, check_layers, window_of
 from attnmesh.hf.shards import PromptMask, ShardMask, Shards
 from attnmesh.hf.traced import LayerMask, TracedMask, in_trace, needs_tensor
 from attnmesh.hf.upstream import bidirectional_mask_function, causal_mask_function
@@ -100,6 +100,9 @@ SAME_PLACES, ONE_PROMPT = (
 )
 """Error about images whose tokens see each other, in sequences of a prompt; and its fix."""
 
+SPANS = "image tokens that see earlier tokens in the layer's window, and later ones of their own image alone"
+"""What masks of images show."""
+
 IndexFunction = Callable[..., Tensor]
 """(batch, head, query, key) indices -> True where the query attends to the key, as transformers defines masks."""
 
@@ -163,7 +166,7 @@ def mask_spec(
     if mask is None and q_length == 1 and local_size is None:
         mask = _of_one_token(mask_function, config, *ranges, batch_size)
     if rows and isinstance(attention_mask, PromptMask):
-        _check_spans_unpadded(rows, attention_mask.plain().bool())
+        check_unpadded(rows, attention_mask.plain().bool())
     if mask is None:
         expected, given = "a causal mask, a sliding window, chunks or spans", "a mask function of the model's own"
         require(not use_vmap, MaskError, "attention mask", expected, given, UNTYPED)
@@ -221,7 +224,7 @@ def _with_spans(
         return ()
     given = "padding before a sequence with images"
     require(not bool(first.any()), MaskError, "attention mask", SAME_PLACES, given, ONE_PROMPT)
-    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None) or FAR
+    window = window_of(config) or FAR
     masks = list[Mask]()
     sampled = _sample_pairs(query_range, key_range, min(window, query_range[1]), 0)
     for row, sees_next in enumerate(seen[0]):
@@ -232,8 +235,13 @@ def _with_spans(
             for places, (start, length) in zip(sampled, (query_range, key_range), strict=True)
         )
         known = Spans(spans), Spans(spans, window - 1)
-        masks += [mask for mask in known if _equals(function, mask, queries, keys, 0, row)][:1]
-    return tuple(masks) if len(masks) == len(first) else ()
+        found = next((mask for mask in known if _equals(function, mask, queries, keys, 0, row)), None)
+        if found is None:
+            given = other_spans(partial(function, torch.tensor(row), torch.tensor(0)), spans, window)
+            require(not given, MaskError, "attention mask", SPANS, given, SDPA)
+            return ()
+        masks.append(found)
+    return tuple(masks)
 
 
 def _of_one_token(
@@ -255,19 +263,9 @@ def _of_one_token(
         seen = function(rows, zero, query[None], keys[None]).cpu().expand(batch, len(keys))
     except (IndexError, RuntimeError):  # a function that looks positions up in a table of other tokens
         return None
-    window = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
+    window = window_of(config)
     masks = [Causal(), *([Window(window - 1)] if window else [])]
     return next((mask for mask in masks if torch.equal(mask.visible(query, keys).expand_as(seen), seen)), None)
-
-
-def _check_spans_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
-    """Raise if tokens of a span see padding, which a mask of positions does not hide."""
-    spans = [
-        (row, *span) for row, mask in enumerate(rows) for span in zip(mask.spans[::2], mask.spans[1::2], strict=True)
-    ]
-    unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
-    expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
-    require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
 
 
 def _neighbours(function: IndexFunction, offset: int, length: int, batch: int) -> tuple[Tensor, Tensor] | None:

@@ -26,6 +26,7 @@ from attnmesh.hf.models import (
     indexed_layers,
     is_compressed,
     layer_kinds,
+    window_of,
 )
 from attnmesh.hf.tensor_parallel import rank_weights
 from attnmesh.hf.upstream import Conv1D
@@ -123,7 +124,7 @@ def _unwindowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any])
 def _windowed(config: PreTrainedConfig, layers: int, given: Mapping[str, Any]) -> Workload:
     """Return the workload of the layers with windows, of which short ones are not stored in 8 bits."""
     work = Workload(**{**given, **_widths(config, windowed=True), "layers": layers})
-    window = int(getattr(config, "sliding_window", None) or config.attention_chunk_size)
+    window = window_of(config) or int(config.attention_chunk_size)
     storage = work.storage if window > SHORT_WINDOW else None
     return replace(work, mask=Window(min(window, work.length) - 1), storage=storage)
 
@@ -133,11 +134,12 @@ def _widths(config: PreTrainedConfig, *, windowed: bool) -> dict[str, Any]:
     layers = getattr(config, "per_layer_config", None)  # of models whose layers differ
     numbers = [number for number, kind in enumerate(layer_kinds(config)) if (kind in WINDOWED_LAYERS) == windowed]
     one = layers[numbers[0]] if layers and numbers else config
-    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), one.num_attention_heads
+    own = "swa_" if windowed and hasattr(one, "swa_head_dim") else ""  # of Inkling's layers with windows
+    latent, q_heads = latent_widths(config, numbers[0] if numbers else 0), getattr(one, f"{own}num_attention_heads")
     if latent is not None:
         heads = {"q_heads": q_heads, "kv_heads": q_heads, "head_dim": one.qk_nope_head_dim + latent[1]}
         return {**heads, "value_dim": one.v_head_dim, "latent": latent}
-    kv_heads, dim = getattr(one, "num_key_value_heads", None), getattr(one, "head_dim", None)
+    kv_heads, dim = (getattr(one, f"{own}{name}", None) for name in ("num_key_value_heads", "head_dim"))
     return {"q_heads": q_heads, "kv_heads": kv_heads or q_heads, "head_dim": dim or config.hidden_size // q_heads}
 
 

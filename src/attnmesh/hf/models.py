@@ -27,14 +27,17 @@ USE_SUPPORTED = "use a family like Llama, Qwen, Mistral, Gemma 3 or gpt-oss"
 USE_TOKENIZER = 'pass tokenizer(text, return_tensors="pt")["input_ids"]'
 """Fix in errors about token ids."""
 
-WINDOWED_LAYERS = ("sliding_attention", "chunked_attention")
+WINDOWED_LAYERS = ("sliding_attention", "chunked_attention", "hybrid_sliding")
 """Values of `config.layer_types` for layers that keep the keys of a window or chunk."""
 
-SUPPORTED_LAYERS = ("full_attention", *WINDOWED_LAYERS)
+SUPPORTED_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 """Supported values of `config.layer_types`. Other layers keep a state instead of keys, or attend by index."""
 
-UNLISTED_RECURRENT = ("rwkv", "xlstm")
-"""Model types with recurrent layers and without `config.layer_types`. They are not supported."""
+UNLISTED_LAYERS = {
+    **dict.fromkeys(("rwkv", "xlstm"), "recurrent states"),
+    "inkling2_text": "convolutions whose weights differ by token",
+}
+"""What layers of model types have that are not supported, where `config.layer_types` does not say so."""
 
 INDEXED_LAYERS = ("indexed_attention", "minimax_m3_sparse")
 """Values of `config.layer_types` for layers in which an indexer selects the keys of each query."""
@@ -69,7 +72,6 @@ INDEXED_MODELS = (
 
 COMPRESSED_MODELS = ("deepseek_v4",)
 """Model types whose layers attend to entries of compressed tokens."""
-
 
 REPEATED_KEYS = ("jetmoe",)
 """Model types that repeat their key heads before attention."""
@@ -113,10 +115,8 @@ def check_model(model: PreTrainedModel) -> None:
     supported = isinstance(model, PreTrainedModel) and model.can_generate() and not model.config.is_encoder_decoder
     fix = "load it with AutoModelForCausalLM"
     require(supported, KernelError, "generate", "a causal language model of transformers", given, fix)
-    expected, takes_ids = (
-        "a model whose generate begins with token ids",
-        "inputs" in signature(model.generate).parameters,
-    )
+    expected = "a model whose generate begins with token ids"
+    takes_ids = "inputs" in signature(model.generate).parameters
     require(takes_ids, KernelError, "generate", expected, given, USE_SUPPORTED)
     check_layers(model.config)
     check_keys(model.config)
@@ -167,8 +167,8 @@ def check_layers(config: PreTrainedConfig) -> None:
         unsupported.append("chunks in unknown places")
     if getattr(config, "ple_layer_ids", None):
         unsupported.append("embeddings of several tokens")
-    if config.model_type in UNLISTED_RECURRENT:
-        unsupported.append("recurrent states")
+    if config.model_type in UNLISTED_LAYERS:
+        unsupported = [UNLISTED_LAYERS[config.model_type]]
     if unsupported:
         expected = f"a model of layers of {', '.join(SUPPORTED_LAYERS)}"
         given = f"{config.model_type} with layers of {', '.join(unsupported)}"
@@ -183,13 +183,19 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
     ['full_attention', 'full_attention']
     """
     config = config.get_text_config(decoder=True)
-    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    alike = "sliding_attention" if window_of(config) else "full_attention"
     return list(getattr(config, "layer_types", None) or [alike] * getattr(config, "num_hidden_layers", 1))
+
+
+def window_of(config: PreTrainedConfig | None) -> int | None:
+    """Return the tokens of a model's sliding window; None without one."""
+    window: int | None = getattr(config and config.get_text_config(decoder=True), "sliding_window", None)
+    return window
 
 
 def has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers attend to a sliding window or to chunks."""
-    return any(kind in (*WINDOWED_LAYERS, "hybrid_sliding") for kind in layer_kinds(config))
+    return any(kind in WINDOWED_LAYERS for kind in layer_kinds(config))
 
 
 def is_recurrent(config: PreTrainedConfig) -> bool:

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnmesh.core.layout import Contiguous, Layout, Striped
 from attnmesh.errors import KernelError, require
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images
+from attnmesh.hf.images.inputs import Pictures, shared_with_images, split_images, without_absent
 from attnmesh.hf.images.merge import Merged, merge_images
 from attnmesh.hf.images.spans import uncut
 from attnmesh.hf.latent import latent_widths
@@ -71,11 +71,11 @@ def prefill(
     2
     """
     model = unwrap(model)
-    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **images}
+    place, options = Mesh.of(getattr(cache, "mesh", None)), {"chunk_size": chunk_size, **without_absent(images)}
     agree_on_call(place, model, input_ids, attention_mask, cache, options)
     forget_images(model)
     prepare_indexers(model)
-    images, _ = split_images(model, images)
+    images, _ = split_images(model, options)
     merged = merge_images(place, model, input_ids, attention_mask, images, left_to_decode(model.config))
     crop_to_shared_prefix(model, cache, input_ids, attention_mask, None if merged is None else merged.pictures)
     prefill_rest(model, input_ids, cache, attention_mask, chunk_size, after, merged)

@@ -95,6 +95,13 @@ class Step:
     return_from: Selections  # indices into this rank's chunk, per rank that returns their results
 
 
+class ChunkSize(NamedTuple):
+    """Tokens of a rank's chunk."""
+
+    queries: int
+    keys: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The schedule of one rank: gather the queries of its row, then receive the keys of its column in steps."""
@@ -106,9 +113,9 @@ class Schedule:
     bands: tuple[Band, ...]  # the row's queries over the keys of each step
 
     @cached_property
-    def chunk(self) -> tuple[int, int]:
-        """Queries and keys of this rank's chunk."""
-        return sum(map(len, self.query_shares)), sum(map(len, self.key_shares))
+    def chunk(self) -> ChunkSize:
+        """Size of this rank's chunk."""
+        return ChunkSize(sum(map(len, self.query_shares)), sum(map(len, self.key_shares)))
 
     @property
     def gradient_steps(self) -> tuple[Step | None, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmesh.comm.p2p import meta_like, swap
+from attnmesh.comm.p2p import swap_tokens
 from attnmesh.mesh.axes import Axis, group_named
 
 
@@ -48,13 +48,11 @@ def heads_op(
         parts: list[list[Tensor]] = [[] for _ in range(axis.size)]
         for owner, tokens in zip(owners, x.split([*lengths], 1), strict=True):
             parts[owner].append(tokens)
-        wanted = [(meta_like(x, own[axis.index], dim=1),)] * axis.size
-        arrived = swap([(torch.cat(tokens, 1),) for tokens in parts], wanted, axis)
-        return torch.stack([share for (share,) in arrived], 2)
-    shares = [(share,) for share in x.unbind(2)]
-    arrived = swap(shares, [(meta_like(shares[0][0], count, dim=1),) for count in own], axis)
+        wanted = [own[axis.index]] * axis.size
+        return torch.stack(swap_tokens([torch.cat(tokens, 1) for tokens in parts], wanted, axis, dim=1), 2)
+    arrived = swap_tokens(x.unbind(2), own, axis, dim=1)
     runs = zip(owners, first_tokens(owners, lengths), lengths, strict=True)
-    return torch.cat([arrived[owner][0].narrow(1, first, length) for owner, first, length in runs], 1)
+    return torch.cat([arrived[owner].narrow(1, first, length) for owner, first, length in runs], 1)
 
 
 @heads_op.register_fake

@@ -33,8 +33,8 @@ from attnmesh.planner.hardware import NO_LINK, Device, Link
 ROUNDS = 5
 """Repetitions of each measurement. The result is the largest of the ranks' medians."""
 
-SHORT = 16384
-"""Bytes of a short message, as a merge sends it."""
+MERGE_BYTES = 16384
+"""Bytes of a short message, such as a merge sends."""
 
 IN_A_ROW = 6
 """Short calls that are timed together: ranks do not begin at quite the same time."""
@@ -136,9 +136,9 @@ def measure_link(world: MeasuredRanks, *, between: bool) -> Link:
         return NO_LINK
     mine, at = (lines[place], host) if between else (lines[host], place)
     line = [*mine[at:], *mine[:at]]
-    latency = world.short(lambda: _exchange(world, line, SHORT))
+    latency = world.short(lambda: _exchange(world, line, MERGE_BYTES))
     several = min(15, len(line) - 1)
-    many = world.short(lambda: _exchange(world, line, SHORT, several))
+    many = world.short(lambda: _exchange(world, line, MERGE_BYTES, several))
     bytes_ = 1 << 18
     once = world.median(lambda: _exchange(world, line, bytes_), 2)
     bytes_ = int(min(1 << 24, max(1 << 18, bytes_ * TIMEOUT / once)))
@@ -183,9 +183,9 @@ def _exchange(world: MeasuredRanks, line: Sequence[int], size: int, peers: int =
 def _swap_near(world: MeasuredRanks, line: Sequence[int]) -> None:
     """Send and receive a short message inside a host, as a merge does."""
     mailboxes = mailboxes_of(world.axis, world.device)
-    message = torch.empty(SHORT, dtype=torch.uint8, device=world.device)
+    message = torch.empty(MERGE_BYTES, dtype=torch.uint8, device=world.device)
     if mailboxes is None or len(line) < 2:
-        _exchange(world, line, SHORT)
+        _exchange(world, line, MERGE_BYTES)
         return
     mailboxes.send(line[1], message)
     mailboxes.recv(line[-1], message.clone())

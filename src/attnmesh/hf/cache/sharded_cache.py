@@ -18,6 +18,7 @@ from attnmesh.hf.cache.layer import ShardedLayer, StatefulLayer, check_settings
 from attnmesh.hf.cache.state_layer import StateLayer, make_layers, states_of
 from attnmesh.hf.cache.stored_layers import StoredLayers
 from attnmesh.hf.images.inputs import shift_of
+from attnmesh.hf.models import window_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.store.recover import recover
 
@@ -89,9 +90,7 @@ class ShardedCache(StoredLayers):
         call = describe_call("ShardedCache", **options)
         run_agreed(place, lambda: check_settings(config, place.shape, options), call)
         self.config = config.get_text_config(decoder=True)
-        self.stock_window = (
-            None if getattr(self.config, "layer_types", None) else getattr(self.config, "sliding_window", None)
-        )
+        self.stock_window = None if getattr(self.config, "layer_types", None) else window_of(config)
         """Tokens that the model's stock cache keeps in all layers; None if it keeps all, or differs by layer."""
         self.mesh, self.ranks = mesh, place.shape.ranks
         self.capacity, self.block = None if capacity is None else int(capacity), int(block or BLOCK)

@@ -60,10 +60,15 @@ def image_inputs(model: Any) -> set[str]:
     return found if any("pixel" in name or "patches" in name for name in found) else set()
 
 
+def without_absent(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without the inputs for images that are None, as processors return them."""
+    return {name: value for name, value in options.items() if value is not None or name not in IMAGE_INPUTS}
+
+
 def split_images(model: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs for images, and all other options."""
     names = image_inputs(model)
-    images = {name: value for name, value in options.items() if name in names and value is not None}
+    images = {name: value for name, value in options.items() if name in names}
     return unless_text(images), {name: value for name, value in options.items() if name not in names}
 
 

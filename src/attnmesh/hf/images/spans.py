@@ -1,9 +1,13 @@
 """Spans: runs of image tokens that see each other both ways, in Gemma 3 and PaliGemma."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor
+
+from attnmesh.core.mask import Mask
+from attnmesh.errors import MaskError, require
 
 Span = tuple[int, int]
 """Start and stop of a run of tokens."""
@@ -22,6 +26,30 @@ def spans_of(sees_next: Tensor, first: int) -> list[Span]:
     edges = [*(~sees_next).nonzero().flatten().tolist(), len(sees_next)]
     runs = ((start + 1, stop + 1) for start, stop in pairwise([-1, *edges]))
     return [(first + start, first + stop) for start, stop in runs if stop - start > 1]
+
+
+def other_spans(sees: Callable[[Tensor, Tensor], Tensor], spans: Sequence[Span], window: int) -> str:
+    """Return what tokens of spans see that `Spans` does not show, by a function of a query and a key; "" if unknown.
+
+    >>> other_spans(lambda query, key: query // 10 == key // 10, [(3, 5), (7, 9)], 8)
+    'images whose tokens see those of later images'
+    """
+    if any(sees(torch.tensor(one), torch.tensor(other)) for (one, _), (other, _) in pairwise(spans)):
+        return "images whose tokens see those of later images"
+    for start, stop in spans:
+        if stop - start > window and sees(torch.tensor(stop - 1), torch.tensor(start)):
+            return f"a run of {stop - start} image tokens that see each other beyond the window of {window}"
+    return ""
+
+
+def check_unpadded(rows: Sequence[Mask], token_mask: Tensor) -> None:
+    """Raise if tokens of a span see padding, which a mask of positions does not hide."""
+    spans = [
+        (row, *span) for row, mask in enumerate(rows) for span in zip(mask.spans[::2], mask.spans[1::2], strict=True)
+    ]
+    unpadded = all(bool(token_mask[row, start:stop].all()) for row, start, stop in spans)
+    expected, fix = "padding after all spans", "pass one sequence at a time, without padding"
+    require(unpadded, MaskError, "attention mask", expected, "padding in a span", fix)
 
 
 def uncut(chunks: Sequence[Chunk], spans: Sequence[Span]) -> list[Chunk]:

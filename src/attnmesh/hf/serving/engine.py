@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from attnmesh.errors import ArgumentError, Busy, MeshError, ShapeError, TooLong, check_count, require, short
 from attnmesh.guard.consensus import describe_call
 from attnmesh.hf.cache.sharded_cache import ShardedCache
-from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text
+from attnmesh.hf.images.inputs import OWN_PROCESSOR, image_inputs, unless_text, without_absent
 from attnmesh.hf.models import check_rope_switch, check_rows, rope_regime, unwrap
 from attnmesh.hf.options import run_agreed_with_peers
 from attnmesh.hf.serving.link import Link, can_be_sent
@@ -153,7 +153,8 @@ class Engine:
         sampling = Sampling(temperature, top_p, top_k, randbits(62) if seed is None else seed, logprobs)
         sampling.check()
         ends = self.ends | frozenset(stop_ids)
-        stream = Stream([*ids], sampling, max_new_tokens, ends, unless_text(images or {}) or None, [*replay])
+        given = unless_text(without_absent(images or {})) or None
+        stream = Stream([*ids], sampling, max_new_tokens, ends, given, [*replay])
         known = all(type(token) is int for token in stop_ids)
         require(
             known, ArgumentError, "submit stop_ids", "a list of ints", short(repr(stop_ids)), "pass tokens.tolist()"

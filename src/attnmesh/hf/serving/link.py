@@ -16,7 +16,7 @@ from attnmesh.mesh.axes import Mesh
 Spec = Sequence[Any]
 """Name, dtype and shape of a tensor; of another value its name, None, and itself."""
 
-SHORT = 128
+FIRST_MESSAGE = 128
 """Integers of the first message. A longer plan takes a second one."""
 
 BYTES = 7
@@ -35,10 +35,11 @@ class Link:
     def exchange(self, plan: list[Any] | None, number: int) -> tuple[list[Any], list[int]]:
         """Return the plan of the leader, and the numbers of all ranks of this rank's mesh by shard."""
         code = _encoded(plan) if self.leads else []
-        (size, *short), numbers = self._shared([len(code), *(code + [0] * SHORT)[:SHORT]], number)
-        if size > SHORT:
-            short, _ = self._shared(code if self.leads else [0] * size)
-        return _decoded(short[:size]), numbers
+        first = (code + [0] * FIRST_MESSAGE)[:FIRST_MESSAGE]
+        (size, *found), numbers = self._shared([len(code), *first], number)
+        if size > FIRST_MESSAGE:
+            found, _ = self._shared(code if self.leads else [0] * size)
+        return _decoded(found[:size]), numbers
 
     def _shared(self, code: list[int], number: int = 0) -> tuple[list[int], list[int]]:
         """Return the leader's code, and the numbers by shard."""

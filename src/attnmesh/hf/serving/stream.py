@@ -11,8 +11,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from attnmesh.errors import ArgumentError, ModelError, require
 
-COLDEST = 1e-5
-"""Temperatures below it take the likeliest token, which then has all of the probability."""
+COLDEST, HOTTEST = 1e-5, 1e6
+"""Temperatures at which tokens are drawn. Below them the likeliest token has all of the probability, and is taken."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Sampling:
 
     def check(self) -> None:
         """Raise unless each value is possible."""
-        limits = {"temperature": (0.0, 1e6), "top_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
+        limits = {"temperature": (0.0, HOTTEST), "top_p": (0.0, 1.0), "top_k": (0, 2**31), "logprobs": (0, 1000)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             kinds = (int,) if isinstance(least, int) else (int, float)
