@@ -153,8 +153,8 @@ class Engine:
         sampling = Sampling(temperature, top_p, top_k, randbits(62) if seed is None else seed, logprobs)
         sampling.check()
         ends = self.ends | frozenset(stop_ids)
-        given = unless_text(without_absent(images or {})) or None
-        stream = Stream([*ids], sampling, max_new_tokens, ends, given, [*replay])
+        inputs = unless_text(without_absent(images or {})) or None
+        stream = Stream([*ids], sampling, max_new_tokens, ends, inputs, [*replay])
         known = all(type(token) is int for token in stop_ids)
         require(
             known, ArgumentError, "submit stop_ids", "a list of ints", short(repr(stop_ids)), "pass tokens.tolist()"
