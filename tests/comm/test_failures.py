@@ -1,6 +1,7 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -59,19 +60,28 @@ def test_every_harm_is_tried() -> None:
     assert {trouble.harm for trouble in TROUBLES} == set(FAULTS)
 
 
+def silent_until(done: Callable[[], bool]) -> None:
+    """Say nothing until another rank is done, half a minute at most."""
+    end = time.monotonic() + 30
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def lost_beside_a_stray_note() -> tuple[int, ...]:
     """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
     am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
-    dist.distributed_c10d._get_default_store().set("attnmesh lost 1", "[0]")
+    store = dist.distributed_c10d._get_default_store()
+    store.set("attnmesh lost 1", "[0]")
     try:
         if dist.get_rank() == 1:
-            time.sleep(5)
+            silent_until(lambda: store.check(["raised"]))
         else:
             am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
+        store.set("raised", "")
         return error.ranks
     return ()
 
@@ -89,13 +99,14 @@ def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
     am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
-    start = time.monotonic()
+    start, raised = time.monotonic(), Path(f"{store} raised")
     try:
         if dist.get_rank() == 1:
-            time.sleep(6)
+            silent_until(raised.exists)
         else:
             am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
+        raised.touch()
         return error.ranks, time.monotonic() - start < 5
     return (), True
 

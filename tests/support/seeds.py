@@ -40,3 +40,12 @@ def pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         pytest.param(first, second, id=f"{first}-{second}", marks=[] if (i, j) in chosen else pytest.mark.long)
         for (i, first), (j, second) in product(enumerate(one), enumerate(other))
     ]
+
+
+def checkered(rows: Mapping[Any, Sequence[Any]]) -> list[Any]:
+    """Return each value with each of its others, of which every second is not long, like the squares of a board."""
+    return [
+        pytest.param(row, column, id=f"{row}-{column}", marks=pytest.mark.long if (x + y) % 2 else [])
+        for y, (row, columns) in enumerate(rows.items())
+        for x, column in enumerate(columns)
+    ]
