@@ -37,7 +37,7 @@ def ended(sweep: Sweep, name: str, check: str) -> Row:
     return sweep.run((CASES | LONG)[name], check)
 
 
-@pytest.mark.parametrize(("name", "check"), checkered(dict.fromkeys(CASES, [*MESHES])))
+@pytest.mark.parametrize(("name", "check"), checkered(dict.fromkeys(CASES, tuple(MESHES))))
 def test_a_type_is_right_or_refused(name: str, check: str, sweep: Sweep) -> None:
     row = ended(sweep, name, check)
     is_refused = check == "rows" and name in REFUSED_ROWS
@@ -53,9 +53,7 @@ QUICK_IMAGES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), checkered({name: checks_of(name, IMAGE_MESHES) for name in QUICK_IMAGES})
-)
+@pytest.mark.parametrize(("name", "check"), checkered({name: checks_of(name, IMAGE_MESHES) for name in QUICK_IMAGES}))
 def test_a_type_of_images_is_right_or_refused(name: str, check: str, sweep: Sweep) -> None:
     row = sweep.run(IMAGES[name], check)
     is_refused = name == "blip-2" and check != "training-images"
