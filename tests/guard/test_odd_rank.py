@@ -10,7 +10,7 @@ from tests.support.emulated_nccl import world
 from tests.support.interpreted import interpreting
 from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
 from tests.support.pool import Pool
-from tests.support.seeds import checkered
+from tests.support.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("nccl", (1, 1, 3), {"merge": "tree"}),
@@ -31,7 +31,7 @@ def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
         return decoding_outcomes("cpu", *arguments)
 
 
-@pytest.mark.parametrize(("name", "before"), checkered(dict.fromkeys(ON_HOSTS, BEFORE[::-1])))
+@pytest.mark.parametrize(("name", "before"), rotated([*ON_HOSTS], BEFORE[::-1], every=2))
 def test_steps(name: str, before: int, pool: Pool) -> None:
     """With Triton's interpreter ranks follow the policy of GPUs."""
     kernel, shape, options = ON_HOSTS[name]

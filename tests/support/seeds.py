@@ -42,10 +42,17 @@ def pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
     ]
 
 
-def checkered(rows: Mapping[Any, Sequence[Any]]) -> list[Any]:
-    """Return each value with each of its others, of which every second is not long, like the squares of a board."""
+def rotated(*lists: Sequence[Any], every: int) -> list[Any]:
+    """Return each combination of the lists' values, of which one in `every` is not long, so that all values take turns.
+
+    If one list has `every` values, the values of the other lists meet in all combinations, each at one of its values.
+    """
+    combinations = product(*(tuple(enumerate(values)) for values in lists))
     return [
-        pytest.param(row, column, id=f"{row}-{column}", marks=pytest.mark.long if (x + y) % 2 else [])
-        for y, (row, columns) in enumerate(rows.items())
-        for x, column in enumerate(columns)
+        pytest.param(
+            *(value for _, value in combination),
+            id="-".join(str(getattr(value, "__name__", value)) for _, value in combination),
+            marks=pytest.mark.long if sum(number for number, _ in combination) % every else [],
+        )
+        for combination in combinations
     ]
