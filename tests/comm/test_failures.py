@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,41 @@ def drawn(ground: str, count: int) -> list[Scenario]:
     return [chaos.draw(seed, [ground]) for seed in range(count)]
 
 
-TROUBLES = [*drawn("hosts", len(FAULTS)), *drawn("ranks", len(chaos.possible_faults(hosts=False)))]
+ON_HOSTS, ON_RANKS = drawn("hosts", len(FAULTS)), drawn("ranks", len(chaos.possible_faults(hosts=False)))
+
+TROUBLES = [*ON_HOSTS, *ON_RANKS]
+
+
+def can_make_hosts() -> bool:
+    with suppress(ClusterError):
+        netns.check_here()
+        return True
+    return False
+
+
+def troubles() -> list[Any]:
+    """Return all troubles. Of those on local ranks most are long where hosts can be made, which have each as well."""
+    long = ON_RANKS[3:] if can_make_hosts() else []
+    return [
+        pytest.param(
+            trouble,
+            id=f"{trouble.work}, {trouble.harm}, {trouble.world}",
+            marks=pytest.mark.long if trouble in long else [],
+        )
+        for trouble in TROUBLES
+    ]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[Scenario, Outcome]:
-    """What came of those that can be here: a few at a time."""
-    try:
-        netns.check_here()
-        possible = TROUBLES
-    except ClusterError:
-        possible = [trouble for trouble in TROUBLES if isinstance(trouble.world, int)]
-    return dict(chaos.run_scenarios(possible))
+def outcomes(request: pytest.FixtureRequest) -> dict[Scenario, Outcome]:
+    """What came of those that were asked for and can be here: a few at a time."""
+    items: Any = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [trouble for item in items if (trouble := item.callspec.params.get("trouble")) is not None]
+    return dict(chaos.run_scenarios(x for x in asked if isinstance(x.world, int) or can_make_hosts()))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: f"{trouble.work}, {trouble.harm}, {trouble.world}")
+@pytest.mark.parametrize("trouble", troubles())
 def test_harm_is_survived_or_named(trouble: Scenario, outcomes: dict[Scenario, Outcome]) -> None:
     if not isinstance(trouble.world, int):
         needs_hosts()
