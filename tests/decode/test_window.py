@@ -149,10 +149,10 @@ def filled(shape: Shape, mask: Mask | None, padded: bool) -> am.KVCache:
 def continued(caches: list[am.KVCache], masks: Any = LAYERS) -> list[torch.Tensor]:
     """Return outputs after a truncation and more tokens."""
     outs = []
-    for step in range(30):
+    for step in range(12):
         q, k, v = new(1, 200 + step)
         for cache, mask in zip(caches, masks, strict=True):
-            if step == 20:
+            if step == 8:
                 cache.truncate(cache.length - 2)
             cache.append(k, v)
             outs.append(am.decode(q, cache, mask=mask or am.Causal()))

@@ -18,6 +18,7 @@ from attnmesh.errors import InputError, MeshError, UnforeseenError
 from attnmesh.mesh.shapes import AXES, Shape
 from tests.support.interpreted import interpreting
 from tests.support.mesh_problems import named_mesh
+from tests.support.odd_rank import alert
 from tests.support.pool import Pool
 
 WIDTH, F32 = 16, torch.float32
@@ -295,7 +296,7 @@ def _differ_in_how(pairs: list[tuple[str, str]], odd: int) -> list[str]:
     group = dist.new_group()  # on which nothing was measured or merged yet
     parts = [am.Partial(torch.full((1, 2, 1, 4), float(i)), torch.zeros(1, 2, 1)) for i in range(ranks)]
     for one, others in pairs:
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError) as caught, alert():
             am.merge_across(parts[rank], group, how=one if rank == odd else others)
         messages.append(str(caught.value))
         for how in ("tree", "direct"):

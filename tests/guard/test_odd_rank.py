@@ -8,8 +8,9 @@ import attnmesh as am
 from tests.support.emulated_gpu import EmulatedGPU
 from tests.support.emulated_nccl import world
 from tests.support.interpreted import interpreting
-from tests.support.odd_rank import BEFORE, attention_outcomes, check, decoding_outcomes, merge_outcomes
+from tests.support.odd_rank import BEFORE, alert, attention_outcomes, check, decoding_outcomes, merge_outcomes
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 
 STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
     ("nccl", (1, 1, 3), {"merge": "tree"}),
@@ -18,26 +19,30 @@ STEPS: list[tuple[str, tuple[int, int, int], dict[str, Any]]] = [
 ]
 """Backends, meshes and options of steps: along a tree, directly, and with a heads axis."""
 
+ON_HOSTS = {
+    "triton": ("triton", *STEPS[0][1:]),
+    **{name: ("auto", *step[1:]) for name, step in zip(("tree", "direct", "heads"), STEPS, strict=True)},
+}
+
 
 def _decode(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    with interpreting(kernel):
+    with interpreting(kernel), alert():
         return decoding_outcomes("cpu", *arguments)
 
 
-@pytest.mark.parametrize("before", BEFORE)
-@pytest.mark.parametrize(
-    ("kernel", "shape", "options"), [("triton", *STEPS[0][1:]), *(("auto", *step[1:]) for step in STEPS)]
-)
-def test_steps(kernel: str, shape: tuple[int, int, int], options: dict[str, Any], before: int, pool: Pool) -> None:
+@pytest.mark.parametrize(("name", "before"), rotated([*ON_HOSTS], BEFORE[::-1], every=2))
+def test_steps(name: str, before: int, pool: Pool) -> None:
     """With Triton's interpreter ranks follow the policy of GPUs."""
+    kernel, shape, options = ON_HOSTS[name]
     ranks = shape[0] * shape[1] * shape[2]
     check(pool.run(ranks, _decode, kernel, shape, before, options), before, compares_all=kernel == "auto")
 
 
 def _attend(*arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    return attention_outcomes("cpu", *arguments)
+    with alert():
+        return attention_outcomes("cpu", *arguments)
 
 
 @pytest.mark.parametrize("before", BEFORE)
@@ -48,7 +53,7 @@ def test_attention(shape: tuple[int, int, int], before: int, pool: Pool) -> None
 
 def _merge(kernel: str, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    with interpreting(kernel):
+    with interpreting(kernel), alert():
         return merge_outcomes("cpu", 3, *arguments)
 
 
@@ -60,7 +65,8 @@ def test_merges(kernel: str, how: str, before: int, pool: Pool) -> None:
 
 def _decode_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    return decoding_outcomes("cuda", *arguments)
+    with alert():
+        return decoding_outcomes("cuda", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,8 @@ def test_steps_on_gpus(backend: str, shape: tuple[int, int, int], options: dict[
 
 def _attend_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    return attention_outcomes("cuda", *arguments)
+    with alert():
+        return attention_outcomes("cuda", *arguments)
 
 
 @pytest.mark.parametrize(("backend", "shape", "before"), [("nccl", (1, 3, 1), 2), ("cpu:gloo,cuda:nccl", (2, 1, 2), 0)])
@@ -88,7 +95,8 @@ def test_attention_on_gpus(backend: str, shape: tuple[int, int, int], before: in
 
 def _merge_on_gpu(gpu: EmulatedGPU, *arguments: Any) -> dict[str, Any]:
     am.set_deadline(60)
-    return merge_outcomes("cuda", 3, *arguments)
+    with alert():
+        return merge_outcomes("cuda", 3, *arguments)
 
 
 @pytest.mark.parametrize(("backend", "how", "before"), [("nccl", "tree", 2), ("cpu:gloo,cuda:nccl", "direct", 0)])

@@ -48,7 +48,7 @@ class TokenRecorder(BaseStreamer):
 
 
 def greedy(generate: Generate, _: str) -> Tensor:
-    return generate(prompt(150), max_new_tokens=20, do_sample=False)
+    return generate(prompt(150), max_new_tokens=12, do_sample=False)
 
 
 def short(generate: Generate, _: str) -> Tensor:
@@ -59,18 +59,18 @@ def short(generate: Generate, _: str) -> Tensor:
 def shortest(generate: Generate, _: str) -> Tensor:
     """Generate from one token, which the first rank alone caches, and from two, of which one is padding."""
     ids, mask = prompt(2, batch=2), torch.tensor([[1, 1], [0, 1]])
-    one = generate(prompt(1, batch=2), max_new_tokens=20, do_sample=False)
-    two = generate(ids * mask, attention_mask=mask, max_new_tokens=19, do_sample=False)
+    one = generate(prompt(1, batch=2), max_new_tokens=18, do_sample=False)
+    two = generate(ids * mask, attention_mask=mask, max_new_tokens=17, do_sample=False)
     return torch.cat((one, two))
 
 
 def sampled(generate: Generate, _: str) -> Tensor:
     torch.manual_seed(3)
-    return generate(prompt(130), max_new_tokens=20, do_sample=True, top_k=20, temperature=0.8, num_return_sequences=2)
+    return generate(prompt(137), max_new_tokens=10, do_sample=True, top_k=20, temperature=0.8, num_return_sequences=2)
 
 
 def beams(generate: Generate, _: str) -> Tensor:
-    return generate(prompt(131, batch=2), max_new_tokens=12, do_sample=False, num_beams=3)
+    return generate(prompt(139, batch=2), max_new_tokens=8, do_sample=False, num_beams=3)
 
 
 def padded(generate: Generate, _: str) -> Tensor:
@@ -79,28 +79,28 @@ def padded(generate: Generate, _: str) -> Tensor:
     mask = torch.ones_like(ids)
     for row, count in enumerate((0, 70, 133)):
         ids[row, :count], mask[row, :count] = 0, 0
-    return generate(ids, attention_mask=mask, max_new_tokens=15, do_sample=False)
+    return generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
 
 
 def padded_beams(generate: Generate, _: str) -> Tensor:
     ids = prompt(80, batch=2)
     mask = torch.ones_like(ids)
     ids[1, :33], mask[1, :33] = 0, 0
-    return generate(ids, attention_mask=mask, max_new_tokens=10, do_sample=False, num_beams=2)
+    return generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, num_beams=2)
 
 
 def chunked(generate: Generate, _: str) -> Tensor:
-    return generate(prompt(300), max_new_tokens=10, do_sample=False, prefill_chunk_size=70)
+    return generate(prompt(300), max_new_tokens=8, do_sample=False, prefill_chunk_size=70)
 
 
 def looked_up(generate: Generate, _: str) -> Tensor:
     """Generate with drafts from the prompt."""
-    return generate(prompt(20).repeat(1, 6), max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=4)
+    return generate(prompt(20).repeat(1, 6), max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
 
 
 def assisted(generate: Generate, family: str) -> Tensor:
     draft = families.model(family, STOCK[family])
-    return generate(prompt(90), max_new_tokens=15, do_sample=False, assistant_model=draft)
+    return generate(prompt(90), max_new_tokens=10, do_sample=False, assistant_model=draft)
 
 
 CASES = (greedy, short, shortest, sampled, beams, padded, padded_beams, chunked, looked_up, assisted)

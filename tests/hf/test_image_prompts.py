@@ -22,6 +22,7 @@ from tests.hf.test_images import IMAGES, OPTIONS, logits, vision_model
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 from tests.tools.image_models import build_images, image_case
 
 SIZES = {"wide": (1, 4, 8), "high": (1, 6, 4), "large": (1, 8, 6)}
@@ -98,9 +99,7 @@ def answer_logits(*arguments: Any) -> Tensor:
     return logits(answer(*arguments))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize(("kind", "name", "shape"), rotated([*IMAGES], [*PROMPTS], SHAPES, every=len(SHAPES)))
 def test_a_prompt_with_images(kind: str, name: str, shape: Shape, pool: Pool) -> None:
     rows, options = PROMPTS[name]
     batch = inputs(*rows)
@@ -143,8 +142,7 @@ def rows_after_images(kind: str, shape: Shape) -> float:
     return wrong
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize(("kind", "shape"), rotated([*IMAGES], SHAPES[:2], every=2))
 def test_rows_after_images(kind: str, shape: Shape, pool: Pool) -> None:
     assert max(pool.run(shape.ranks, rows_after_images, kind, shape)) < 1e-5
 

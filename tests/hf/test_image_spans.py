@@ -24,6 +24,7 @@ from tests.hf.test_images import OPTIONS, logits
 from tests.support.families import prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 from tests.tools.image_models import build_images, image_batch, image_case
 from tests.tools.tiny_models import randomise
 from tests.tools.video_models import video_batch
@@ -101,10 +102,9 @@ PROMPTS: dict[str, Any] = {
 """Turns of text with images between. No number of ranks divides the tokens."""
 
 
-@pytest.mark.parametrize("run", [answers, chunked])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", PROMPTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "shape", "run"), rotated(KINDS, [*PROMPTS], SHAPES, [answers, chunked], every=len(SHAPES))
+)
 def test_image_tokens_see_each_other(kind: str, name: str, shape: Shape, run: Any, pool: Pool) -> None:
     batches = [inputs(kind, *texts, **more) for texts, more in PROMPTS[name]]
     expected = [stock(kind, batch) for batch in batches]

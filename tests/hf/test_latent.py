@@ -61,7 +61,7 @@ def model(kind: str, attention: str) -> PreTrainedModel:
 
 
 def plain(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(90), max_new_tokens=10)]
+    return [generate(prompt(90), max_new_tokens=6)]
 
 
 def padded(generate: Generate) -> list[Tensor]:
@@ -70,22 +70,22 @@ def padded(generate: Generate) -> list[Tensor]:
     mask = torch.ones_like(ids)
     for row, count in enumerate((0, 30, 73)):
         ids[row, :count], mask[row, :count] = 0, 0
-    return [generate(ids, attention_mask=mask, max_new_tokens=8)]
+    return [generate(ids, attention_mask=mask, max_new_tokens=4)]
 
 
 def chunked(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(100), max_new_tokens=6, prefill_chunk_size=40)]
+    return [generate(prompt(100), max_new_tokens=4, prefill_chunk_size=40)]
 
 
 def beams(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(71, batch=2), max_new_tokens=7, num_beams=3)]
+    return [generate(prompt(71, batch=2), max_new_tokens=4, num_beams=3)]
 
 
 def turns(generate: Generate) -> list[Tensor]:
     """Generate in three turns, the last of which goes back to an earlier one."""
-    first = generate(prompt(70), max_new_tokens=5)
-    second = generate(torch.cat((first, prompt(30, seed=1)), 1), max_new_tokens=5)
-    return [first, second, generate(torch.cat((second[:, :72], prompt(20, seed=2)), 1), max_new_tokens=5)]
+    first = generate(prompt(70), max_new_tokens=3)
+    second = generate(torch.cat((first, prompt(30, seed=1)), 1), max_new_tokens=3)
+    return [first, second, generate(torch.cat((second[:, :72], prompt(20, seed=2)), 1), max_new_tokens=3)]
 
 
 CHECKS = (plain, padded, chunked, beams, turns)

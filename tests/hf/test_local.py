@@ -14,6 +14,7 @@ import attnmesh.hf  # noqa: F401
 from attnmesh import errors
 from tests.support import families
 from tests.support.families import CONFIGS, STOCK, prompt
+from tests.support.seeds import rotated
 from tests.tools.generation import tokenizer
 
 PAIR = ("attnmesh", "stock")
@@ -75,8 +76,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("family", "name"), rotated([*CONFIGS], [*CALLS], every=2))
 def test_model_generate_gives_stock_tokens(family: str, name: str) -> None:
     batch = {"input_ids": prompt(40)} if name in ("looked up", "chunks") else padded()
     options = {"max_new_tokens": 9, "do_sample": False, "disable_compile": True, **CALLS[name]}

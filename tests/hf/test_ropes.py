@@ -16,6 +16,7 @@ from tests.hf.test_training import loss_and_gradients
 from tests.support.families import SIZES, prompt
 from tests.support.mesh_problems import named_mesh
 from tests.support.pool import Pool
+from tests.support.seeds import rotated
 
 AXES = ("heads", "queries", "keys")
 SWITCH = 64
@@ -62,13 +63,13 @@ def trained(name: str, length: int, shape: Shape, layout: Any) -> tuple[float, d
     return loss_and_gradients(model(name, "attnmesh", torch.float64).train(), batch)
 
 
-@pytest.mark.parametrize(
-    ("length", "layout"),
-    [(SWITCH - 3, am.Zigzag()), (SWITCH + 1, am.Contiguous()), (3 * SWITCH - 1, am.Zigzag())],
-    ids=["short", "crossed", "long"],
-)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_training_has_the_rope_of_the_whole_sequence(name: str, length: int, layout: Any, pool: Pool) -> None:
+LENGTHS = {"short": (SWITCH - 3, am.Zigzag()), "crossed": (SWITCH + 1, am.Contiguous())}
+LENGTHS["long"] = 3 * SWITCH - 1, am.Zigzag()
+
+
+@pytest.mark.parametrize(("name", "kind"), rotated([*CONFIGS], [*LENGTHS], every=2))
+def test_training_has_the_rope_of_the_whole_sequence(name: str, kind: str, pool: Pool) -> None:
+    length, layout = LENGTHS[kind]
     ids = prompt(length, batch=2)
     loss, gradients = loss_and_gradients(model(name, "sdpa", torch.float64).train(), {"input_ids": ids, "labels": ids})
     answers = pool.run(4, trained, name, length, Shape(1, 2, 2), layout)
@@ -97,8 +98,14 @@ CALLS = [(40, GREEDY), (150, GREEDY), (150, {**GREEDY, "prefill_chunk_size": 50}
 TURNS = [15, 60, 40, 1]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 1, 1), Shape(1, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param(name, Shape(1, 1, ranks), marks=pytest.mark.long if ranks == 1 and number else [])
+        for number, name in enumerate(CONFIGS)
+        for ranks in (1, 2)
+    ],
+)
 def test_generation_has_the_rope_of_the_whole_sequence(name: str, shape: Shape, pool: Pool) -> None:
     expected = []
     for length, _ in CALLS:

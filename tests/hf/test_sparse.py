@@ -71,32 +71,32 @@ def model(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def plain(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(61), max_new_tokens=10)]
+    return [generate(prompt(61), max_new_tokens=6)]
 
 
 def chunked(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(61, batch=2), max_new_tokens=6, prefill_chunk_size=24)]
+    return [generate(prompt(61, batch=2), max_new_tokens=4, prefill_chunk_size=24)]
 
 
 def beams(generate: Generate) -> list[Tensor]:
     return [
-        generate(prompt(47, batch=2), max_new_tokens=6, num_beams=3),
-        generate(prompt(30), max_new_tokens=5, num_beams=2),
+        generate(prompt(47, batch=2), max_new_tokens=4, num_beams=3),
+        generate(prompt(30), max_new_tokens=3, num_beams=2),
     ]
 
 
 def turns(generate: Generate) -> list[Tensor]:
     """Generate in three turns, the last of which goes back to an earlier one."""
-    first = generate(prompt(50), max_new_tokens=5)
-    second = generate(torch.cat((first, prompt(20, seed=1)), 1), max_new_tokens=5)
-    return [first, second, generate(torch.cat((second[:, :52], prompt(10, seed=2)), 1), max_new_tokens=5)]
+    first = generate(prompt(50), max_new_tokens=3)
+    second = generate(torch.cat((first, prompt(20, seed=1)), 1), max_new_tokens=3)
+    return [first, second, generate(torch.cat((second[:, :52], prompt(10, seed=2)), 1), max_new_tokens=3)]
 
 
 def lookup(generate: Generate) -> list[Tensor]:
     """Generate from drafts, some of which are rejected."""
     ids = prompt(61)
     ids[:, 40:] = ids[:, 10:31]
-    return [generate(ids, max_new_tokens=10, prompt_lookup_num_tokens=3)]
+    return [generate(ids, max_new_tokens=6, prompt_lookup_num_tokens=3)]
 
 
 def padded(generate: Generate) -> list[Tensor]:
@@ -105,7 +105,7 @@ def padded(generate: Generate) -> list[Tensor]:
     mask = torch.ones_like(ids)
     for row, count in enumerate((0, 20, 43)):
         ids[row, :count], mask[row, :count] = 0, 0
-    return [generate(ids, attention_mask=mask, max_new_tokens=8)]
+    return [generate(ids, attention_mask=mask, max_new_tokens=4)]
 
 
 DTYPES = dict.fromkeys((plain, chunked, beams, turns, lookup), torch.float64) | {padded: torch.float32}

@@ -45,7 +45,7 @@ class RoundedLayer(DynamicLayer):  # type: ignore[misc]
 
 def conversation(generate: Any, padded: bool) -> list[Tensor]:
     """A prompt and a second turn; a prompt shorter than a round of blocks; or one with padding."""
-    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
     if padded:
         ids = prompt(140, batch=2)
         mask = (torch.arange(140) >= torch.tensor([[0], [70]])).long()
@@ -96,11 +96,11 @@ def test_tokens_of_a_stock_cache_that_rounds(pool: Pool, kind: tuple[str, bool],
 def short_and_latent(shape: Shape, storage: str) -> list[Any]:
     """Return the tokens of a short prompt, and of a model that caches latents, with the bytes that it holds."""
     model, mesh = families.model("llama", "attnmesh"), named_mesh(shape, AXES)
-    cache = hf.ShardedCache(model.config, mesh, storage=storage)
-    found = [hf.generate(model, prompt(7), cache=cache, max_new_tokens=70, do_sample=False).tolist()]
+    cache = hf.ShardedCache(model.config, mesh, storage=storage, block=4)
+    found = [hf.generate(model, prompt(7), cache=cache, max_new_tokens=20, do_sample=False).tolist()]
     latent = latent_model()
     cache = hf.ShardedCache(latent.config, mesh, storage=storage)
-    found.append(hf.generate(latent, prompt(90), cache=cache, max_new_tokens=20, do_sample=False).tolist())
+    found.append(hf.generate(latent, prompt(90), cache=cache, max_new_tokens=9, do_sample=False).tolist())
     assert cache.kvs[0].sizes.storage == storage
     assert cache.held_bytes == 2 * cache.held * (24 + 2)
     return found

@@ -52,11 +52,11 @@ def generate(model: Any, call: Callable[..., Any]) -> list[Any]:
     """Return tokens of one prompt and of a padded batch, sampled ones, and those of a second turn."""
     ids, mask = prompt(50, batch=2, seed=2), torch.ones(2, 50, dtype=torch.long)
     mask[0, :9] = 0
-    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     padded = call(model, ids.masked_fill(mask == 0, 0), attention_mask=mask, **options)
     first = call(model, prompt(70), **options)
     torch.manual_seed(7)
-    sampled = call(model, prompt(33), max_new_tokens=8, do_sample=True, top_k=5)
+    sampled = call(model, prompt(33), max_new_tokens=5, do_sample=True, top_k=5)
     return [first.tolist(), padded.tolist(), sampled.tolist()]
 
 

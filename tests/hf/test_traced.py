@@ -193,7 +193,7 @@ def test_gradients_of_torch_func_are_those_of_autograd(family: str) -> None:
 
 
 def test_a_traced_model_refuses_the_masks_that_it_refuses_otherwise() -> None:
-    compiled = torch.compile(families.model("llama", "attnmesh"), backend="eager")
+    compiled = torch.compile(model("llama", "attnmesh"), backend="eager")
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
     with pytest.raises(errors.MaskError, match="attention_mask: expected one made by transformers for attnmesh"):
         compiled(prompt(9), attention_mask=mask, use_cache=False)

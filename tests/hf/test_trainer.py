@@ -229,7 +229,7 @@ def bad_call(name: str) -> str:
     case, options = BAD[name][0], {}
     model, data, collator = (
         families.model(case.get("family", "llama"), case.get("attention", "attnmesh")),
-        examples(),
+        examples(20),
         collate,
     )
     mesh = whole.get("mesh")

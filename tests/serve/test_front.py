@@ -16,7 +16,7 @@ from tests.support.fake_engine import ThreadWorld, answer, byte_tokenizer, fake_
 from tests.support.served import NAME, Children, Served, chat, served, until
 
 IDS = byte_tokenizer()("Go on")["input_ids"]
-NEW = 300
+NEW = 120
 
 
 class Ranks:

@@ -37,7 +37,7 @@ def test_who_does_not_come_is_named(lost: int, used: bool) -> None:
     if used:
         enter_all(store, 3, [0, 1, 2])
     present = [rank for rank in range(3) if rank != lost]
-    assert enter_all(store, 3, present, seconds=1.0) == [(lost,)] * 2
+    assert enter_all(store, 3, present, seconds=0.5) == [(lost,)] * 2
 
 
 def test_half_of_a_place_is_refused() -> None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 
 from attnmesh.errors import Busy, InputError, TooLong
 from attnmesh.serve.worker import serve_rank_0
-from tests.support import families
 
 SAID = "The cafés of Zürich open at 7 😀, and close late. "
 """The text of each answer, from a place that depends on the prompt on; it goes round."""
@@ -43,6 +42,8 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 def save_tiny(folder: Path, template: str | None = TEMPLATE) -> str:
     """Save a small model with random weights, and its tokenizer. Return the folder."""
+    from tests.support import families  # which ranks without a model need not import
+
     tokenizer = byte_tokenizer(template)
     families.model("llama", "sdpa", vocab_size=len(tokenizer)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

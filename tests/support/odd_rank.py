@@ -3,9 +3,11 @@
 Each entry is the call of the others and that of the odd rank. `..._outcomes` run them on one rank, on any device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import attnmesh as am
+from attnmesh.comm import letters, shared_memory
 from attnmesh.errors import InputError
 from attnmesh.mesh.shapes import AXES
 
@@ -21,6 +24,14 @@ ODD = 1
 
 DIM, HEADS, KV_HEADS, TOKENS = 16, 4, 2, 24
 """Sizes of the calls. A cache has as many key heads as its mesh's heads axis: Triton's interpreter takes its time."""
+
+
+@contextmanager
+def alert() -> Iterator[None]:
+    """Let ranks that wait see ten times as often whether another one compares its call: tests make many such calls."""
+    often = shared_memory.CHECK_INTERVAL / 10
+    with patch.object(shared_memory, "CHECK_INTERVAL", often), patch.object(letters, "CHECK_INTERVAL", often):
+        yield
 
 
 def numbers(seed: int, *shape: int) -> Tensor:

@@ -40,6 +40,7 @@ PRELOADED = [
     "benchmarks.netns",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("gemma3", "gpt_oss", "llama", "mistral")),
     *(f"transformers.models.{family}.modeling_{family}" for family in ("qwen2", "qwen3")),
+    "tests.support.warm",
 ]
 """Imported once, in the process that ranks are forked from, or each rank would take seconds for each."""
 

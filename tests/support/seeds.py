@@ -40,3 +40,19 @@ def pairs(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         pytest.param(first, second, id=f"{first}-{second}", marks=[] if (i, j) in chosen else pytest.mark.long)
         for (i, first), (j, second) in product(enumerate(one), enumerate(other))
     ]
+
+
+def rotated(*lists: Sequence[Any], every: int) -> list[Any]:
+    """Return each combination of the lists' values, of which one in `every` is not long, so that all values take turns.
+
+    If one list has `every` values, the values of the other lists meet in all combinations, each at one of its values.
+    """
+    combinations = product(*(tuple(enumerate(values)) for values in lists))
+    return [
+        pytest.param(
+            *(value for _, value in combination),
+            id="-".join(str(getattr(value, "__name__", value)) for _, value in combination),
+            marks=pytest.mark.long if sum(number for number, _ in combination) % every else [],
+        )
+        for combination in combinations
+    ]

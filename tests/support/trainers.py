@@ -25,7 +25,7 @@ from tests.support import families
 from tests.support.families import STOCK, prompt
 from tests.support.mesh_problems import named_mesh
 
-STEPS, LENGTH = 5, 61
+STEPS, LENGTH = 3, 61
 
 FSDP = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 """Settings of a trainer that shards the weights of a Llama."""
@@ -121,7 +121,7 @@ LOGGED = (
 
 
 def settings(kind: Any, folder: str, **options: Any) -> Any:
-    """Return arguments of a trainer of five steps, with two micro-batches each.
+    """Return arguments of a trainer of a few steps, with two micro-batches each.
 
     The first steps of Adam are signs of gradients, which rounding turns where they are almost 0: its epsilon smooths
     them.

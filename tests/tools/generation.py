@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -220,7 +221,10 @@ class Row(NamedTuple):
     fix: str = ""
 
 
-def attempt(generate: Callable[..., Any], options: dict[str, Any]) -> list[Tensor] | Exception:
+Outcome = list[Tensor] | Exception
+
+
+def attempt(generate: Callable[..., Any], options: dict[str, Any]) -> Outcome:
     """Return the tensors of an output, or the error."""
     options = {**BASE, **options}
     if (make := options.get("assistant_model")) is not None:
@@ -243,13 +247,19 @@ def same(found: Any, expected: Any) -> bool:
     return all(x.shape == y.shape and torch.allclose(x.float(), y.float(), atol=1e-4) for x, y in pairs)
 
 
-def compare(name: str, stock: PreTrainedModel, model: PreTrainedModel, mesh: DeviceMesh) -> Row:
-    """Return how the argument ends on one device and on the mesh, beside stock transformers."""
+def alone(name: str, stock: PreTrainedModel, model: PreTrainedModel) -> tuple[Outcome, Outcome, Outcome]:
+    """Return how the argument ends in stock transformers, on one device, and, if it works, in stock without it."""
     options = EXAMPLES[name]
-    expected = attempt(stock.generate, options)
-    found = [attempt(partial(hf.generate, model, mesh=place), options) for place in (None, mesh)]
+    expected, ours = attempt(stock.generate, options), attempt(partial(hf.generate, model, mesh=None), options)
+    rest = {other: value for other, value in options.items() if other != name}
+    return expected, ours, attempt(stock.generate, rest) if same(ours, expected) else expected
+
+
+def compare(name: str, known: tuple[Outcome, Outcome, Outcome], model: PreTrainedModel, mesh: DeviceMesh) -> Row:
+    """Return how the argument ends on one device and on the mesh, beside stock transformers."""
+    (expected, ours, without), theirs = known, attempt(partial(hf.generate, model, mesh=mesh), EXAMPLES[name])
+    found = [ours, theirs]
     if all(same(each, expected) for each in found):
-        without = attempt(stock.generate, {other: value for other, value in options.items() if other != name})
         idle = same(without, expected)
         return Row("works") if idle == (name in IDLE) else Row("wrong", f"idle={idle} in transformers")
     refused = {str(each) for each in found if isinstance(each, InputError) and f"given {name}=" in str(each)}
@@ -258,11 +268,19 @@ def compare(name: str, stock: PreTrainedModel, model: PreTrainedModel, mesh: Dev
     return Row("wrong", f"stock {expected}, on one device {found[0]}, on the mesh {found[1]}")
 
 
+TOGETHER = ("synced_gpus",)
+"""Arguments with which stock transformers waits for the other ranks."""
+
+
 def compare_all(ranks: int, names: list[str]) -> dict[str, Row]:
-    """Return a row for each argument, on a rank."""
-    stock, model = families.model("llama", "sdpa"), families.model("llama", "attnmesh")
+    """Return a row for each argument, on a rank. Ranks share the calls that each makes alone."""
+    stock, model, rank = families.model("llama", "sdpa"), families.model("llama", "attnmesh"), dist.get_rank()
+    mine = [name for number, name in enumerate(names) if number % ranks == rank or name in TOGETHER]
+    shares: list[Any] = [None] * ranks
+    dist.all_gather_object(shares, {name: alone(name, stock, model) for name in mine})
+    known = {name: outcomes for share in shares for name, outcomes in share.items()}
     mesh = named_mesh(Shape(1, 1, ranks), AXES)
-    return {name: compare(name, stock, model, mesh) for name in names}
+    return {name: compare(name, known[name], model, mesh) for name in names}
 
 
 def table(rows: dict[str, Row]) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from attnmesh.mesh.shapes import Shape
+from tests.support.seeds import rotated
 from tests.tools.rows import Row
 from tests.tools.sweep import IMAGE_MESHES, MESHES, QUICK, Sweep, checks_of, chosen
 
@@ -36,8 +37,7 @@ def ended(sweep: Sweep, name: str, check: str) -> Row:
     return sweep.run((CASES | LONG)[name], check)
 
 
-@pytest.mark.parametrize("check", MESHES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "check"), rotated([*CASES], [*MESHES], every=2))
 def test_a_type_is_right_or_refused(name: str, check: str, sweep: Sweep) -> None:
     row = ended(sweep, name, check)
     is_refused = check == "rows" and name in REFUSED_ROWS
@@ -53,9 +53,10 @@ QUICK_IMAGES = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), [(name, check) for name in QUICK_IMAGES for check in checks_of(name, IMAGE_MESHES)]
-)
+EVERY = rotated(QUICK_IMAGES, [*IMAGE_MESHES], every=2)
+
+
+@pytest.mark.parametrize(("name", "check"), [x for x in EVERY if x.values[1] in checks_of(x.values[0], IMAGE_MESHES)])
 def test_a_type_of_images_is_right_or_refused(name: str, check: str, sweep: Sweep) -> None:
     row = sweep.run(IMAGES[name], check)
     is_refused = name == "blip-2" and check != "training-images"
