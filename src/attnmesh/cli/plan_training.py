@@ -60,6 +60,7 @@ def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str,
     shared = f"{best.context} ranks share a sequence, as {by(best.plan.shape)} (heads x queries x keys)"
     shared = shared if best.context > 1 else "Each rank has sequences of its own"
     lines = [f"{shared}.", f"Sequences at once: {best.data}.", _trained(model)]
+    lines += [EXPLAINED] * given["verbose"]
     console.print("\n".join(lines), highlight=False, markup=False)
 
 
@@ -70,6 +71,13 @@ def _trained(model: TrainedModel) -> str:
     sizes = in_bytes(model.checkpoint_bytes), in_bytes(model.trained * WEIGHT_BYTES)
     return f"Trained: {counts} parameters.\nSaved: checkpoints of {sizes[0]}, the {kind} alone of {sizes[1]}."
 
+
+EXPLAINED = """\
+The first figure has the weights of two layers and of the embeddings, which are gathered for a moment. Inputs of layers
+are what gradient checkpointing keeps. One layer is what is computed again for its backward pass, attention included.
+Logits have gradients beside them. Attention is the forward and the backward pass of all layers; the forward pass that
+checkpointing repeats is not in it."""
+"""What `-v` says of the columns."""
 
 FEWER = "take fewer tokens, or more hosts"
 
