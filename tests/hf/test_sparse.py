@@ -70,8 +70,12 @@ def model(name: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     return build(CASES[name], attention, dtype)
 
 
+NEW = 6
+"""Tokens of a plain answer."""
+
+
 def plain(generate: Generate) -> list[Tensor]:
-    return [generate(prompt(61), max_new_tokens=6)]
+    return [generate(prompt(61), max_new_tokens=NEW)]
 
 
 def chunked(generate: Generate) -> list[Tensor]:
@@ -469,12 +473,10 @@ def test_copies_and_other_attention_after_generation(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
 def test_one_device_with_caches_of_transformers(name: str) -> None:
     small, expected = model(name, "attnmesh", torch.float64), stock(name)["plain"][0]
-    options = {"max_new_tokens": 10, "do_sample": False}
-    assert small.generate(prompt(61), **options).tolist() == expected
-    assert (
-        small.generate(prompt(61), cache_implementation="static", disable_compile=True, **options).tolist() == expected
-    )
-    assert small.generate(prompt(61), use_cache=False, **options).tolist() == expected
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for more in ({}, static, {"use_cache": False}):
+        assert small.generate(prompt(61), **options, **more).tolist() == expected
 
 
 def test_padding_on_one_device() -> None:
