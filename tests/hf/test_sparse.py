@@ -195,7 +195,7 @@ def own_best(shape: Shape) -> list[list[int]]:
     small = model("deepseek_v32", "attnmesh", torch.float64)
     cache = hf.ShardedCache(small.config, named_mesh(shape, AXES), checked=False)
     with patch("attnmesh.decode.indexer.best_across", lambda found, *_, **__: found):
-        out: Tensor = hf.generate(small, prompt(61), cache=cache, max_new_tokens=10, do_sample=False)
+        out: Tensor = hf.generate(small, prompt(61), cache=cache, max_new_tokens=6, do_sample=False)
     return out.tolist()
 
 
@@ -469,7 +469,7 @@ def test_copies_and_other_attention_after_generation(name: str) -> None:
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm", "dots3"])
 def test_one_device_with_caches_of_transformers(name: str) -> None:
     small, expected = model(name, "attnmesh", torch.float64), stock(name)["plain"][0]
-    options = {"max_new_tokens": 10, "do_sample": False}
+    options = {"max_new_tokens": 6, "do_sample": False}
     assert small.generate(prompt(61), **options).tolist() == expected
     assert (
         small.generate(prompt(61), cache_implementation="static", disable_compile=True, **options).tolist() == expected
