@@ -4,6 +4,7 @@ from collections.abc import Iterator
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a table takes its width once, when it is imported
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a process that has asked CUDA itself cannot be forked any more
 os.environ["ATTNMESH_MACHINE"] = ""  # the choices of "auto" do not depend on what was measured here
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # of two threads neither keeps a core from others while it waits
 
 import gc
 import multiprocessing as mp

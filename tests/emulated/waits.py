@@ -43,7 +43,7 @@ def random(seed: int, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 def filled_cache(mesh: DeviceMesh, dtype: torch.dtype = torch.float32, **options: Any) -> am.KVCache:
     """Return a cache of two sequences with twenty tokens."""
-    cache = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=400, dtype=dtype, block=4, **options)
+    cache = am.KVCache(mesh, batch=2, kv_heads=2, head_dim=16, capacity=100, dtype=dtype, block=4, **options)
     cache.append(*(random(seed, 2, 2, 20, 16, dtype=dtype) for seed in (1, 2)))
     return cache
 
@@ -63,7 +63,7 @@ def decode_calls(mesh: DeviceMesh) -> dict[str, Call]:
     tokens = torch.arange(16).cuda()
     chosen = am.Selection(torch.tensor([3, 19, 7]).int().expand(2, 1, 1, -1).cuda())
     index = am.KVCache(
-        mesh[("queries", "keys")], batch=2, kv_heads=1, head_dim=16, capacity=400, dtype=q.dtype, values="none"
+        mesh[("queries", "keys")], batch=2, kv_heads=1, head_dim=16, capacity=100, dtype=q.dtype, values="none"
     )
     index.append(random(1, 2, 1, 20, 16))
 

@@ -76,11 +76,16 @@ def stop_and_go_on(folder: str, arguments: tuple[object, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [SHARDED, *(pytest.param((*SHARDED, *more), marks=pytest.mark.long) for more in (("--bf16",), ("--lora", 4)))],
+    ("ranks", "arguments"),
+    [
+        (2, SHARDED),
+        *(pytest.param(4, (*SHARDED, *more), marks=pytest.mark.long) for more in ((), ("--bf16",), ("--lora", 4))),
+    ],
 )
-def test_a_run_goes_on_where_it_was_stopped(arguments: tuple[object, ...], pool: Pool, tmp_path: Path) -> None:
-    pool.run(4, stop_and_go_on, str(tmp_path), arguments)
+def test_a_run_goes_on_where_it_was_stopped(
+    ranks: int, arguments: tuple[object, ...], pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(ranks, stop_and_go_on, str(tmp_path), arguments)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert losses(stopped) == pytest.approx(losses(whole), abs=1e-6)
     name = "adapter_model.safetensors" if "--lora" in arguments else "model.safetensors"

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from attnmesh.cli.launch import run_on_ranks
 from attnmesh.comm.topology import surroundings
 from attnmesh.mesh.axes import Mesh
 from attnmesh.planner import auto
 from attnmesh.planner.cluster import Cluster
 from attnmesh.runtime.world import WORLD
 from tests.cli.test_app import run
-from tests.support.pool import Pool
 
 
 def cluster(rate: float = 7e9) -> Cluster:
@@ -102,28 +102,25 @@ def test_a_rank_takes_its_threads_of_the_cores(monkeypatch: pytest.MonkeyPatch) 
     assert auto.share_of_cores(torch.device("cuda")) == 0.0
 
 
-def _rates(files: list[str]) -> float:
-    """On a rank: the rate of the links that "auto" takes."""
-    before = os.environ["ATTNMESH_MACHINE"]
-    os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
-    auto.measured_machine.cache_clear()
-    WORLD.clear_caches()
-    try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",))
-        return surroundings(Mesh.of(mesh), torch.device("cpu"))[0].inside.rate
-    finally:
-        os.environ["ATTNMESH_MACHINE"] = before
+def _rates(cases: list[list[str]]) -> list[float]:
+    """On a rank: the rates of the links that "auto" takes, for each rank's files."""
+    mesh, rates = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("keys",)), []
+    for files in cases:
+        os.environ["ATTNMESH_MACHINE"] = files[dist.get_rank()]
         auto.measured_machine.cache_clear()
+        WORLD.clear_caches()
+        rates.append(surroundings(Mesh.of(mesh), torch.device("cpu"))[0].inside.rate)
+    return rates
 
 
-def test_ranks_take_measured_constants_if_all_have_the_same(file: Path, pool: Pool) -> None:
+def test_ranks_take_measured_constants_if_all_have_the_same(file: Path) -> None:
+    """In a world of its own, which has few meshes to forget."""
     auto.keep_machine(cluster(), "cpu")
     other = file.with_name("other.json")
     other.write_text(json.dumps({"device": "cpu", "cluster": cluster(8e9).record()}))
     preset = Cluster.preset("local").inside.rate
-    assert pool.run(3, _rates, [str(file)] * 3) == [7e9] * 3
-    assert pool.run(3, _rates, [str(file), str(file), str(other)]) == [preset] * 3
-    assert pool.run(3, _rates, [str(file), "", str(file)]) == [preset] * 3
+    cases = [[str(file)] * 3, [str(file), str(file), str(other)], [str(file), "", str(file)]]
+    assert run_on_ranks(3, _rates, cases) == [[7e9, preset, preset]] * 3
 
 
 def test_probe_keeps_the_constants_of_this_machine(file: Path) -> None:

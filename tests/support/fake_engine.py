@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from attnmesh.cli.serve_worker import Settings
 from attnmesh.errors import Busy, InputError, TooLong
 from attnmesh.serve.worker import serve_rank_0
 
@@ -179,7 +180,7 @@ def answer(ids: list[int], options: dict[str, Any], count: int) -> str:
     return text
 
 
-def fake_model_rank(settings: Any, address: str) -> None:
+def fake_model_rank(settings: Settings, address: str) -> None:
     """Stand in for `serve_rank` of the command, without weights."""
     engine = FakeEngine(together, pause=0.02)
     if dist.get_rank() == 0:

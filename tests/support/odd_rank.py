@@ -48,7 +48,7 @@ class Decoding:
 
     @staticmethod
     def on(mesh: DeviceMesh, device: str, **options: Any) -> "Decoding":
-        sizes = {"batch": 1, "kv_heads": mesh["heads"].size(), "head_dim": DIM, "capacity": 100, "block": 4}
+        sizes = {"batch": 1, "kv_heads": mesh["heads"].size(), "head_dim": DIM, "capacity": 48, "block": 4}
         made = Decoding(am.KVCache(mesh, **sizes, dtype=torch.float32), device, options)
         made.append(TOKENS)
         return made
