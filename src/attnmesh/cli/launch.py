@@ -236,6 +236,8 @@ def _rank(pipe: Connection, place: tuple[int, int, int, bool, Path, list[str]], 
             torch.cuda.set_device(rank)
         backend = "nccl" if gpus else "gloo"
         dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+        if not gpus:
+            dist.barrier()  # gloo fails on a rank that still connects when another leaves
 
     try:
         perform(pipe, enter, work)
