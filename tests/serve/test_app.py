@@ -2,7 +2,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import pairwise
@@ -231,9 +230,16 @@ def test_slow_clients_are_cut_off(running: Served, monkeypatch: pytest.MonkeyPat
 def test_a_client_that_does_not_read_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "STALL", 0.3)
     monkeypatch.setattr(running.app, "_page", "x" * (64 << 20))
+    stalled, abort = threading.Event(), server.LimitedProtocol._abort
+
+    def cut_off(connection: server.LimitedProtocol) -> None:
+        abort(connection)
+        stalled.set()
+
+    monkeypatch.setattr(server.LimitedProtocol, "_abort", cut_off)
     with closing(raw(running)) as one:
         one.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        time.sleep(1)
+        assert stalled.wait(60)
         got = 0
         with suppress(ConnectionError):
             while part := one.recv(1 << 20):
