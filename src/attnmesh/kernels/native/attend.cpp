@@ -50,6 +50,7 @@
 #define KEEP(x)
 #endif
 
+#define UNROLL _Pragma("GCC unroll 16")
 #define ALONE __attribute__((noinline))  // inside of another loop, GCC keeps fewer vectors in registers
 
 namespace {
@@ -188,21 +189,20 @@ struct Table {
     }
 };
 
-// 64 numbers, looked up. Of each 16 columns the first 8 are in `a` and the last 8 in `b`.
+// 64 numbers, looked up. Of each 16 the first 8 are in `a` and the last 8 in `b`.
 template <class T>
-inline Halves load_keys(const Dotted<T>* x) {
+inline Halves look_up(__m512i bytes) {
     static constexpr Table<T> table;
     auto find = [](const uint8_t* from, __m512i at) { return _mm512_permutex2var_epi8(_mm512_load_si512(from), at, _mm512_load_si512(from + 64)); };
-    __m512i bytes = _mm512_loadu_si512(x), at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
+    __m512i at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
     __m512i low = find(table.low, at), high = find(table.high, at) | (bytes & _mm512_set1_epi8((char)0x80));
     return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
 }
 
-inline Floats multiply_add(Floats total, Floats x, __m512bh key) { return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, key); }
 template <int PAIRS, class T>
 inline void load_pairs(const Dotted<T>* x, Pair* out) {
     for (int j = 0; j < PAIRS; j += 2) {
-        Halves two = load_keys(x + j * PAIR);
+        Halves two = look_up<T>(_mm512_loadu_si512(x + j * PAIR));
         out[j] = {(Floats)((Words)two.a << 16), (Floats)((Words)two.a & 0xffff0000u)};
         out[j + 1] = {(Floats)((Words)two.b << 16), (Floats)((Words)two.b & 0xffff0000u)};
     }
@@ -214,21 +214,15 @@ inline void load_pairs(const T* x, Pair* out) {
     for (int j = 0; j < PAIRS; j++) out[j] = load_pair(x + j * PAIR);
 }
 
-template <class T>
-inline Pair load_keys(const T* x) {
-    return load_pair(x);
-}
-inline Floats multiply_add(Floats total, Floats x, Floats key) { return total + x * key; }
-
-// The place of column d of a query among its numbers, which are those of `load_keys`, and of a value among those of `load_pairs`.
+// The place of column d of a query among its numbers, and of a value in its sums.
 template <class T>
 inline int64_t place_of_query(int64_t d) {
-    if (DOTTED<T>) return d / 64 * 64 + d % 16 / 8 * 32 + d % 64 / 16 * 8 + d % 8;
     return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
 }
 template <class T>
 inline int64_t place_of(int64_t d) {
-    return DOTTED<T> ? place_of_query<BFloat16>(place_of_query<T>(d)) : place_of_query<T>(d);
+    if (DOTTED<T>) return place_of_query<BFloat16>(d / 64 * 64 + d % 16 / 8 * 32 + d % 64 / 16 * 8 + d % 8);
+    return place_of_query<T>(d);
 }
 
 inline float value(float x) { return x; }
@@ -371,24 +365,20 @@ struct Memory {
 // `tile` numbers apart, and keys `step`.
 template <class T, int ROWS, int KEYS>
 ALONE void products(const float* q, int64_t width, const T* const* keys, int64_t columns, float* out, int64_t tile, int64_t step) {
-    using Numbers = decltype(load_keys(*keys).a);
     constexpr int ALL = ROWS * KEYS;
     constexpr int PADDED = (ALL + W - 1) / W * W;
     Floats total[PADDED] = {};
-    auto add = [&](const float* query, const Numbers* key) __attribute__((always_inline)) {
+    auto add = [&](const float* query, const Floats* key) __attribute__((always_inline)) {
         for (int i = 0; i < ROWS; i++) {
             Floats x = load(query + i * width);
             KEEP(x);
-            for (int j = 0; j < KEYS; j++) {
-                Floats& into = total[vector_of(i * KEYS + j)];
-                into = multiply_add(into, x, key[j]);
-            }
+            for (int j = 0; j < KEYS; j++) total[vector_of(i * KEYS + j)] += x * key[j];
         }
     };
-    for (int64_t d = 0; d < columns; d += COLUMNS<T>, q += PAIR) {
-        Numbers first[KEYS], second[KEYS];
+    for (int64_t d = 0; d < columns; d += PAIR, q += PAIR) {
+        Floats first[KEYS], second[KEYS];
         for (int j = 0; j < KEYS; j++) {
-            auto key = load_keys(keys[j] + d);
+            Pair key = load_pair(keys[j] + d);
             first[j] = key.a, second[j] = key.b;
         }
         for (int j = 0; j < KEYS; j++) KEEP(first[j]);
@@ -502,6 +492,43 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t columns, i
     }
 }
 
+#if defined(DOTS)
+// The products of some rows with 16 keys. A vector has 16 columns of each of four keys, and then four sums of each.
+template <class T, int ROWS>
+ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int64_t columns, float* out, int64_t tile) {
+    Floats total[ROWS][4] = {};
+    for (int64_t d = 0; d < columns; d += 16) {
+        Halves key[4];
+        UNROLL for (int j = 0; j < 4; j++) {
+            auto part = [&](int i) { return _mm_loadu_si128((const __m128i*)(keys[4 * i + j] + d)); };
+            __m512i four = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
+            key[j] = look_up<T>(_mm512_inserti32x4(_mm512_inserti32x4(four, part(2), 2), part(3), 3));
+        }
+        UNROLL for (int half = 0; half < 2; half++)
+            UNROLL for (int i = 0; i < ROWS; i++) {
+                __m512bh x = (__m512bh)_mm512_broadcast_f32x4(_mm_loadu_ps(q + i * width + d / 2 + 4 * half));
+                UNROLL for (int j = 0; j < 4; j++)
+                    total[i][j] = (Floats)_mm512_dpbf16_ps((__m512)total[i][j], x, half ? key[j].b : key[j].a);
+            }
+    }
+    UNROLL for (int i = 0; i < ROWS; i++)
+        store(out + i * tile, to_singles(to_pairs(total[i][0], total[i][1]), to_pairs(total[i][2], total[i][3])));
+}
+
+template <class T>
+void all_products(const Shape& s, const float* q, const Dotted<T>* k, int64_t columns, int64_t stride, int64_t n, Rows values, float* logits) {
+    for (int64_t t = 0; t < n; t += W) {
+        const Dotted<T>* keys[W];
+        for (int j = 0; j < W; j++) {
+            int64_t place = std::min(t + j, n - 1);
+            keys[j] = k + place * stride;
+            values.prefetch(place, values.bytes);
+        }
+        by_rows(s.rows, [&](auto count, int64_t r) { dots<T, count>(q + r * s.dim, s.dim, keys, columns, logits + r * s.tile + t, s.tile); });
+    }
+}
+#endif
+
 template <class T>
 void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
     int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
@@ -534,7 +561,7 @@ void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Ro
     float factor = DOTTED<T> ? (float)p.scale : UNIT<T>;
     by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, factor, m.scales, [&](int64_t d, int64_t columns) {
         float* found = d ? m.some : m.logits;
-        all_products(s, m.q + d * PAIR / COLUMNS<T>, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
+        all_products(s, m.q + (DOTTED<T> ? d / 2 : d), k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
         by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
             Floats x = load(found + at) * scale;
             store(m.logits + at, d ? load(m.logits + at) + x : x);
