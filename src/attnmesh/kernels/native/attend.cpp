@@ -102,11 +102,9 @@ constexpr bool DOTTED = false;
 template <class T>
 constexpr bool DOTTED<Dotted<T>> = true;
 template <class T>
-constexpr bool SPLIT = std::is_same_v<T, BFloat16> || std::is_same_v<T, Int8>;  // in even and odd columns
+constexpr bool SPLIT = std::is_same_v<T, BFloat16>;  // in even and odd columns
 template <class T>
-constexpr float UNIT = DOTTED<T> ? 1.0f : SPLIT<T> ? 0x1p-16f : 256.0f;  // what a stored number is loaded in multiples of, and summed
-template <class T>
-constexpr int64_t COLUMNS = DOTTED<T> ? 2 * PAIR : PAIR;  // that are loaded at a time
+constexpr float UNIT = std::is_same_v<T, Float8> || std::is_same_v<T, Dotted<Float8>> ? 256.0f : 1.0f;  // what numbers are loaded in multiples of
 
 inline Floats load(const float* x) {
     Floats out;
@@ -114,7 +112,7 @@ inline Floats load(const float* x) {
     return out;
 }
 
-// Two vectors of consecutive numbers. Those of bfloat16 and int8 are the even and the odd ones, which takes fewer operations.
+// Two vectors of consecutive numbers. Those of bfloat16 are the even and the odd ones, which takes fewer operations.
 struct Pair {
     Floats a, b;
 };
@@ -157,10 +155,20 @@ inline Shorts load_bytes(const void* x) {
 #endif
 }
 
-inline Pair load_pair(const Int8* x) {
-    Ints two = (Ints)load_bytes(x);
-    return {__builtin_convertvector(two << 16, Floats), __builtin_convertvector(two & (int)0xffff0000, Floats)};
+inline Floats widen(const Int8* x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    Bytes bytes;
+    std::memcpy(&bytes, x, sizeof(bytes));
+    return __builtin_convertvector(bytes, Floats);
+#endif
 }
+
+inline Pair load_pair(const Int8* x) { return {widen(x), widen(x + W)}; }
 
 // The bits of e4m3 are among those of float16, whose exponent is 8 more.
 inline Pair load_pair(const Float8* x) {
@@ -199,30 +207,16 @@ inline Halves look_up(__m512i bytes) {
     return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
 }
 
-template <int PAIRS, class T>
-inline void load_pairs(const Dotted<T>* x, Pair* out) {
-    for (int j = 0; j < PAIRS; j += 2) {
-        Halves two = look_up<T>(_mm512_loadu_si512(x + j * PAIR));
-        out[j] = {(Floats)((Words)two.a << 16), (Floats)((Words)two.a & 0xffff0000u)};
-        out[j + 1] = {(Floats)((Words)two.b << 16), (Floats)((Words)two.b & 0xffff0000u)};
-    }
+template <class T>
+inline Pair load_pair(const Dotted<T>* x) {
+    return load_pair((const T*)x);
 }
 #endif
 
-template <int PAIRS, class T>
-inline void load_pairs(const T* x, Pair* out) {
-    for (int j = 0; j < PAIRS; j++) out[j] = load_pair(x + j * PAIR);
-}
-
-// The place of column d of a query among its numbers, and of a value in its sums.
-template <class T>
-inline int64_t place_of_query(int64_t d) {
-    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
-}
+// The place of column d among numbers as they are loaded.
 template <class T>
 inline int64_t place_of(int64_t d) {
-    if (DOTTED<T>) return place_of_query<BFloat16>(d / 64 * 64 + d % 16 / 8 * 32 + d % 64 / 16 * 8 + d % 8);
-    return place_of_query<T>(d);
+    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
 }
 
 inline float value(float x) { return x; }
@@ -416,14 +410,13 @@ ALONE void add_columns(const float* weights, int64_t tile, const T* v, int64_t s
         for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
     for (int64_t t = 0; t < n; t++) {
         next.prefetch(t, PAIRS * PAIR * sizeof(T));
-        Pair x[PAIRS];
-        load_pairs<PAIRS>(v + t * stride, x);
         for (int j = 0; j < PAIRS; j++) {
-            KEEP(x[j].a);
-            KEEP(x[j].b);
+            Pair x = load_pair(v + t * stride + j * PAIR);
+            KEEP(x.a);
+            KEEP(x.b);
             for (int i = 0; i < ROWS; i++) {
                 float weight = weights[i * tile + t];
-                total[i][2 * j] += weight * x[j].a, total[i][2 * j + 1] += weight * x[j].b;
+                total[i][2 * j] += weight * x.a, total[i][2 * j + 1] += weight * x.b;
             }
         }
     }
@@ -436,7 +429,7 @@ inline void add_values(const float* weights, int64_t tile, const T* v, int64_t s
     constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, SOME = PAIRS * PAIR;
     int64_t d = 0;
     for (; d + SOME <= columns; d += SOME) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
-    for (; d < columns; d += COLUMNS<T>) add_columns<T, ROWS, COLUMNS<T> / PAIR>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+    for (; d < columns; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
 }
 
 // The scale of a group of columns of a stored row.
@@ -627,7 +620,7 @@ void read_queries(const Problem& p, const Shape& s, const Q* q, float* out) {
     for (int64_t r = 0; r < s.rows; r++, out += s.dim) {
         const Q* from = q + r / p.length * p.q_strides[1] + r % p.length * p.q_strides[2];
         for (int64_t d = 0; d < s.dim; d++) {
-            int64_t place = place_of_query<T>(d);
+            int64_t place = place_of<T>(d);
             if constexpr (DOTTED<T>)
                 ((BFloat16*)out)[place] = from[d];
             else
