@@ -50,6 +50,7 @@
 #define KEEP(x)
 #endif
 
+#define UNROLL _Pragma("GCC unroll 16")
 #define ALONE __attribute__((noinline))  // inside of another loop, GCC keeps fewer vectors in registers
 
 namespace {
@@ -101,11 +102,9 @@ constexpr bool DOTTED = false;
 template <class T>
 constexpr bool DOTTED<Dotted<T>> = true;
 template <class T>
-constexpr bool SPLIT = std::is_same_v<T, BFloat16> || std::is_same_v<T, Int8>;  // in even and odd columns
+constexpr bool SPLIT = std::is_same_v<T, BFloat16>;  // in even and odd columns
 template <class T>
-constexpr float UNIT = DOTTED<T> ? 1.0f : SPLIT<T> ? 0x1p-16f : 256.0f;  // what a stored number is loaded in multiples of, and summed
-template <class T>
-constexpr int64_t COLUMNS = DOTTED<T> ? 2 * PAIR : PAIR;  // that are loaded at a time
+constexpr float UNIT = std::is_same_v<T, Float8> || std::is_same_v<T, Dotted<Float8>> ? 256.0f : 1.0f;  // what numbers are loaded in multiples of
 
 inline Floats load(const float* x) {
     Floats out;
@@ -113,7 +112,7 @@ inline Floats load(const float* x) {
     return out;
 }
 
-// Two vectors of consecutive numbers. Those of bfloat16 and int8 are the even and the odd ones, which takes fewer operations.
+// Two vectors of consecutive numbers. Those of bfloat16 are the even and the odd ones, which takes fewer operations.
 struct Pair {
     Floats a, b;
 };
@@ -156,10 +155,20 @@ inline Shorts load_bytes(const void* x) {
 #endif
 }
 
-inline Pair load_pair(const Int8* x) {
-    Ints two = (Ints)load_bytes(x);
-    return {__builtin_convertvector(two << 16, Floats), __builtin_convertvector(two & (int)0xffff0000, Floats)};
+inline Floats widen(const Int8* x) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x)));
+#elif defined(__AVX2__)
+    return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)x)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    Bytes bytes;
+    std::memcpy(&bytes, x, sizeof(bytes));
+    return __builtin_convertvector(bytes, Floats);
+#endif
 }
+
+inline Pair load_pair(const Int8* x) { return {widen(x), widen(x + W)}; }
 
 // The bits of e4m3 are among those of float16, whose exponent is 8 more.
 inline Pair load_pair(const Float8* x) {
@@ -188,47 +197,26 @@ struct Table {
     }
 };
 
-// 64 numbers, looked up. Of each 16 columns the first 8 are in `a` and the last 8 in `b`.
+// 64 numbers, looked up. Of each 16 the first 8 are in `a` and the last 8 in `b`.
 template <class T>
-inline Halves load_keys(const Dotted<T>* x) {
+inline Halves look_up(__m512i bytes) {
     static constexpr Table<T> table;
     auto find = [](const uint8_t* from, __m512i at) { return _mm512_permutex2var_epi8(_mm512_load_si512(from), at, _mm512_load_si512(from + 64)); };
-    __m512i bytes = _mm512_loadu_si512(x), at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
+    __m512i at = std::is_same_v<T, Int8> ? _mm512_abs_epi8(bytes) : bytes;
     __m512i low = find(table.low, at), high = find(table.high, at) | (bytes & _mm512_set1_epi8((char)0x80));
     return {(__m512bh)_mm512_unpacklo_epi8(low, high), (__m512bh)_mm512_unpackhi_epi8(low, high)};
 }
 
-inline Floats multiply_add(Floats total, Floats x, __m512bh key) { return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)x, key); }
-template <int PAIRS, class T>
-inline void load_pairs(const Dotted<T>* x, Pair* out) {
-    for (int j = 0; j < PAIRS; j += 2) {
-        Halves two = load_keys(x + j * PAIR);
-        out[j] = {(Floats)((Words)two.a << 16), (Floats)((Words)two.a & 0xffff0000u)};
-        out[j + 1] = {(Floats)((Words)two.b << 16), (Floats)((Words)two.b & 0xffff0000u)};
-    }
+template <class T>
+inline Pair load_pair(const Dotted<T>* x) {
+    return load_pair((const T*)x);
 }
 #endif
 
-template <int PAIRS, class T>
-inline void load_pairs(const T* x, Pair* out) {
-    for (int j = 0; j < PAIRS; j++) out[j] = load_pair(x + j * PAIR);
-}
-
-template <class T>
-inline Pair load_keys(const T* x) {
-    return load_pair(x);
-}
-inline Floats multiply_add(Floats total, Floats x, Floats key) { return total + x * key; }
-
-// The place of column d of a query among its numbers, which are those of `load_keys`, and of a value among those of `load_pairs`.
-template <class T>
-inline int64_t place_of_query(int64_t d) {
-    if (DOTTED<T>) return d / 64 * 64 + d % 16 / 8 * 32 + d % 64 / 16 * 8 + d % 8;
-    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
-}
+// The place of column d among numbers as they are loaded.
 template <class T>
 inline int64_t place_of(int64_t d) {
-    return DOTTED<T> ? place_of_query<BFloat16>(place_of_query<T>(d)) : place_of_query<T>(d);
+    return SPLIT<T> ? d / PAIR * PAIR + d % 2 * W + d % PAIR / 2 : d;
 }
 
 inline float value(float x) { return x; }
@@ -371,24 +359,20 @@ struct Memory {
 // `tile` numbers apart, and keys `step`.
 template <class T, int ROWS, int KEYS>
 ALONE void products(const float* q, int64_t width, const T* const* keys, int64_t columns, float* out, int64_t tile, int64_t step) {
-    using Numbers = decltype(load_keys(*keys).a);
     constexpr int ALL = ROWS * KEYS;
     constexpr int PADDED = (ALL + W - 1) / W * W;
     Floats total[PADDED] = {};
-    auto add = [&](const float* query, const Numbers* key) __attribute__((always_inline)) {
+    auto add = [&](const float* query, const Floats* key) __attribute__((always_inline)) {
         for (int i = 0; i < ROWS; i++) {
             Floats x = load(query + i * width);
             KEEP(x);
-            for (int j = 0; j < KEYS; j++) {
-                Floats& into = total[vector_of(i * KEYS + j)];
-                into = multiply_add(into, x, key[j]);
-            }
+            for (int j = 0; j < KEYS; j++) total[vector_of(i * KEYS + j)] += x * key[j];
         }
     };
-    for (int64_t d = 0; d < columns; d += COLUMNS<T>, q += PAIR) {
-        Numbers first[KEYS], second[KEYS];
+    for (int64_t d = 0; d < columns; d += PAIR, q += PAIR) {
+        Floats first[KEYS], second[KEYS];
         for (int j = 0; j < KEYS; j++) {
-            auto key = load_keys(keys[j] + d);
+            Pair key = load_pair(keys[j] + d);
             first[j] = key.a, second[j] = key.b;
         }
         for (int j = 0; j < KEYS; j++) KEEP(first[j]);
@@ -426,14 +410,13 @@ ALONE void add_columns(const float* weights, int64_t tile, const T* v, int64_t s
         for (int j = 0; j < 2 * PAIRS; j++) total[i][j] = load(out + i * width + j * W);
     for (int64_t t = 0; t < n; t++) {
         next.prefetch(t, PAIRS * PAIR * sizeof(T));
-        Pair x[PAIRS];
-        load_pairs<PAIRS>(v + t * stride, x);
         for (int j = 0; j < PAIRS; j++) {
-            KEEP(x[j].a);
-            KEEP(x[j].b);
+            Pair x = load_pair(v + t * stride + j * PAIR);
+            KEEP(x.a);
+            KEEP(x.b);
             for (int i = 0; i < ROWS; i++) {
                 float weight = weights[i * tile + t];
-                total[i][2 * j] += weight * x[j].a, total[i][2 * j + 1] += weight * x[j].b;
+                total[i][2 * j] += weight * x.a, total[i][2 * j + 1] += weight * x.b;
             }
         }
     }
@@ -446,7 +429,7 @@ inline void add_values(const float* weights, int64_t tile, const T* v, int64_t s
     constexpr int PAIRS = ROWS == 1 ? 4 : REGISTERS == 32 ? 2 : 1, SOME = PAIRS * PAIR;
     int64_t d = 0;
     for (; d + SOME <= columns; d += SOME) add_columns<T, ROWS, PAIRS>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
-    for (; d < columns; d += COLUMNS<T>) add_columns<T, ROWS, COLUMNS<T> / PAIR>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
+    for (; d < columns; d += PAIR) add_columns<T, ROWS, 1>(weights, tile, v + d, stride, n, out + d, width, next.at(0, d * sizeof(T)));
 }
 
 // The scale of a group of columns of a stored row.
@@ -502,6 +485,43 @@ void all_products(const Shape& s, const float* q, const T* k, int64_t columns, i
     }
 }
 
+#if defined(DOTS)
+// The products of some rows with 16 keys. A vector has 16 columns of each of four keys, and then four sums of each.
+template <class T, int ROWS>
+ALONE void dots(const float* q, int64_t width, const Dotted<T>* const* keys, int64_t columns, float* out, int64_t tile) {
+    Floats total[ROWS][4] = {};
+    for (int64_t d = 0; d < columns; d += 16) {
+        Halves key[4];
+        UNROLL for (int j = 0; j < 4; j++) {
+            auto part = [&](int i) { return _mm_loadu_si128((const __m128i*)(keys[4 * i + j] + d)); };
+            __m512i four = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
+            key[j] = look_up<T>(_mm512_inserti32x4(_mm512_inserti32x4(four, part(2), 2), part(3), 3));
+        }
+        UNROLL for (int half = 0; half < 2; half++)
+            UNROLL for (int i = 0; i < ROWS; i++) {
+                __m512bh x = (__m512bh)_mm512_broadcast_f32x4(_mm_loadu_ps(q + i * width + d / 2 + 4 * half));
+                UNROLL for (int j = 0; j < 4; j++)
+                    total[i][j] = (Floats)_mm512_dpbf16_ps((__m512)total[i][j], x, half ? key[j].b : key[j].a);
+            }
+    }
+    UNROLL for (int i = 0; i < ROWS; i++)
+        store(out + i * tile, to_singles(to_pairs(total[i][0], total[i][1]), to_pairs(total[i][2], total[i][3])));
+}
+
+template <class T>
+void all_products(const Shape& s, const float* q, const Dotted<T>* k, int64_t columns, int64_t stride, int64_t n, Rows values, float* logits) {
+    for (int64_t t = 0; t < n; t += W) {
+        const Dotted<T>* keys[W];
+        for (int j = 0; j < W; j++) {
+            int64_t place = std::min(t + j, n - 1);
+            keys[j] = k + place * stride;
+            values.prefetch(place, values.bytes);
+        }
+        by_rows(s.rows, [&](auto count, int64_t r) { dots<T, count>(q + r * s.dim, s.dim, keys, columns, logits + r * s.tile + t, s.tile); });
+    }
+}
+#endif
+
 template <class T>
 void all_values(const Shape& s, const float* weights, const T* v, int64_t columns, int64_t stride, int64_t n, Rows next, float* out) {
     int64_t some = std::max<int64_t>(16, NEAR_BYTES / (int64_t)sizeof(T) / s.value_dim);
@@ -534,7 +554,7 @@ void stored_products(const Problem& p, const Shape& s, const T* k, int64_t n, Ro
     float factor = DOTTED<T> ? (float)p.scale : UNIT<T>;
     by_groups(s, k, s.dim, p.k_strides[2], p.k_scales, n, factor, m.scales, [&](int64_t d, int64_t columns) {
         float* found = d ? m.some : m.logits;
-        all_products(s, m.q + d * PAIR / COLUMNS<T>, k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
+        all_products(s, m.q + (DOTTED<T> ? d / 2 : d), k + d, columns, p.k_strides[2], n, d ? Rows() : values, found);
         by_vectors(s, n, m.scales, [&](int64_t at, Floats scale) {
             Floats x = load(found + at) * scale;
             store(m.logits + at, d ? load(m.logits + at) + x : x);
@@ -600,7 +620,7 @@ void read_queries(const Problem& p, const Shape& s, const Q* q, float* out) {
     for (int64_t r = 0; r < s.rows; r++, out += s.dim) {
         const Q* from = q + r / p.length * p.q_strides[1] + r % p.length * p.q_strides[2];
         for (int64_t d = 0; d < s.dim; d++) {
-            int64_t place = place_of_query<T>(d);
+            int64_t place = place_of<T>(d);
             if constexpr (DOTTED<T>)
                 ((BFloat16*)out)[place] = from[d];
             else
