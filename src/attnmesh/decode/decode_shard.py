@@ -20,8 +20,8 @@ from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checks import check_bias, check_step
 from attnmesh.decode.decode import named_options, unchecked_step
-from attnmesh.decode.selected import attend_selected
-from attnmesh.decode.step import DecodeStep, attend_views
+from attnmesh.decode.selected import selection_of_rank
+from attnmesh.decode.step import attend_views
 from attnmesh.errors import ShapeError, require
 from attnmesh.guard.consensus import agree_on_call, describe_call
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -90,11 +90,11 @@ def decode_shard(
     every = arrived.index_select(2, on_device(places.order, q.device))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
-        selected = Selection(indices, selected.block)
-        if selected.heads > 1:
-            selected = selected.of_heads(heads.share_of(selected.heads))
-    attend = named(ATTENTION, _attend) if is_profiled() else _attend
-    partial = attend(every, cache, step, selected)
+        selected = selection_of_rank(Selection(indices, selected.block), heads)
+    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
+    chosen = choose_for_view(step.kernel if selected is None else "reference", every, view, step.logits.capped)
+    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+    partial = attend(query, [view], chosen, selected)
     if (more := further(every)) is not None:
         partial = merge_unchecked([partial, more])
     returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in places.chunks]
@@ -105,16 +105,6 @@ def decode_shard(
     if heads.size == 1:
         return out
     return torch.cat(swap_tokens(out.split(places.own, 2), [q.shape[2]] * heads.size, heads), 1)
-
-
-def _attend(q: Tensor, cache: KVCache, step: DecodeStep, selected: Selection | None) -> Partial:
-    """Return the partial of all queries over the tokens of this rank."""
-    view = cache.shard.view
-    kernel = choose_for_view(step.kernel if selected is None else "reference", q, view, step.logits.capped)
-    query = DecodeQuery(q, step.mask, step.logits, step.capacity)
-    if selected is not None:
-        return attend_selected(query, view, selected, kernel)
-    return attend_views(query, [view], kernel)
 
 
 @cached_per_world(1024)
