@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decode.cache import KVCache
 from attnmesh.decode.checks import check_step
-from attnmesh.decode.decode import report, run_checked, run_plan, unchecked_step
+from attnmesh.decode.decode import StepInputs, report, run_checked, run_plan, unchecked_step
 from attnmesh.decode.step import DecodeStep
 from attnmesh.errors import (
     ArgumentError,
@@ -90,7 +90,6 @@ def decode_rows(
         _check_caches(q, caches, k, v)
     except InputError as error:
         sent(error, step=step)
-        raise
     if k is not None or v is not None:
         _append(k, v, caches, partial(sent, step=step))
     plain = first.mesh.heads.size == 1
@@ -102,8 +101,7 @@ def decode_rows(
         step = _checked_step(q, caches, sinks, step)
     except InputError as error:
         sent(error, step=step)
-        raise
-    out = run_checked(q, caches, sinks, step, options, learn=plain and plan is None)
+    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 
