@@ -96,12 +96,7 @@ class StepPlan(NamedTuple):
                 return None
         if sinks is None or self.step.tokens.index > 0:  # the first rank adds them
             return into
-        partial = with_sinks(into, sinks)
-        if self.host_merge is None:
-            return partial
-        for x, merged in zip(into, partial, strict=True):
-            x.copy_(merged)
-        return into
+        return copy_into(with_sinks(into, sinks), None if self.host_merge is None else into)
 
     def _attend_pieces(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
         """Attend the pieces of a forked cache. Return False unless one query of each sequence sees all their keys."""
