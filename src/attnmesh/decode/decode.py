@@ -8,7 +8,7 @@ The blocks of a rank are one subtree.
 import functools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Never, NoReturn, cast
+from typing import Any, Never, NoReturn, cast
 from zlib import crc32
 
 import torch
@@ -21,7 +21,7 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_bias, check_further, check_step
+from attnmesh.decode.checks import StepInputs, check_bias, check_further, check_step
 from attnmesh.decode.plan import StepPlan
 from attnmesh.decode.step import (
     DecodeStep,
@@ -124,46 +124,23 @@ def decode(
     if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
         return out
     step = unchecked_step(cache, *options[:-1])
+    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     try:
         check_checked("decode", checked)
-        step = check_step(q, cache, sinks, key_lengths, step, unsupported, selected)
-        check_further(q, cache, partial, step)
-        step = check_bias(q, cache, distance_bias, step, selected)
+        step = check_step(inputs, step, unsupported)
+        check_further(inputs, step)
+        step = check_bias(inputs, distance_bias, step)
     except InputError as error:
         report(error, cache, step, checked)
-    q = with_distance_bias(q, distance_bias)
+    inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
-        indices = None if selected is None else selected.indices
-        return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, indices, *step.encode()))
-    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
+        tensors = inputs.q, tensors_of(cache.shard.view), sinks, key_lengths, inputs.indices
+        return cast(Tensor, decode_op(*tensors, *step.encode()))
     out = run_checked(inputs, step, options, learn=plain and plan is None)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
-
-
-class StepInputs(NamedTuple):
-    """What a step computes with: queries, the cache of all rows or one a row, and what a call may pass beside them."""
-
-    q: Tensor
-    caches: Sequence[KVCache]
-    sinks: Tensor | None = None
-    key_lengths: Tensor | None = None
-    selected: Selection | None = None
-    partial: Partial | None = None
-
-    @property
-    def indices(self) -> Tensor | None:
-        """Indices of the selected tokens."""
-        return None if self.selected is None else self.selected.indices
-
-    def kind(self, step: DecodeStep) -> tuple[Any, ...]:
-        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
-        sinks = None if self.sinks is None else self.sinks.dtype
-        indices = None if self.indices is None else self.indices.shape
-        more = () if self.partial is None else ("partial",)
-        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
 
 
 def unchecked_step(cache: KVCache, mask: Mask, scale: float | None, softcap: float | None, *options: Any) -> DecodeStep:

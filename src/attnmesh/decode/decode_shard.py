@@ -18,7 +18,7 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_bias, check_step
+from attnmesh.decode.checks import StepInputs, check_bias, check_step
 from attnmesh.decode.decode import named_options, unchecked_step
 from attnmesh.decode.selected import selection_of_rank
 from attnmesh.decode.step import attend_views
@@ -73,8 +73,9 @@ def decode_shard(
         given, fix = f"{q.shape[2]} queries of {own}", "pass the queries that the layout gives to this rank"
         require(q.shape[2] == own, ShapeError, "decode_shard q", "a query for each token of the shard", given, fix)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
-        step = check_step(whole if selected is None else q, cache, sinks, None, step, {}, selected)
-        step = check_bias(q, cache, distance_bias, step, selected)
+        inputs = StepInputs(q, (cache,), sinks, selected=selected)
+        step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
+        step = check_bias(inputs, distance_bias, step)
 
     def describe() -> str:
         contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_step
-from attnmesh.decode.decode import StepInputs, report, run_checked, run_plan, unchecked_step
+from attnmesh.decode.checks import StepInputs, check_step
+from attnmesh.decode.decode import report, run_checked, run_plan, unchecked_step
 from attnmesh.decode.step import DecodeStep
 from attnmesh.errors import (
     ArgumentError,
@@ -154,7 +154,7 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache], repor
 
 def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:
     """Return the step with its logits, or raise unless each row can be served."""
-    steps = [check_step(q[row : row + 1], cache, sinks, None, step, {}) for row, cache in enumerate(caches)]
+    steps = [check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}) for row, cache in enumerate(caches)]
     blocks = sorted({cache.sizes.block for cache in caches})
     fits, fix = not step.reproducible or len(blocks) == 1, "make all caches with one block="
     require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)
