@@ -165,10 +165,16 @@ def check_count(subject: str, value: int, fix: str, *, least: int = 1, error: ty
     return count
 
 
-def check_choice(subject: str, value: str, choices: Collection[str], fix: str = 'leave it at "auto"') -> None:
+def check_choice(
+    subject: str,
+    value: str,
+    choices: Collection[str],
+    fix: str = 'leave it at "auto"',
+    error: type[InputError] = KernelError,
+) -> None:
     """Raise unless value is one of the choices, of which "auto" is one unless a fix is given."""
     if not isinstance(value, str) or value not in choices:
-        raise KernelError(subject, f"one of {', '.join(choices)}", repr(value), fix)
+        raise error(subject, f"one of {', '.join(choices)}", repr(value), fix)
 
 
 _warned: set[str] = set()

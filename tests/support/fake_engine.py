@@ -184,6 +184,6 @@ def fake_model_rank(settings: Settings, address: str) -> None:
     """Stand in for `serve_rank` of the command, without weights."""
     engine = FakeEngine(together, pause=0.02)
     if dist.get_rank() == 0:
-        serve_rank_0(engine, address, {"max_model_len": settings.max_model_len})
+        serve_rank_0(engine, address, {"max_model_len": settings.engine["max_model_len"]})
     else:
         engine.follow()

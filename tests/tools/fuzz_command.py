@@ -355,9 +355,7 @@ def on(world: World, result: Any) -> Any:
     return result
 
 
-def generate_on_ranks(
-    world: int, _: Any, request: Any, *, on_message: Callable[[Any], None], **options: Any
-) -> list[Any]:
+def generate_on_machine(world: int, _: Any, request: Any, *, on_message: Callable[[Any], None]) -> list[Any]:
     """Return an answer as the ranks would. Raise if they could not take the request."""
     assert min(world, len(request.prompt.ids)) >= 1
     assert request.prompt.mesh.shape.ranks * request.prompt.mesh.tp == world
@@ -370,8 +368,8 @@ def generate_on_ranks(
     tokens = list(request.prompt.ids[-4:])
     for token in tokens:
         on_message(("token", token))
-    counts = [1] * world
-    return [generate_worker.Result(tokens, len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, counts, counts, counts)]
+    figures = (len(request.prompt.ids), 0.1, 0.2, 0.01, 0.5, *[[1] * world] * 3)
+    return [generate_worker.Result(tokens, "length", *figures)]
 
 
 def measured_plans(world: World, length: int, most: int, rounds: int, show: Any) -> plan_bench.Report:
@@ -426,7 +424,7 @@ def stand_in(sandbox: Sandbox) -> None:
         open_tokenizer=tokenizer,
         _unpack_gguf=lambda file, report: report(f"unpacking {file.name} (once)") or sandbox.folder / "chat",
     )
-    replace(generate, run_on_ranks=generate_on_ranks)
+    replace(generate, run_on_machine=generate_on_machine)
     replace(proof, proofs=lambda: iter(proofs), law_error=lambda: 1e-16, choices=lambda: iter(choices))
     compared = Comparison("decode", "SDPA", TIME, TIME, 2.5, 20.0, 0.5)
     held = kernel_bench.Memory("window", (10, 20), (1.0, None))

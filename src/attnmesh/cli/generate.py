@@ -10,20 +10,19 @@ import torch.distributed as dist
 import typer
 
 from attnmesh.cli.generate_prompt import Prepared, Prompt, prepare
-from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_ranks, under_torchrun
+from attnmesh.cli.launch import Send, check_ranks, is_first_rank, run_on_machine, under_torchrun
 from attnmesh.cli.mesh_option import KvOption, ranks_of_axes, storage_of
 from attnmesh.cli.output import AsJson, Status, Verbose, console, pairs, print_json, print_message
 from attnmesh.comm.failures import set_deadline
 from attnmesh.core.partial import DTYPES
 from attnmesh.decode.checks import check_reproducible
-from attnmesh.errors import ArgumentError, MeshError, require
+from attnmesh.errors import ArgumentError, MeshError, check_choice, require
 from attnmesh.mesh.merges import MERGE_CHOICES
 from attnmesh.runtime.machine import machine
 from attnmesh.serve.text import Piece, Text, Token
 from attnmesh.setup.rendezvous import enter
 
 Model = Annotated[str, typer.Option(help="A folder, a GGUF file, a name on the hub, or smollm2, which a package has.")]
-PromptText = Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")]
 PromptFile = Annotated[
     Path | None, typer.Option(help="A file of text to begin with; - reads standard input.", dir_okay=False)
 ]
@@ -41,13 +40,9 @@ MeshOption = Annotated[
         "or tp=2,keys=4. tp=keys=8: the same ranks share both."
     ),
 ]
-NewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")]
-Temperature = Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")]
 TopP = Annotated[
     float | None, typer.Option(min=0, max=1, help="Sample among the likeliest, of this probability together.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of sampling.")]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="End where this text appears, and leave it out; several of them.")
 ]
@@ -58,29 +53,28 @@ CheckpointFolder = Annotated[
     Path | None,
     typer.Option(help="Save the state to this folder, and resume from a state saved there.", file_okay=False),
 ]
-Every = Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")]
 Deadline = Annotated[float | None, typer.Option(help="Seconds of silence after which a rank counts as failed.")]
 Dtype = Annotated[str, typer.Option(help=f"auto, or one of {', '.join(DTYPES)}.")]
 
 
 def generate(
     model: Model,
-    prompt: PromptText = "",
+    prompt: Annotated[str, typer.Option(help="What to say; after the file's text, if both are given.")] = "",
     prompt_file: PromptFile = None,
     image: Images = None,
     ranks: Ranks = None,
     mesh: MeshOption = "auto",
-    max_new_tokens: NewTokens = 64,
-    temperature: Temperature = None,
-    top_k: TopK = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at the most.")] = 64,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sample, at this temperature; 0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample among so many of the likeliest tokens.")] = None,
     top_p: TopP = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     stop: Stop = None,
     raw: Raw = False,
     merge: Merge = "auto",
     reproducible: Reproducible = False,
     checkpoint: CheckpointFolder = None,
-    every: Every = 64,
+    every: Annotated[int, typer.Option(min=1, help="New tokens from one checkpoint to the next.")] = 64,
     deadline: Deadline = None,
     dtype: Dtype = "auto",
     kv: KvOption = "auto",
@@ -90,19 +84,15 @@ def generate(
     """Generate text with a language model whose context is spread over ranks, and print what it took."""
     from attnmesh.cli.generate_worker import Request
 
-    check_choices(dtype, merge)
-    storage = storage_of(kv)
+    cache = cache_options(dtype, merge, reproducible, kv)
     set_deadline(deadline)
     _check_options(temperature, seed, stop, image, checkpoint)
     world = enter_world(ranks, mesh)
     with Status("reading the prompt") as status:
-        if not is_first_rank():
-            status.stop()
         asked = Prompt(prompt, prompt_file, raw, tuple(image or ()))
         prepared = prepare(model, asked, max_new_tokens, world, mesh, status)
-        chosen = prepared.mesh.shape
-        check_reproducible("--reproducible", reproducible, chosen.queries * chosen.keys, merge)
-        cache: dict[str, Any] = {"merge": merge, "reproducible": reproducible, "storage": storage}
+        shape = prepared.mesh.shape
+        check_reproducible("--reproducible", reproducible, shape.queries * shape.keys, merge)
         request = Request(
             prompt=prepared if stop else prepared.for_ranks,  # ranks find stop strings with the tokenizer
             max_new_tokens=max_new_tokens,
@@ -111,7 +101,7 @@ def generate(
             checkpoint=None if checkpoint is None else str(checkpoint),
             every=every,
             deadline=deadline,
-            cache=cache | {"block": 128 if reproducible else None},
+            cache=cache,
             options=_sampling(temperature, top_k, top_p),
             stops=tuple(stop or ()),
         )
@@ -126,11 +116,12 @@ def generate(
             _print_table(result, prepared, verbose)
 
 
-def check_choices(dtype: str, merge: str) -> None:
-    """Raise on a dtype or a merge that is unknown."""
-    for name, given, known in (("--dtype", dtype, ("auto", *DTYPES)), ("--merge", merge, MERGE_CHOICES)):
-        if given not in known:
-            raise ArgumentError(name, f"one of {', '.join(known)}", repr(given), "leave it out")
+def cache_options(dtype: str, merge: str, reproducible: bool, kv: str) -> dict[str, Any]:
+    """Return the options of caches, or raise on a name that is unknown, that of the model's dtype included."""
+    check_choice("--dtype", dtype, ("auto", *DTYPES), "leave it out", ArgumentError)
+    check_choice("--merge", merge, MERGE_CHOICES, "leave it out", ArgumentError)
+    block = 128 if reproducible else None
+    return {"merge": merge, "reproducible": reproducible, "block": block, "storage": storage_of(kv)}
 
 
 def _check_options(
@@ -210,10 +201,7 @@ def _run(request: Any, world: int, display: Send) -> Any:
     from attnmesh.cli.generate_worker import run_request
 
     if not under_torchrun():
-        threads = max(1, torch.get_num_threads() // world)
-        gpus = torch.cuda.device_count() >= world
-        options: dict[str, Any] = {"seconds": None, "threads": threads, "gpus": gpus}
-        return run_on_ranks(world, run_request, request, on_message=display, **options)[0]
+        return run_on_machine(world, run_request, request, on_message=display)[0]
     result = run_request(display, request)
     dist.destroy_process_group()
     return result

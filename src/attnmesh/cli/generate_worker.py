@@ -97,17 +97,82 @@ class _StopStrings(StoppingCriteria):  # type: ignore[misc]
         return torch.tensor([self.text.stopped], device=input_ids.device)
 
 
-@dataclass(frozen=True)
-class _Session:
-    """A model, a prompt and a cache; `reached` is the prompt with new tokens of a checkpoint."""
+def run_request(send: Send, request: Request) -> Result:
+    """Return the result, the same on all ranks. Rank 0 sends messages, each a name and a number.
 
-    model: PreTrainedModel
-    ids: Tensor
-    reached: Tensor
-    cache: hf.ShardedCache
-    options: dict[str, Any]
-    images: dict[str, Any]
-    load_seconds: float
+    "loaded" has the seconds of loading the model, "resumed" the tokens that the checkpoint held, of the prompt and new
+    ones, "prefilled" the tokens of the prompt that are in the cache, and "token" a new token.
+    """
+    set_deadline(request.deadline)
+    first = dist.get_rank() == 0
+    generation = _Generation(send if first else lambda _: None, request)
+    prefill_seconds = generation.prefill()
+    return generation.decode(prefill_seconds, _TokenSender(send, len(request.prompt.ids)) if first else None)
+
+
+class _Generation:
+    """A model, its cache and a prompt; `reached` is the prompt with new tokens of a checkpoint."""
+
+    def __init__(self, send: Send, request: Request) -> None:
+        """Load the model, and the state of a checkpoint."""
+        start = perf_counter()
+        self.send, (self.model, mesh) = send, load_model(request.prompt, request.dtype)
+        self.load_seconds = perf_counter() - start
+        send(("loaded", self.load_seconds))
+        self.ids = self.reached = torch.tensor([request.prompt.ids], device=self.model.device)
+        capacity, output = self.ids.shape[1] + request.max_new_tokens, request.prompt.mesh.output
+        self.cache = hf.ShardedCache(self.model.config, mesh, capacity=capacity, output=output, **request.cache)
+        torch.manual_seed(request.seed)
+        self.options = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}
+        if request.stops:
+            stop = _StopStrings(Text(request.prompt.tokenizer, request.stops), self.ids.shape[1])
+            self.options["stopping_criteria"] = StoppingCriteriaList([stop])
+        if request.checkpoint is not None:
+            checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
+            self.reached = checkpoint.begin(self.model, self.ids, self.cache, Settings(self.model, self.options))
+            self.options["checkpoint"] = checkpoint
+            if cached := self.cache.get_seq_length():
+                send(("resumed", cached if self.reached is self.ids else self.reached.shape[1]))
+        self.images = on_model(request.prompt.images or {}, self.model)
+
+    def prefill(self) -> float:
+        """Prefill all but the last token, a message per chunk, and return the seconds."""
+        checkpoint, ids = self.options.get("checkpoint"), self.reached
+
+        def after(tokens: int) -> None:
+            if checkpoint is not None:
+                checkpoint.save(self.cache, ids[:, :tokens])
+            self.send(("prefilled", tokens))
+
+        start = perf_counter()
+        hf.prefill(self.model, ids, self.cache, chunk_size=CHUNK, after=after, **self.images)
+        self.send(("prefilled", ids.shape[1]))  # also after a checkpoint that holds the whole prompt
+        return perf_counter() - start
+
+    def decode(self, prefill_seconds: float, streamer: _TokenSender | None) -> Result:
+        """Decode the new tokens and gather the figures of all ranks."""
+        ids, cache = self.ids, self.cache
+        start = perf_counter()
+        with counted() as traffic:
+            output = hf.generate(self.model, ids, cache=cache, streamer=streamer, **self.images, **self.options)
+        seconds = perf_counter() - start
+        tokens = output[0, ids.shape[1] :].tolist()
+        new = max(1, output.shape[1] - self.reached.shape[1])
+        axes = everyone().axes
+        table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
+        merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
+        return Result(
+            tokens=tokens,
+            ended="length" if len(tokens) == self.options["max_new_tokens"] and not self.stopped(tokens) else "stop",
+            prompt_tokens=ids.shape[1],
+            load_seconds=self.load_seconds,
+            prefill_seconds=prefill_seconds,
+            seconds_per_token=seconds / new,
+            merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
+            keys=[row[0] for row in table],
+            cache_bytes=[row[1] for row in table],
+            bytes_per_token=[row[2] for row in table],
+        )
 
     def stopped(self, tokens: list[int]) -> bool:
         """Return whether new tokens end with one that ends answers, or with a stop string."""
@@ -117,55 +182,15 @@ class _Session:
         return tokens[-1] in ends or any(criterion.text.stopped for criterion in criteria)
 
 
-def run_request(send: Send, request: Request) -> Result:
-    """Return the result, the same on all ranks. Rank 0 sends messages, each a name and a number.
-
-    "loaded" has the seconds of loading the model, "resumed" the tokens that the checkpoint held, of the prompt and new
-    ones, "prefilled" the tokens of the prompt that are in the cache, and "token" a new token.
-    """
-    set_deadline(request.deadline)
-    first = dist.get_rank() == 0
-    send = send if first else lambda _: None
-    session = _load(send, request)
-    prefill_seconds = _prefill(send, session)
-    return _decode(session, prefill_seconds, _TokenSender(send, session.ids.shape[1]) if first else None)
-
-
-def _load(send: Send, request: Request) -> _Session:
-    """Load the model, and the state of a checkpoint."""
-    start = perf_counter()
-    model, mesh = load_model(request.prompt, request.dtype)
-    output = "heads" if request.prompt.mesh.is_shared else "replicated"
-    load_seconds = perf_counter() - start
-    send(("loaded", load_seconds))
-    ids = torch.tensor([request.prompt.ids], device=model.device)
-    capacity = ids.shape[1] + request.max_new_tokens
-    cache = hf.ShardedCache(model.config, mesh, capacity=capacity, output=output, **request.cache)
-    torch.manual_seed(request.seed)
-    options, reached = {"max_new_tokens": request.max_new_tokens, "do_sample": False, **request.options}, ids
-    if request.stops:
-        stop = _StopStrings(Text(request.prompt.tokenizer, request.stops), ids.shape[1])
-        options["stopping_criteria"] = StoppingCriteriaList([stop])
-    if request.checkpoint is not None:
-        checkpoint = hf.Checkpoint(request.checkpoint, every=request.every)
-        reached = checkpoint.begin(model, ids, cache, Settings(model, options))
-        options["checkpoint"] = checkpoint
-        if cache.get_seq_length():
-            send(("resumed", reached.shape[1] if reached is not ids else cache.get_seq_length()))
-    images = on_model(request.prompt.images or {}, model)
-    return _Session(model, ids, reached, cache, options, images, load_seconds)
-
-
 def load_model(prompt: Prepared, dtype: str) -> tuple[PreTrainedModel, DeviceMesh | None]:
     """Return the model on this rank's device, and the mesh that shares the tokens."""
     kind = device_type_of(dist.group.WORLD)
     device = torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     mesh, sharing = _meshes(device.type, prompt)
-    output = "heads" if prompt.mesh.is_shared else "replicated"
     logging.disable_progress_bar()  # each rank would show one
     logging.set_verbosity_error()
     images = prompt.images is not None
-    return open_model(prompt.place, dtype, device, sharing, output, images=images), mesh
+    return open_model(prompt.place, dtype, device, sharing, prompt.mesh.output, images=images), mesh
 
 
 def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -176,44 +201,3 @@ def _meshes(device_type: str, prompt: Prepared) -> tuple[DeviceMesh | None, Devi
         return whole[AXES], whole[TP]
     mesh = init_mesh(device_type, shape, *prompt.heads) if shape.ranks > 1 else None
     return mesh, mesh["keys"] if mesh is not None and is_shared else None
-
-
-def _prefill(send: Send, session: _Session) -> float:
-    """Prefill all but the last token, a message per chunk, and return the seconds."""
-    checkpoint, ids = session.options.get("checkpoint"), session.reached
-
-    def after(tokens: int) -> None:
-        if checkpoint is not None:
-            checkpoint.save(session.cache, ids[:, :tokens])
-        send(("prefilled", tokens))
-
-    start = perf_counter()
-    hf.prefill(session.model, ids, session.cache, chunk_size=CHUNK, after=after, **session.images)
-    send(("prefilled", ids.shape[1]))  # also after a checkpoint that holds the whole prompt
-    return perf_counter() - start
-
-
-def _decode(session: _Session, prefill_seconds: float, streamer: _TokenSender | None) -> Result:
-    """Decode the new tokens and gather the figures of all ranks."""
-    ids, cache = session.ids, session.cache
-    start = perf_counter()
-    with counted() as traffic:
-        output = hf.generate(session.model, ids, cache=cache, streamer=streamer, **session.images, **session.options)
-    seconds = perf_counter() - start
-    tokens = output[0, ids.shape[1] :].tolist()
-    new = max(1, output.shape[1] - session.reached.shape[1])
-    axes = everyone().axes
-    table = all_gather_ints([cache.held, cache.held_bytes, traffic.bytes // new], axes)
-    merges = all_gather_ints([int(1e9 * merge) for merge in traffic.merges], axes)
-    return Result(
-        tokens=tokens,
-        ended="length" if len(tokens) == session.options["max_new_tokens"] and not session.stopped(tokens) else "stop",
-        prompt_tokens=ids.shape[1],
-        load_seconds=session.load_seconds,
-        prefill_seconds=prefill_seconds,
-        seconds_per_token=seconds / new,
-        merging_share=sum(map(min, zip(*merges, strict=True))) / 1e9 / seconds,
-        keys=[row[0] for row in table],
-        cache_bytes=[row[1] for row in table],
-        bytes_per_token=[row[2] for row in table],
-    )

@@ -119,6 +119,14 @@ def run_on_ranks(
             _end(processes)
 
 
+def run_on_machine(
+    ranks: int, function: Callable[..., Any], *arguments: Any, on_message: Send | None = None
+) -> list[Any]:
+    """Return each rank's result. Ranks share this machine's threads, and have a GPU each if there are as many."""
+    threads, gpus = max(1, torch.get_num_threads() // ranks), torch.cuda.device_count() >= ranks
+    return run_on_ranks(ranks, function, *arguments, seconds=None, threads=threads, gpus=gpus, on_message=on_message)
+
+
 def _start_forkserver() -> None:
     """Start the process that ranks are forked from, with interrupts blocked there from its first import on.
 

@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from attnmesh.core.storage import STORAGES
-from attnmesh.errors import ArgumentError, MeshError, require
+from attnmesh.errors import ArgumentError, MeshError, check_choice, require
 from attnmesh.mesh.shapes import AXES, Shape, elements, mesh_shapes, share_evenly
 
 KvOption = Annotated[
@@ -22,8 +22,7 @@ EXAMPLES = 'axes by name, as "queries=2,keys=2", "tp=2,keys=4" or "tp=keys=8", o
 
 def storage_of(kv: str) -> str | None:
     """Return the storage of `--kv`."""
-    known, fix = ("auto", *STORAGES), "leave it out"
-    require(kv in known, ArgumentError, "--kv", f"one of {', '.join(known)}", repr(kv), fix)
+    check_choice("--kv", kv, ("auto", *STORAGES), "leave it out", ArgumentError)
     return None if kv == "auto" else kv
 
 
@@ -37,6 +36,11 @@ class MeshChoice(NamedTuple):
     is_shared: bool
     """True if the ranks along the keys axis also share the weights."""
     reason: str
+
+    @property
+    def output(self) -> str:
+        """Heads that attention returns on a rank: its share where it also has a share of the weights, or all."""
+        return "heads" if self.is_shared else "replicated"
 
     def __str__(self) -> str:
         """Return the text of `--mesh`.

@@ -55,7 +55,10 @@ EXTRAS = {"matplotlib": "plot", "starlette": "serve", "uvicorn": "serve", "h11":
 
 
 class Status:
-    """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds."""
+    """The step that a command is at: a spinner on a terminal, elsewhere a line every `INTERVAL` seconds.
+
+    Under torchrun the first rank alone shows it.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.start = text, time.monotonic()
@@ -63,7 +66,9 @@ class Status:
         self.stopped = threading.Event()
 
     def __enter__(self) -> "Status":
-        if self.spinner is None:
+        if not is_first_rank():
+            self.stop()
+        elif self.spinner is None:
             threading.Thread(target=self._print_lines, daemon=True).start()
         else:
             self.spinner.start()

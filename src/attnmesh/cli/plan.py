@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 
 from attnmesh.cli.mesh_option import KvOption, storage_of
-from attnmesh.cli.output import AsJson, Status, Verbose, command_line, console, numbered, pairs, print_json, printable
-from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_serving, warn_of_length
+from attnmesh.cli.output import AsJson, Status, Verbose, console, numbered, pairs, printable
+from attnmesh.cli.plan_model import ModelOption, check_alone, model_of, print_record, print_serving, warn_of_length
 from attnmesh.cli.plan_page import check_file, write_report
 from attnmesh.cli.plan_training import LoraOption, check_lora, print_training
 from attnmesh.cli.plan_workload import (
@@ -108,8 +108,7 @@ def plan(
             write_report(report, work, machines, status.update)
     shown = distinct(plans)[:top]
     if as_json:
-        command = command_line("attnmesh plan", context.params)
-        print_json(_record(command, work, machines, shown) | source_of(workload, work.length))
+        print_record(context.params, machines, _record(work, shown) | source_of(workload, work.length))
     else:
         _print(workload, shown, report, verbose)
 
@@ -293,10 +292,8 @@ Fastest first; for each shape and exchange only the best placement on hosts. Byt
 that of attention: weights are not counted. --model with --decode or --training counts them."""
 
 
-def _record(command: str, work: Workload, machines: Cluster, shown: Sequence[Plan]) -> dict[str, Any]:
+def _record(work: Workload, shown: Sequence[Plan]) -> dict[str, Any]:
     return {
-        "command": command,
-        "cluster": machines.record(),
         "workload": asdict(work) | {"mask": repr(work.mask)},
         "plans": [_plan_record(one) for one in shown],
         "explanation": shown[0].explain(),

@@ -29,6 +29,11 @@ def check_alone(given: dict[str, Any], expected: str = "sizes of the model alone
             raise ArgumentError(option, expected, repr(value), f"leave {option} or {beside} out")
 
 
+def print_record(given: dict[str, Any], machines: Cluster, found: dict[str, Any]) -> None:
+    """Print what was found for the options that were given, as JSON."""
+    print_json({"command": command_line("attnmesh plan", given), "cluster": machines.record(), **found})
+
+
 def config_of(name: str) -> Any:
     """Return the configuration of a model."""
     from transformers.utils import logging
@@ -72,10 +77,8 @@ def print_serving(given: dict[str, Any], machines: Cluster, workload: dict[str, 
         console.print(_text(found, model, left_out), highlight=False, markup=False)
         console.print(_commands(name, found[0], machines), highlight=False, markup=False, soft_wrap=True)
         return
-    command = command_line("attnmesh plan", given)
     sizes = {"weights": model.weights(1, False), "windows": model.windows, "left_out": left_out}
-    ways = [_record(one) for one in found]
-    print_json({"command": command, "cluster": machines.record(), **sizes, "ways": ways})
+    print_record(given, machines, sizes | {"ways": [_record(one) for one in found]})
 
 
 def _mesh(one: Serving) -> str:

@@ -35,16 +35,16 @@ class Grid(NamedTuple):
     lengths: tuple[int, ...]
 
 
-def grid_of(workload: Workload, cluster: Cluster, hosts: int = HOSTS) -> Grid:
+def grid_of(workload: Workload, cluster: Cluster) -> Grid:
     """Return the grid of a page. The given workload and cluster are a point of it.
 
     >>> import attnmesh as am
-    >>> grid_of(am.Workload(8, 4, 128, 30_000), am.Cluster.preset("a100x4"), hosts=8)
-    Grid(kv_heads=(1, 2, 4, 8), ranks=(1, 2, 4), hosts=(1, 2, 4, 8, 16), lengths=(8192, 30000, 32768))
+    >>> grid_of(am.Workload(8, 4, 128, 30_000), am.Cluster.preset("rtx4090"))
+    Grid(kv_heads=(1, 2, 4, 8), ranks=(1, 2), hosts=(1, 2, 4, 8, 16, 32, 64), lengths=(8192, 30000, 32768))
     """
     kv_heads = {workload.q_heads // group for group in GROUPS if workload.q_heads % group == 0} | {workload.kv_heads}
     ranks = {n for n in doubling(cluster.ranks) if n <= RANKS} | {cluster.ranks}
-    counts = {1} if cluster.between == NO_LINK else {*doubling(max(hosts, cluster.hosts)), cluster.hosts}
+    counts = {1} if cluster.between == NO_LINK else {*doubling(max(HOSTS, cluster.hosts)), cluster.hosts}
     sets = (kv_heads, ranks, counts, lengths(workload.length))
     return Grid(*(tuple(sorted(each)) for each in sets))
 

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attnmesh.cli.output import Status, command_line, console, numbered, print_json
-from attnmesh.cli.plan_model import config_of
+from attnmesh.cli.output import Status, console, numbered
+from attnmesh.cli.plan_model import config_of, print_record
 from attnmesh.errors import ArgumentError, ClusterError
 from attnmesh.planner.cluster import Cluster
 from attnmesh.planner.plan import by
@@ -40,10 +40,9 @@ def print_training(given: dict[str, Any], machines: Cluster, workload: dict[str,
         asked = f"{length:,}, beside {in_bytes(best.states)} of weights and optimizer on each rank"
         raise ClusterError("plan for training", expected, asked, "take more hosts" if not most else FEWER)
     if given["as_json"]:
-        command = command_line("attnmesh plan", given)
         ways = [one._asdict() | {"plan": by(one.plan.shape), "memory": one.memory} for one in found]
         sizes = {"parameters": model.parameters, "trained": model.trained, "checkpoint": model.checkpoint_bytes}
-        print_json({"command": command, "cluster": machines.record(), **sizes, "ways": ways})
+        print_record(given, machines, sizes | {"ways": ways})
         return
     columns = {
         "data x\ncontext": [f"{one.data} x {one.context}" for one in found],

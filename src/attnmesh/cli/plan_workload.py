@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from attnmesh.cli.plan_model import check_alone
-from attnmesh.errors import ArgumentError, ShapeError
+from attnmesh.errors import ArgumentError, ShapeError, check_choice
 from attnmesh.planner.plan import Plan
 from attnmesh.planner.recurrent import TRANSITIONS, Recurrent
 from attnmesh.planner.recurrent_cost import RecurrentCost
@@ -39,8 +39,7 @@ def preset_of(
     name: str, length: str | None, model: str | None, sizes: dict[str, Any], common: dict[str, Any]
 ) -> Workload:
     """Return the preset of `--workload`, with the tokens of `--length` if it is given."""
-    if name not in WORKLOADS:
-        raise ArgumentError("--workload", f"one of {', '.join(WORKLOADS)}", repr(name), "name one of these")
+    check_choice("--workload", name, WORKLOADS, "name one of these", ArgumentError)
     check_alone({"--model": model, **sizes}, "sizes of the workload alone", beside="--workload")
     if common["phase"] == "decode":
         given, fix = "--decode", "leave it out, or pass --training"

@@ -38,9 +38,7 @@ def probe(
         check_master()
         dist.init_process_group()
     first = not torchrun or dist.get_rank() == 0
-    with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks") as status:
-        if not first:
-            status.stop()
+    with Status("measuring the ranks of torchrun" if torchrun else f"measuring {ranks} ranks"):
         found = measured() if torchrun else run_on_ranks(check_ranks(ranks), measured)[0]
     kind = device_type_of(dist.group.WORLD) if torchrun else "cpu"
     first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"  # also without torchrun

@@ -8,7 +8,6 @@ from multiprocessing.process import BaseProcess
 from socket import gethostname
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.markup import escape
 
@@ -20,12 +19,12 @@ from attnmesh.cli.generate import (
     Model,
     Ranks,
     Reproducible,
-    check_choices,
+    cache_options,
     enter_world,
 )
 from attnmesh.cli.generate_prompt import prepare_model
-from attnmesh.cli.launch import is_first_rank, leaving_tidily, run_on_ranks, under_torchrun
-from attnmesh.cli.mesh_option import KvOption, storage_of
+from attnmesh.cli.launch import leaving_tidily, run_on_machine, under_torchrun
+from attnmesh.cli.mesh_option import KvOption
 from attnmesh.cli.output import Status, Verbose, print_message, printable
 from attnmesh.cli.serve_hosts import TorchrunRanks, serve_under_torchrun
 from attnmesh.comm.failures import set_deadline
@@ -33,16 +32,9 @@ from attnmesh.decode.checks import check_reproducible
 from attnmesh.errors import ArgumentError, require
 
 Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 is any, and lets other machines in.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")]
 ServedName = Annotated[str | None, typer.Option(help="Name of the model in requests; that of --model by default.")]
-MaxRows = Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")]
-MaxQueue = Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")]
-CacheMemory = Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")]
 MaxGap = Annotated[float | None, typer.Option(min=0.001, help="Seconds that a prompt may hold up running requests.")]
-MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")]
-MaxBody = Annotated[int, typer.Option(min=1, help="MB of a request's body.")]
 MaxRestarts = Annotated[int, typer.Option(min=0, help="Times that lost ranks are started again in 10 minutes.")]
-Drain = Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="ATTNMESH_API_KEY", show_envvar=True, help="Key that requests have to show."),
@@ -62,8 +54,7 @@ class LocalRanks:
         """Start the ranks; return when they are done, or raise when one fails."""
         from attnmesh.cli.serve_worker import serve_rank
 
-        threads, gpus = max(1, torch.get_num_threads() // self.count), torch.cuda.device_count() >= self.count
-        run_on_ranks(self.count, serve_rank, self.settings, address, seconds=None, threads=threads, gpus=gpus)
+        run_on_machine(self.count, serve_rank, self.settings, address)
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -76,17 +67,17 @@ def serve(
     mesh: MeshOption = "auto",
     ranks: Ranks = None,
     host: Host = "127.0.0.1",
-    port: Port = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")] = 8000,
     served_name: ServedName = None,
     api_key: ApiKey = None,
-    max_rows: MaxRows = 16,
-    max_queue: MaxQueue = 64,
-    cache_memory: CacheMemory = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Requests that decode at a time.")] = 16,
+    max_queue: Annotated[int, typer.Option(min=1, help="Requests that wait; further ones get 429.")] = 64,
+    cache_memory: Annotated[float | None, typer.Option(min=0.001, help="GB of keys and values on a rank.")] = None,
     max_gap: MaxGap = None,
-    max_model_len: MaxModelLen = None,
-    max_body: MaxBody = 32,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest context; the model's by default.")] = None,
+    max_body: Annotated[int, typer.Option(min=1, help="MB of a request's body.")] = 32,
     max_restarts: MaxRestarts = 3,
-    drain: Drain = 30,
+    drain: Annotated[float, typer.Option(min=1, help="Seconds that open requests get to end at SIGTERM.")] = 30,
     deadline: Deadline = None,
     merge: Merge = "auto",
     reproducible: Reproducible = False,
@@ -102,22 +93,18 @@ def serve(
     from attnmesh.serve.metrics import Metrics
     from attnmesh.serve.server import listen, run
 
-    check_choices(dtype, merge)
-    storage = storage_of(kv)
+    cache = cache_options(dtype, merge, reproducible, kv)
     set_deadline(deadline)
     _check_key(api_key)
     hosts = TorchrunRanks.of_front()
     world = hosts.count if hosts is not None else enter_world(ranks, mesh)
     with Status("looking for the model") as status:
-        if not is_first_rank():
-            status.stop()
         prepared = prepare_model(model, world, mesh, status, images=None)
     check_reproducible("--reproducible", reproducible, prepared.mesh.shape.queries * prepared.mesh.shape.keys, merge)
     longest = _longest(max_model_len, prepared.longest)
     engine: dict[str, Any] = {"max_rows": max_rows, "max_queue": max_queue, "max_model_len": longest}
     engine |= {"max_gap": max_gap, "cache_memory": cache_memory and round(cache_memory * 1e9)}
-    engine |= {"merge": merge, "reproducible": reproducible, "block": 128 if reproducible else None, "storage": storage}
-    settings = Settings(prepared.for_ranks, dtype, deadline, engine, longest)
+    settings = Settings(prepared.for_ranks, dtype, deadline, engine | cache)
     if under_torchrun():
         serve_under_torchrun(settings)
         return
@@ -125,7 +112,8 @@ def serve(
     front = Front(ranks_, max_requests=max_rows + max_queue, max_restarts=max_restarts, metrics=Metrics())
     limits = Limits(api_key, host in (*LOCAL, "::1"), max_body << 20)
     with leaving_tidily(), closing(listen(host, port)) as listening:
-        _warn_if_open(limits)
+        if not limits.local and api_key is None:
+            print_message("all who reach this machine can ask: --api-key keeps others out")
         app = App(front, prepared.tokenizer, served_name or model, limits, prepared.processor)
         front.on_ready = lambda _: print_message(_ready(app.name, host, listening.getsockname()[1], prepared, hosts))
         run(app, listening, drain)
@@ -143,12 +131,6 @@ def _check_key(api_key: str | None) -> None:
     fits = api_key is None or (api_key.isascii() and api_key.isprintable() and " " not in api_key and api_key != "")
     given, fix = "other characters, or none", "take letters and digits"
     require(fits, ArgumentError, "--api-key", "printable ASCII without spaces", given, fix)
-
-
-def _warn_if_open(limits: Any) -> None:
-    """Say so if other machines can ask without a key."""
-    if not limits.local and limits.api_key is None:
-        print_message("all who reach this machine can ask: --api-key keeps others out")
 
 
 def _longest(asked: int | None, of_model: int | None) -> int:

@@ -21,16 +21,14 @@ class Settings:
     deadline: float | None
     engine: dict[str, Any]
     """Options of `hf.Engine`."""
-    max_model_len: int
 
 
 def serve_rank(settings: Settings, address: str) -> None:
     """Serve as one of several ranks; rank 0 connects to the front at the address."""
     set_deadline(settings.deadline)
     model, mesh = load_model(settings.model, settings.dtype)
-    output = "heads" if settings.model.mesh.is_shared else "replicated"
-    engine = hf.Engine(model, mesh, output=output, **settings.engine)
+    engine = hf.Engine(model, mesh, output=settings.model.mesh.output, **settings.engine)
     if dist.get_rank() == 0:
-        serve_rank_0(engine, address, {"max_model_len": settings.max_model_len})
+        serve_rank_0(engine, address, {"max_model_len": engine.longest})
     else:
         engine.follow()

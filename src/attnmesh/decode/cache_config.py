@@ -13,7 +13,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import DTYPES
 from attnmesh.core.storage import STORAGES, Storage
 from attnmesh.decode.window import check_whole, check_window, longest_row
-from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, require
+from attnmesh.errors import ArgumentError, DtypeError, KernelError, ShapeError, check_choice, require
 from attnmesh.guard.checks import check_same_kind, swap_first
 from attnmesh.guard.consensus import is_capturing, may_compare
 from attnmesh.runtime.machine import is_out_of_memory
@@ -99,9 +99,8 @@ class Sizes:
         known = isinstance(self.dtype, torch.dtype) and str(self.dtype).removeprefix("torch.") in DTYPES
         expected, fix = f"one of {', '.join(DTYPES)}", "pass the model's dtype"
         require(known, DtypeError, "KVCache dtype", expected, repr(self.dtype), fix)
-        expected = f"one of {', '.join(VALUES)}"
         fix = 'leave it out, or pass "prefix" for latents and "none" for keys alone'
-        require(self.values in VALUES, ArgumentError, "KVCache values", expected, repr(self.values), fix)
+        check_choice("KVCache values", self.values, VALUES, fix, ArgumentError)
         if self.values == "prefix" and self.value_dim > self.head_dim:
             expected = f"no more than head_dim {self.head_dim} for a prefix of the keys"
             raise ShapeError("KVCache value_dim", expected, f"{self.value_dim}", 'leave out values="prefix"')

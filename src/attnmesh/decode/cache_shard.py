@@ -71,16 +71,6 @@ class CacheShard:
         self.has_spare = False  # a long append has made the shard larger than it has to be
 
     @property
-    def keys(self) -> Tensor:
-        """Keys, (batch, heads, slots, head_dim), or rows in 8 bits."""
-        return self.sizes.keys_and_values(self.stored)[0]
-
-    @property
-    def values(self) -> Tensor:
-        """Values, (batch, heads, slots, value_dim), or rows in 8 bits."""
-        return self.sizes.keys_and_values(self.stored)[1]
-
-    @property
     def length(self) -> int:
         """Cached tokens on all ranks."""
         return int(self.state.tolist()[0])

@@ -1,7 +1,7 @@
-"""Checks of a step of decoding. Each raises an error of `attnmesh.errors`."""
+"""What a step of decoding computes with, and its checks. Each raises an error of `attnmesh.errors`."""
 
-from collections.abc import Mapping
-from typing import Never
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor
@@ -40,16 +40,32 @@ from attnmesh.guard.merge_checks import check_merge
 from attnmesh.kernels.driver import choose_for_view
 
 
-def check_step(
-    q: Tensor,
-    cache: KVCache,
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    step: DecodeStep,
-    unsupported: Mapping[str, Never],
-    selected: Selection | None = None,
-) -> DecodeStep:
-    """Return the step with its logits, or raise unless each argument can be served."""
+class StepInputs(NamedTuple):
+    """What a step computes with: queries, the cache of all rows or one a row, and what a call may pass beside them."""
+
+    q: Tensor
+    caches: Sequence[KVCache]
+    sinks: Tensor | None = None
+    key_lengths: Tensor | None = None
+    selected: Selection | None = None
+    partial: Partial | None = None
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Indices of the selected tokens."""
+        return None if self.selected is None else self.selected.indices
+
+    def kind(self, step: DecodeStep) -> tuple[Any, ...]:
+        """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
+        sinks = None if self.sinks is None else self.sinks.dtype
+        indices = None if self.indices is None else self.indices.shape
+        more = () if self.partial is None else ("partial",)
+        return step.options, self.q.dtype, self.q.shape, sinks, self.key_lengths is not None, indices, *more
+
+
+def check_step(inputs: StepInputs, step: DecodeStep, unsupported: Mapping[str, Never]) -> DecodeStep:
+    """Return the step on one cache with its logits, or raise unless each argument can be served."""
+    q, (cache,), sinks, key_lengths, selected, _ = inputs
     sizes = cache.sizes
     check_no_gradients("decode", {"q": q, "sinks": sinks})
     check_unknown_options("decode", unsupported)
@@ -110,8 +126,9 @@ def _with_selection(q: Tensor, cache: KVCache, selected: Selection, step: Decode
     return step._replace(index_block=selected.block)
 
 
-def check_further(q: Tensor, cache: KVCache, partial: Partial | None, step: DecodeStep) -> None:
-    """Raise unless a partial of further keys is None or fits the queries of a checked step."""
+def check_further(inputs: StepInputs, step: DecodeStep) -> None:
+    """Raise unless the partial of further keys is None or fits the queries of a checked step."""
+    q, (cache,), *_, partial = inputs
     if partial is None:
         return
     subject, fix = "decode partial", "call decode outside of torch.compile"
@@ -133,16 +150,15 @@ def check_further(q: Tensor, cache: KVCache, partial: Partial | None, step: Deco
     require(not step.reproducible, KernelError, "decode reproducible", expected, "a Partial", fix)
 
 
-def check_bias(
-    q: Tensor, cache: KVCache, bias: Tensor | None, step: DecodeStep, selected: Selection | None
-) -> DecodeStep:
+def check_bias(inputs: StepInputs, bias: Tensor | None, step: DecodeStep) -> DecodeStep:
     """Return the checked step with the kernel of a bias by distance, or raise unless bias is None or can be served."""
     if bias is None:
         return step
-    check_distance_bias("decode", bias, q, step.logits, step.kernel, selected)
+    check_distance_bias("decode", bias, inputs.q, step.logits, step.kernel, inputs.selected)
     check_no_gradients("decode", {"distance_bias": bias})
+    storage = inputs.caches[0].sizes.storage
     for fits, expected, given in (
-        (cache.sizes.storage is None, "a cache of plain numbers", f"storage={cache.sizes.storage!r}"),
+        (storage is None, "a cache of plain numbers", f"storage={storage!r}"),
         (not step.reproducible, "reproducible=False", "True"),
     ):
         require(fits, KernelError, "decode distance_bias", expected, given, "leave one of them out")

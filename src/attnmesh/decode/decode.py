@@ -8,7 +8,7 @@ The blocks of a rank are one subtree.
 import functools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Never, cast
+from typing import Any, Never, NoReturn, cast
 from zlib import crc32
 
 import torch
@@ -21,8 +21,8 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_bias, check_further, check_step
-from attnmesh.decode.plan import StepPlan, call_of
+from attnmesh.decode.checks import StepInputs, check_bias, check_further, check_step
+from attnmesh.decode.plan import StepPlan
 from attnmesh.decode.step import (
     DecodeStep,
     ask_in_step,
@@ -117,30 +117,28 @@ def decode(
             cache.append(cast(Tensor, k), v)
         except InputError as error:
             report(error, cache, unchecked_step(cache, *options[:-1]), checked)
-            raise
-    more = key_lengths is not None or selected is not None or partial is not None
-    plain = cache.mesh.heads.size == 1 and not more and not unsupported and distance_bias is None
+    is_given = key_lengths is not None or selected is not None or partial is not None or distance_bias is not None
+    plain = cache.mesh.heads.size == 1 and not is_given and not unsupported
     caches, compares = (cache,), checked is not False
     plan = cache.step_plans.find(q, caches, sinks, options) if plain else None
     if plan is not None and (out := run_plan(q, caches, sinks, *plan, compares=compares)) is not None:
         return out
     step = unchecked_step(cache, *options[:-1])
+    inputs = StepInputs(q, caches, sinks, key_lengths, selected, partial)
     try:
         check_checked("decode", checked)
-        step = check_step(q, cache, sinks, key_lengths, step, unsupported, selected)
-        check_further(q, cache, partial, step)
-        step = check_bias(q, cache, distance_bias, step, selected)
+        step = check_step(inputs, step, unsupported)
+        check_further(inputs, step)
+        step = check_bias(inputs, distance_bias, step)
     except InputError as error:
         report(error, cache, step, checked)
-        raise
-    q = with_distance_bias(q, distance_bias)
+    inputs = inputs._replace(q=with_distance_bias(q, distance_bias))
     if torch.compiler.is_compiling():
         given, fix = "a forked cache", "decode with copy.deepcopy(cache)"
         require(not cache.shards.forked, KernelError, "decode", "a cache of one piece in a graph", given, fix)
-        indices = None if selected is None else selected.indices
-        return cast(Tensor, decode_op(q, tensors_of(cache.shard.view), sinks, key_lengths, indices, *step.encode()))
-    extra = (key_lengths, selected, partial) if more else None
-    out = run_checked(q, caches, sinks, step, options, extra, learn=plain and plan is None)
+        tensors = inputs.q, tensors_of(cache.shard.view), sinks, key_lengths, inputs.indices
+        return cast(Tensor, decode_op(*tensors, *step.encode()))
+    out = run_checked(inputs, step, options, learn=plain and plan is None)
     warn_if_swapped("decode", q, cache.sizes.kv_heads)
     return out
 
@@ -183,73 +181,54 @@ def run_plan(
         merged = named(MERGE, merge.run) if is_profiled() else merge.run
         equal = merged(message, number)
         if not equal and compares:
-            raise_unequal(caches[0].mesh, _describe(q, caches, sinks, None, plan.step, None), "decode")
+            raise_unequal(caches[0].mesh, _describe(StepInputs(q, caches, sinks), plan.step), "decode")
     out = partial.out if plan.heads is None else partial.out[:, plan.heads]
     out = out.to(q.dtype).contiguous()
     return out if equal else out.fill_(torch.nan)
 
 
-def run_checked(
-    q: Tensor,
-    caches: Sequence[KVCache],
-    sinks: Tensor | None,
-    step: DecodeStep,
-    options: tuple[Any, ...],
-    more: tuple[Tensor | None, Selection | None, Partial | None] | None = None,
-    *,
-    learn: bool,
-) -> Tensor:
+def run_checked(inputs: StepInputs, step: DecodeStep, options: tuple[Any, ...], *, learn: bool) -> Tensor:
     """Return the output of a step that was checked. Make its plan with `learn`, if a launch serves it.
 
-    `more` has `key_lengths`, `selected` and `partial`. The last option is `checked`.
+    The last option is `checked`.
     """
-    first, checked, (key_lengths, selected, further) = caches[0], options[-1], more or (None, None, None)
+    (q, caches, sinks, *_), checked = inputs, options[-1]
     for cache in caches:
         if step.reproducible and cache.shards.forked and _stays_on_device(cache, step):
             cache.shards.unshare()  # the kernel merges the blocks of one tensor
-    if learn and first.step_plans.learn(q, caches, sinks, options, step):
-        plan = first.step_plans.find(q, caches, sinks, options)
+    if learn and caches[0].step_plans.learn(q, caches, sinks, options, step, (*inputs.kind(step), ())):
+        plan = caches[0].step_plans.find(q, caches, sinks, options)
         out = None if plan is None else run_plan(q, caches, sinks, *plan, compares=checked is not False)
         if out is not None:
             return out
     with torch.no_grad():
-        return _run_compared(q, caches, sinks, key_lengths, step, checked, selected, further)
+        return _run_compared(inputs, step, checked)
 
 
-def _run_compared(
-    q: Tensor,
-    caches: Sequence[KVCache],
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    step: DecodeStep,
-    checked: bool | None,
-    selected: Selection | None,
-    further: Partial | None = None,
-) -> Tensor:
+def _run_compared(inputs: StepInputs, step: DecodeStep, checked: bool | None) -> Tensor:
     """Return the output, or raise the same error on all ranks if their calls differ. Uncompared calls give NaN."""
-    first, kind = caches[0], call_of(q, step, sinks, key_lengths, selected)
-    kind = kind if further is None else (*kind, "partial")
-    stays, has_more = all(_stays_on_device(cache, step) for cache in caches), further is not None
-    describe = functools.partial(_describe, q, caches, sinks, key_lengths, step, selected, partial=has_more)
+    q, caches, sinks, key_lengths, _, further = inputs
+    first, kind, stays = caches[0], inputs.kind(step), all(_stays_on_device(cache, step) for cache in caches)
+    describe = functools.partial(_describe, inputs, step)
     checker = MergeChecker(first.checker, first.device, step.merge, checked, describe, kind, stays)
     if not checker.before():
         return q.new_full(step.output_shape(q), torch.nan)
     on_host = key_lengths is not None and key_lengths.device.type == "cpu"  # others would hold up the device
     values = tuple(key_lengths.tolist()) if key_lengths is not None and on_host else ()
     number = _call_number((*kind, values), *[cache.history_checksum for cache in caches])
-    indices = None if selected is None else selected.indices
     views = [cache.shard.view for cache in caches]
-    out, checksum = run_step(q, views, sinks, step, number, key_lengths, indices, further)
+    out, checksum = run_step(q, views, sinks, step, number, key_lengths, inputs.indices, further)
     if checksum is not None:
         ask = functools.partial(ask_in_step, step, q.new_empty(0), q.shape, first.sizes.value_dim)
         checker.after(checksum, "decode", ask)
     return out
 
 
-def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> None:
-    """Raise the error of this rank's step on all ranks if they compare it, else let them get NaN."""
+def report(error: InputError, cache: KVCache, step: DecodeStep, checked: bool | None) -> NoReturn:
+    """Raise the error of this rank's step, on all ranks if they compare it. Else the others get NaN."""
     checker = MergeChecker(cache.checker, cache.device, step.merge, checked)
     checker.report(error, functools.partial(_send_poison, cache, step))
+    raise error
 
 
 @lru_cache(maxsize=64)
@@ -258,32 +237,21 @@ def _call_number(kind: tuple[Any, ...], *histories: int) -> int:
     return crc32(f"{kind} {histories}".encode())
 
 
-def _describe(
-    q: Tensor,
-    caches: Sequence[KVCache],
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    step: DecodeStep,
-    selected: Selection | None,
-    *,
-    partial: bool = False,
-) -> str:
+def _describe(inputs: StepInputs, step: DecodeStep) -> str:
     """Return the text of the call that ranks compare."""
+    q, caches, sinks, key_lengths, _, partial = inputs
     options = named_options(step) | step.logits._asdict()
     del options["logits"]
     options["key_lengths"] = None if key_lengths is None else key_lengths.tolist()
-    options |= {"partial": True} if partial else {}
-    width, indices = caches[0].sizes.head_dim, None if selected is None else selected.indices
+    options |= {} if partial is None else {"partial": True}
+    width = caches[0].sizes.head_dim
     bias = q[..., width:] if q.shape[-1] > width else None  # with which the queries end
-    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": indices}
-    lengths, histories = ([*x] for x in zip(*((x.length, x.history_checksum) for x in caches), strict=True))
-    one = len(caches) == 1
-    contents = (
-        {"tokens in the cache": lengths[0], "padding and order": histories[0]}
-        if one
-        else {"tokens in the caches": lengths, "padding and order": histories}
-    )
-    return describe_call("decode" if one else "decode_rows", **options, **fingerprints(tensors), **contents)
+    tensors = {"q": q[..., :width], "distance_bias": bias, "sinks": sinks, "selected": inputs.indices}
+    lengths, histories = [cache.length for cache in caches], [cache.history_checksum for cache in caches]
+    name, held = ("decode", "tokens in the cache") if len(caches) == 1 else ("decode_rows", "tokens in the caches")
+    each = {held: lengths, "padding and order": histories}
+    contents = {field: values[0] if len(values) == 1 else values for field, values in each.items()}
+    return describe_call(name, **options, **fingerprints(tensors), **contents)
 
 
 def _stays_on_device(cache: KVCache, step: DecodeStep) -> bool:

@@ -18,10 +18,10 @@ from attnmesh.core.mask import Causal, Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_bias, check_step
+from attnmesh.decode.checks import StepInputs, check_bias, check_step
 from attnmesh.decode.decode import named_options, unchecked_step
-from attnmesh.decode.selected import attend_selected
-from attnmesh.decode.step import DecodeStep, attend_views
+from attnmesh.decode.selected import selection_of_rank
+from attnmesh.decode.step import attend_views
 from attnmesh.errors import ShapeError, require
 from attnmesh.guard.consensus import agree_on_call, describe_call
 from attnmesh.kernels.cache_view import DecodeQuery
@@ -73,8 +73,9 @@ def decode_shard(
         given, fix = f"{q.shape[2]} queries of {own}", "pass the queries that the layout gives to this rank"
         require(q.shape[2] == own, ShapeError, "decode_shard q", "a query for each token of the shard", given, fix)
         whole = q.new_empty(1).expand(*q.shape[:2], length, q.shape[3])
-        step = check_step(whole if selected is None else q, cache, sinks, None, step, {}, selected)
-        step = check_bias(q, cache, distance_bias, step, selected)
+        inputs = StepInputs(q, (cache,), sinks, selected=selected)
+        step = check_step(inputs._replace(q=whole) if selected is None else inputs, step, {})
+        step = check_bias(inputs, distance_bias, step)
 
     def describe() -> str:
         contents = {"tokens in the cache": cache.length, "padding and order": cache.history_checksum}
@@ -90,11 +91,11 @@ def decode_shard(
     every = arrived.index_select(2, on_device(places.order, q.device))
     if selected is not None:
         indices = unshard(selected.indices, cache.device_mesh, layout=layout, length=length)
-        selected = Selection(indices, selected.block)
-        if selected.heads > 1:
-            selected = selected.of_heads(heads.share_of(selected.heads))
-    attend = named(ATTENTION, _attend) if is_profiled() else _attend
-    partial = attend(every, cache, step, selected)
+        selected = selection_of_rank(Selection(indices, selected.block), heads)
+    view, query = cache.shard.view, DecodeQuery(every, step.mask, step.logits, step.capacity)
+    chosen = choose_for_view(step.kernel if selected is None else "reference", every, view, step.logits.capped)
+    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+    partial = attend(query, [view], chosen, selected)
     if (more := further(every)) is not None:
         partial = merge_unchecked([partial, more])
     returned = [tuple(x.index_select(2, on_device(chunk, x.device)) for x in partial) for chunk in places.chunks]
@@ -105,16 +106,6 @@ def decode_shard(
     if heads.size == 1:
         return out
     return torch.cat(swap_tokens(out.split(places.own, 2), [q.shape[2]] * heads.size, heads), 1)
-
-
-def _attend(q: Tensor, cache: KVCache, step: DecodeStep, selected: Selection | None) -> Partial:
-    """Return the partial of all queries over the tokens of this rank."""
-    view = cache.shard.view
-    kernel = choose_for_view(step.kernel if selected is None else "reference", q, view, step.logits.capped)
-    query = DecodeQuery(q, step.mask, step.logits, step.capacity)
-    if selected is not None:
-        return attend_selected(query, view, selected, kernel)
-    return attend_views(query, [view], kernel)
 
 
 @cached_per_world(1024)

@@ -14,7 +14,6 @@ from attnmesh.comm.merge_messages import chosen_merge
 from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
-from attnmesh.core.selection import Selection
 from attnmesh.decode.cache_config import Sizes
 from attnmesh.decode.cache_shard import CacheShard, stored
 from attnmesh.decode.replicas import CacheProperties, Shards
@@ -97,12 +96,7 @@ class StepPlan(NamedTuple):
                 return None
         if sinks is None or self.step.tokens.index > 0:  # the first rank adds them
             return into
-        partial = with_sinks(into, sinks)
-        if self.host_merge is None:
-            return partial
-        for x, merged in zip(into, partial, strict=True):
-            x.copy_(merged)
-        return into
+        return copy_into(with_sinks(into, sinks), None if self.host_merge is None else into)
 
     def _attend_pieces(self, q: Tensor, shard: CacheShard, into: Partial, used: int) -> bool:
         """Attend the pieces of a forked cache. Return False unless one query of each sequence sees all their keys."""
@@ -176,6 +170,7 @@ class StepPlans:
         sinks: Tensor | None,
         options: tuple[Any, ...],
         step: DecodeStep,
+        call: tuple[Any, ...],
     ) -> bool:
         """Make the plan of a step that was checked. Return False if no launch serves it."""
         shard, mask, logits, axis, rows = caches[0].shards.own, step.mask, step.logits, step.tokens, q.shape[2]
@@ -194,19 +189,10 @@ class StepPlans:
             host_merge = host_merge_for(axis, (*q.shape[:-1], sizes.value_dim), how)
             if host_merge is None:
                 return False
-        call = *call_of(q, step, sinks, None), ()
         kinds = NativeKind.of(q, keys, values, logits), NativeKind.of(q[:1], keys[:1], values[:1], logits)
         heads = None if host_merge is None else host_merge.heads(step.output)
         self.kinds.keep(_kind(q, len(caches), sinks, options), StepPlan(*kinds, step, sizes, call, host_merge, heads))
         return True
-
-
-def call_of(
-    q: Tensor, step: DecodeStep, sinks: Tensor | None, key_lengths: Tensor | None, selected: Selection | None = None
-) -> tuple[Any, ...]:
-    """Return the options of a step, and the dtypes and shapes of its tensors, of which ranks compare a number."""
-    indices = None if selected is None else selected.indices.shape
-    return step.options, q.dtype, q.shape, None if sinks is None else sinks.dtype, key_lengths is not None, indices
 
 
 def _kind(q: Tensor, caches: int, sinks: Tensor | None, options: tuple[Any, ...]) -> tuple[Any, ...]:

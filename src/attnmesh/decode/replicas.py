@@ -36,9 +36,8 @@ class Shards:
         self.counts = TokenCounts(self.own.block_cyclic, 0, (0,) * axis.size)
         self.known_length = 0  # tokens that this host has seen: all of them, or fewer if a graph appends
         self.in_graphs = False  # a graph holds an append, of whose replays the host sees nothing
-        self.forked = (
-            False  # other caches may share memory with this one: alike on all ranks, though one may share none
-        )
+        self.forked = False
+        """Other caches may share memory with this one: alike on all ranks, though one may share none."""
         self.floor = 0  # tokens that no query from this one on sees are forgotten
 
     @property
@@ -241,13 +240,13 @@ class CacheProperties:
         `core.storage.storage_of(rows).dequantize(rows)` returns their numbers.
         """
         self.shard.unshare()
-        return self.shard.keys
+        return self.shard.view.keys
 
     @property
     def values(self) -> Tensor:
         """This rank's values, in the slots of its keys. In 8 bits a prefix of the keys is their rows."""
         self.shard.unshare()
-        return self.shard.values
+        return self.shard.view.values
 
     @property
     def padding(self) -> Padding | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmesh.core.mask import Causal, Mask
 from attnmesh.decode.cache import KVCache
-from attnmesh.decode.checks import check_step
+from attnmesh.decode.checks import StepInputs, check_step
 from attnmesh.decode.decode import report, run_checked, run_plan, unchecked_step
 from attnmesh.decode.step import DecodeStep
 from attnmesh.errors import (
@@ -90,7 +90,6 @@ def decode_rows(
         _check_caches(q, caches, k, v)
     except InputError as error:
         sent(error, step=step)
-        raise
     if k is not None or v is not None:
         _append(k, v, caches, partial(sent, step=step))
     plain = first.mesh.heads.size == 1
@@ -102,8 +101,7 @@ def decode_rows(
         step = _checked_step(q, caches, sinks, step)
     except InputError as error:
         sent(error, step=step)
-        raise
-    out = run_checked(q, caches, sinks, step, options, learn=plain and plan is None)
+    out = run_checked(StepInputs(q, caches, sinks), step, options, learn=plain and plan is None)
     warn_if_swapped(SUBJECT, q, first.sizes.kv_heads)
     return out
 
@@ -156,7 +154,7 @@ def _append(k: Tensor | None, v: Tensor | None, caches: Sequence[KVCache], repor
 
 def _checked_step(q: Tensor, caches: Sequence[KVCache], sinks: Tensor | None, step: DecodeStep) -> DecodeStep:
     """Return the step with its logits, or raise unless each row can be served."""
-    steps = [check_step(q[row : row + 1], cache, sinks, None, step, {}) for row, cache in enumerate(caches)]
+    steps = [check_step(StepInputs(q[row : row + 1], (cache,), sinks), step, {}) for row, cache in enumerate(caches)]
     blocks = sorted({cache.sizes.block for cache in caches})
     fits, fix = not step.reproducible or len(blocks) == 1, "make all caches with one block="
     require(fits, LayoutError, f"{SUBJECT} reproducible", "caches of one block size", f"{blocks}", fix)

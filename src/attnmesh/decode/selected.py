@@ -9,6 +9,12 @@ from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.selected import SelectedKeys, nan_where_faulty
 from attnmesh.kernels.stored import CacheKernel
+from attnmesh.mesh.axes import Axis
+
+
+def selection_of_rank(selection: Selection, heads: Axis) -> Selection:
+    """Return the selection of the heads of a rank, its own where each head has one."""
+    return selection.of_heads(heads.share_of(selection.heads)) if selection.heads > 1 else selection
 
 
 def attend_selected(query: DecodeQuery, view: CacheView, selection: Selection, kernel: Kernel) -> Partial:

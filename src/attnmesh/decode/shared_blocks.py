@@ -39,18 +39,15 @@ class SharedBlocks(NamedTuple):
         if len(index) == len(self.stored[0]) and bool((index.diff() == 1).all()) and not int(index[0]):
             return self
 
-        def select(x: Tensor) -> Tensor:
-            alike = len(x) == 1 or x.stride(0) == 0
-            return x[:1].expand(len(index), *x.shape[1:]) if alike else x.index_select(0, index)
+        rows = len(self.token_index)
 
-        def select_rows(x: Tensor) -> Tensor:
+        def select(x: Tensor, dim: int) -> Tensor:
             if len(x) == 1 or x.stride(0) == 0:
-                return select(x)
-            count = x.shape[2]
-            return joined([x.index_select(0, index)], 2, -(-count // block) * block)[:, :, :count]
+                return x[:1].expand(len(index), *x.shape[1:])
+            return joined([x.index_select(0, index)], dim, -(-rows // block) * block).narrow(dim, 0, rows)
 
-        places = None if self.places is None else select(self.places)
-        return SharedBlocks([*map(select_rows, self.stored)], self.token_index, places)
+        places = None if self.places is None else select(self.places, 1)
+        return SharedBlocks([select(x, 2) for x in self.stored], self.token_index, places)
 
 
 def joined(parts: Sequence[Tensor], dim: int, rows: int) -> Tensor:

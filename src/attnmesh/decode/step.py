@@ -17,7 +17,7 @@ from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, identity, merge_unchecked, sum_dtype, with_sinks
 from attnmesh.core.selection import Selection
 from attnmesh.core.storage import columns_of
-from attnmesh.decode.selected import attend_selected
+from attnmesh.decode.selected import attend_selected, selection_of_rank
 from attnmesh.kernels.blocks import Kernel
 from attnmesh.kernels.cache_view import CacheView, DecodeQuery, Padding
 from attnmesh.kernels.driver import choose_for_view, visible_counts
@@ -114,15 +114,9 @@ def run_step(
     on_device = key_lengths is not None and key_lengths.device.type != "cpu"
     key_lengths = None if key_lengths is None else key_lengths.to(q.device)
     query = DecodeQuery(rank_q, step.mask, step.logits, step.capacity, rank_sinks, block, into, key_lengths)
-    if indices is None:
-        attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
-        partial = attend(query, views, kernel)
-    else:
-        selection = Selection(indices, step.index_block or 1)
-        if selection.heads > 1:
-            selection = selection.of_heads(step.heads.share_of(selection.heads))
-        attend_some = named(ATTENTION, attend_selected) if is_profiled() else attend_selected
-        partial = attend_some(query, view, selection, kernel)
+    some = None if indices is None else selection_of_rank(Selection(indices, step.index_block or 1), step.heads)
+    attend = named(ATTENTION, attend_views) if is_profiled() else attend_views
+    partial = attend(query, views, kernel, some)
     if further is not None:
         partial = copy_into(merge_unchecked([partial, further]), into)
     if not alone or step.heads.size > 1:
@@ -133,14 +127,10 @@ def run_step(
     if step.reproducible:
         partial = _finish_reproducible(partial, sinks if sinks is None else sinks[heads], step)
     out = partial.out.to(q.dtype).contiguous()
-    if key_lengths is not None:
-        out = _nan_unless_counted(out, key_lengths, view.state[0])
+    if key_lengths is not None:  # NaN where no such number of keys is cached
+        wrong = (key_lengths < 0) | (key_lengths > view.state[0])
+        out = out.masked_fill(wrong[:, None, None, None], torch.nan)
     return (out, None) if checksum is None else _gather_heads(out, checksum, step, q.shape[1])
-
-
-def _nan_unless_counted(out: Tensor, key_lengths: Tensor, length: Tensor) -> Tensor:
-    """Return the output, or NaN for a sequence of which no such number of keys is cached. The host reads nothing."""
-    return out.masked_fill(((key_lengths < 0) | (key_lengths > length))[:, None, None, None], torch.nan)
 
 
 def ask_in_step(step: DecodeStep, like: Tensor, shape: Sequence[int], value_dim: int) -> Tensor:
@@ -230,8 +220,12 @@ def view_of(tensors: Sequence[Tensor], value_dim: int) -> CacheView:
     return CacheView(keys, values, token_index, state, Padding(*padding) if padding else None, value_dim)
 
 
-def attend_views(query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel) -> Partial:
-    """Return the partial over one cache of all rows, or over a cache for each row."""
+def attend_views(
+    query: DecodeQuery, views: Sequence[CacheView], kernel: Kernel, selected: Selection | None = None
+) -> Partial:
+    """Return the partial over one cache of all rows, or the tokens selected of it, or over a cache for each row."""
+    if selected is not None:
+        return attend_selected(query, views[0], selected, kernel)
     if len(views) == 1:
         return attend_cache(query, views[0], kernel)
     rows = [attend_cache(query.row(number), view, kernel) for number, view in enumerate(views)]

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from attnmesh.errors import ClusterError, check_count, require
+from attnmesh.errors import ClusterError, check_choice, check_count, require
 from attnmesh.planner.hardware import NO_LINK, Device, Link
 from attnmesh.runtime.supplied import Supplied
 
@@ -122,9 +122,8 @@ class Cluster:
         >>> Cluster.preset("a100x4", hosts=2).world
         8
         """
-        known, expected = isinstance(name, str) and name in PRESETS, f"one of {', '.join(PRESETS)}"
         fix = "pass one of these, describe yours as a Cluster, or measure it with attnmesh probe"
-        require(known, ClusterError, "Cluster.preset", expected, repr(name), fix)
+        check_choice("Cluster.preset", name, PRESETS, fix, ClusterError)
         found = PRESETS[name]
         fits = name == "local" or not isinstance(ranks, int) or ranks <= found.ranks
         expected, given = f"at most {found.ranks} ranks a host", f"{ranks} ranks a host"

@@ -86,8 +86,7 @@ class Workload:
             object.__setattr__(self, name, checked_count(f"Workload {name}", given))
         given, fix = f"{self.q_heads} query heads on {self.kv_heads} key heads", "pass the model's head counts"
         require(self.q_heads % self.kv_heads == 0, ShapeError, "Workload", "whole groups of query heads", given, fix)
-        expected, fix = f"one of {', '.join(DTYPES)}", "name the dtype of q, k and v"
-        require(self.dtype in DTYPES, DtypeError, "Workload dtype", expected, repr(self.dtype), fix)
+        check_choice("Workload dtype", str(self.dtype), DTYPES, "name the dtype of q, k and v", DtypeError)
         check_choice("Workload phase", self.phase, PHASES, 'pass "training"')
         fits, given = self.q_len is None or self.phase == "decode", f"q_len={self.q_len} in {self.phase}"
         require(fits, ShapeError, "Workload", "q_len in decode only", given, "leave it out: all tokens are queries")

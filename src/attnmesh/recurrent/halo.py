@@ -20,7 +20,7 @@ from attnmesh.comm.p2p import exchange_messages
 from attnmesh.errors import DtypeError, ShapeError, check_count, require
 from attnmesh.guard.checks import check_tensor
 from attnmesh.guard.consensus import describe_call, run_agreed_with
-from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 from attnmesh.recurrent.heads import first_tokens, own_tokens
 
 Segment = tuple[int, int, int]
@@ -51,14 +51,13 @@ def halo(x: Tensor, size: int, group: ProcessGroup | DeviceMesh | None, *, dim: 
     tensor([[0., 0., 1., 2., 3., 4., 5.]])
     """
     axis = axis_of(group, "halo")
-    mesh = Mesh(Axis(), Axis(), axis)
 
     def describe(_: None) -> str:
         others = [n for other, n in enumerate(x.shape) if other != dim % x.ndim]
         learned = torch.is_grad_enabled() and x.requires_grad
         return describe_call("halo", others=others, dtype=x.dtype, size=size, dim=dim % x.ndim, requires_grad=learned)
 
-    _, table = run_agreed_with(mesh, lambda: _check(x, size, dim), describe, lambda _: [x.shape[dim]])
+    _, table = run_agreed_with(mesh_of(axis), lambda: _check(x, size, dim), describe, lambda _: [x.shape[dim]])
     return halo_of_parts(x, size, axis, range(axis.size), [row[0] for row in table], dim=dim)
 
 

@@ -26,7 +26,7 @@ from attnmesh.errors import ArgumentError, DtypeError, ShapeError, require
 from attnmesh.guard.checks import check_checked, check_one_device, check_tensor
 from attnmesh.guard.consensus import agree_on_call, describe_call
 from attnmesh.kernels.traced import without_autocast
-from attnmesh.mesh.axes import Axis, Mesh, axis_of, group_named
+from attnmesh.mesh.axes import Axis, axis_of, group_named, mesh_of
 
 
 class AffineMap(NamedTuple):
@@ -79,10 +79,9 @@ def scan_across(
     tensor(0.)
     """
     axis = axis_of(group, "scan_across")
-    mesh = Mesh(Axis(), Axis(), axis)
-    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh.kind)
+    device = bias.device if isinstance(bias, Tensor) else torch.device(mesh_of(axis).kind)
     agree_on_call(
-        mesh,
+        mesh_of(axis),
         device,
         checked,
         lambda: _check(linear, bias, reverse, checked),

@@ -1,10 +1,11 @@
 """Rank 0's side of the front: requests from the socket go to the engine, and tokens to the socket."""
 
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from attnmesh.errors import Busy, InputError, RankFailure, TooLong
+from attnmesh.hf.serving.engine import Engine
+from attnmesh.hf.serving.stream import Stream
 from attnmesh.serve.images import unpacked_images
 from attnmesh.serve.link import Link, packed
 
@@ -13,46 +14,6 @@ INTERVAL = 0.5
 
 LEAST = -9999.0
 """Log-probability that stands for minus infinity, which JSON cannot spell."""
-
-
-class Stream(Protocol):
-    """The tokens of a request, as the engine gives them."""
-
-    cached_tokens: int
-    finish_reason: str | None
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-    def cancel(self) -> None:
-        """End the request."""
-
-
-class Engine(Protocol):
-    """The part of `hf.Engine` that the server needs on rank 0."""
-
-    def submit(
-        self,
-        ids: list[int],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        seed: int | None = None,
-        logprobs: int = 0,
-        replay: Sequence[int] = (),
-        images: dict[str, Any] | None = None,
-    ) -> Stream:
-        """Queue a request, or raise."""
-
-    def run(self) -> None:
-        """Serve until closed."""
-
-    def close(self) -> None:
-        """End `run`."""
-
-    def metrics(self) -> dict[str, Any]:
-        """Return figures: numbers, and lists with one number a rank."""
 
 
 def serve_rank_0(engine: Engine, address: str, facts: dict[str, Any]) -> None:

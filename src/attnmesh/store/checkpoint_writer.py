@@ -22,7 +22,7 @@ from attnmesh.decode.cache_shard import CacheShard
 from attnmesh.decode.replicas import Shards
 from attnmesh.decode.saved_cache import SavedPieces, Saving
 from attnmesh.errors import StoreError
-from attnmesh.guard.consensus import agree, attempt, describe_call
+from attnmesh.guard.consensus import describe_call, run_agreed_with
 from attnmesh.store.checkpoint import (
     MANIFEST,
     MORE,
@@ -85,12 +85,12 @@ def save_layers(
     if saved.cache_ids != tuple(map(id, caches)) or any(cache.saved is not saved for cache in caches):
         saved = SavedPieces(caches)
     is_coordinator = mesh.shard == 0
-    prepared, call = attempt(
+    (folder, manifest, tensors), names = run_agreed_with(
+        mesh,
         lambda: _prepare(path, shards, more or {}, note, is_coordinator, lengths_differ),
         lambda found: describe_call("save", saving=found[1].saving, note=note),
+        lambda _: [randbits(62)],
     )
-    names = agree(mesh, call, [randbits(62)])
-    folder, manifest, tensors = prepared
     manifest = manifest._replace(name=f"{names[0][0]:016x}")
     own = [each.own for each in shards]
     groups = [SavedGroup.of(own, layers, manifest) for layers in manifest.groups.values()]

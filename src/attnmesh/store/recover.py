@@ -85,7 +85,6 @@ def recover(
     by_layer = zip(*(each["forgotten"] for each in found), strict=False)
     starts = [(max(first for first, _ in rows), max(floor for _, floor in rows)) for rows in by_layer]
     _check_alike(found, capacity, length, starts)  # raises the same on all ranks: all have the same texts
-    Sizes.decode(found[0]["sizes"][0]).check(axes.heads.size)
     capacity = max(each["capacity"] for each in found) if capacity is None else capacity
     sizes = [replace(Sizes.decode(code), capacity=capacity) for code in found[0]["sizes"]]
     new = [KVCache(mesh, **vars(each), device=device, checked=checked, copies=copies) for each in sizes]
