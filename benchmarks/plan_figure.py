@@ -1,20 +1,22 @@
 """`python -m benchmarks plot`: predicted time against devices and tokens, and bytes per class of links, by scheme."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnmesh.errors import ArgumentError
 from attnmesh.planner.cluster import Cluster
+from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import plan
 from attnmesh.planner.schemes import (
     SCHEMES,
     Schemes,
+    best_by_scheme,
     best_of,
-    curves,
-    over_lengths,
-    over_sizes,
+    doubling,
+    lengths,
 )
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh.planner.workload import Workload
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 INK, FAINT, RULE = "#2b3038", "#626a75", "#e3e6ea"
 SIDE = 0.045
 """Height of one line of a curve's label, as a share of the panel."""
+
+MIN_DEVICES = 128
+"""Curves go to this number of devices, or to the cluster's if it has more."""
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
 
@@ -46,6 +51,39 @@ def write_plot(file: Path, workload: Workload, cluster: Cluster, status: Callabl
     tokens = curves(over_lengths(workload, cluster))
     status(f"drawing {file}")
     draw_plan(workload, cluster, best_of(plans), devices, tokens).savefig(file, dpi=150)
+
+
+def sizes(cluster: Cluster) -> list[tuple[int, int]]:
+    """Return the (hosts, ranks per host) of a curve: powers of 2 in one host, then whole hosts.
+
+    >>> sizes(Cluster.preset("dgx-h100", hosts=12))
+    [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (12, 8), (16, 8)]
+    """
+    one = {(1, ranks) for ranks in doubling(cluster.ranks)}
+    most = max(cluster.hosts, -(-MIN_DEVICES // cluster.ranks)) if cluster.between != NO_LINK else 1
+    more = {(hosts, cluster.ranks) for hosts in {*doubling(most), cluster.hosts}}
+    return sorted(one | more)
+
+
+def over_sizes(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
+    """Yield numbers of devices and the schemes there."""
+    for hosts, ranks in sizes(cluster):
+        yield hosts * ranks, best_by_scheme(workload, cluster.sized(hosts, ranks))
+
+
+def over_lengths(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
+    """Yield lengths and the schemes there."""
+    for length in lengths(workload.length):
+        yield length, best_by_scheme(replace(workload, length=length), cluster)
+
+
+def curves(points: Iterable[tuple[int, Schemes]]) -> dict[str, list[tuple[int, float]]]:
+    """Return points (x, seconds) by scheme, in the order of `SCHEMES`, without those that do not fit the memory."""
+    found: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEMES}
+    for at, schemes in points:
+        for name, best in schemes.items():
+            found[name].append((at, best.seconds))
+    return {name: points for name, points in found.items() if points}
 
 
 def draw_plan(workload: Workload, cluster: Cluster, best: Schemes, devices: Points, tokens: Points) -> "Figure":

@@ -6,14 +6,24 @@ from pathlib import Path
 
 import pytest
 from benchmarks.commands import app
-from benchmarks.plan_figure import draw_plan
+from benchmarks.plan_figure import curves, draw_plan, over_lengths, over_sizes, sizes
 
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_lengths, over_sizes
+import attnmesh as am
+from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh_command import show_errors
 from tests.cli.test_app import run
 from tests.cli.test_plan import CLUSTER, SMALL
 
 PLOT = ("plot", "--cluster", "rtx4090", "--heads", "8/2", "--length", "64k", "--phase", "decode", "--plot")
+
+
+def test_what_does_not_fit_is_left_out_of_curves() -> None:
+    work = am.Workload(32, 8, 128, 4_000_000)
+    cluster = am.Cluster.preset("a100x4", hosts=16)
+    devices = {at for curve in curves(over_sizes(work, cluster)).values() for at, _ in curve}
+    assert devices
+    assert min(devices) > 1
+    assert devices < {hosts * ranks for hosts, ranks in sizes(cluster)}
 
 
 def test_the_figure_has_a_curve_a_scheme_and_its_bytes() -> None:

@@ -15,7 +15,7 @@ import attnmesh as am
 from attnmesh.cli import plan
 from attnmesh.cli.app import app
 from attnmesh.cli.plan_page import Grid, data, grid_of, page
-from attnmesh.planner.schemes import SCHEMES, best_by_scheme, curves, over_sizes, sizes
+from attnmesh.planner.schemes import SCHEMES, best_by_scheme
 from attnmesh.planner.units import in_bytes, in_seconds
 from attnmesh_command import show_errors
 from tests.support.browser import Browser
@@ -224,15 +224,6 @@ def test_the_best_of_each_scheme(phase: str) -> None:
     for name, one in best.items():
         assert one.seconds == min(other.seconds for other in plans if other.known_as == name)
     assert next(iter(best.values())) == plans[0]
-
-
-def test_what_does_not_fit_is_left_out_of_curves() -> None:
-    work = am.Workload(32, 8, 128, 4_000_000)
-    cluster = am.Cluster.preset("a100x4", hosts=16)
-    devices = {at for curve in curves(over_sizes(work, cluster)).values() for at, _ in curve}
-    assert devices
-    assert min(devices) > 1
-    assert devices < {hosts * ranks for hosts, ranks in sizes(cluster)}
 
 
 # --- the page ---

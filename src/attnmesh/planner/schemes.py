@@ -1,12 +1,10 @@
-"""The best plan of each published scheme, also on other cluster sizes and at other lengths."""
+"""The best plan of each published scheme."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from attnmesh.errors import ClusterError
 from attnmesh.planner.cluster import Cluster
-from attnmesh.planner.hardware import NO_LINK
 from attnmesh.planner.plan import Plan, plan
 from attnmesh.planner.workload import Workload
 
@@ -43,9 +41,6 @@ SCHEMES = {
 Schemes = Mapping[str, Plan]
 """The best plan by scheme, fastest first."""
 
-MIN_DEVICES = 128
-"""Curves go to this number of devices, or to the cluster's if it has more."""
-
 
 def best_by_scheme(workload: Workload, cluster: Cluster) -> Schemes:
     """Return the best plan of each scheme, fastest first. The result is empty where nothing fits the memory.
@@ -72,18 +67,6 @@ def best_of(plans: Iterable[Plan]) -> dict[str, Plan]:
     return best
 
 
-def sizes(cluster: Cluster) -> list[tuple[int, int]]:
-    """Return the (hosts, ranks per host) of a curve: powers of 2 in one host, then whole hosts.
-
-    >>> sizes(Cluster.preset("dgx-h100", hosts=12))
-    [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (12, 8), (16, 8)]
-    """
-    one = {(1, ranks) for ranks in doubling(cluster.ranks)}
-    most = max(cluster.hosts, -(-MIN_DEVICES // cluster.ranks)) if cluster.between != NO_LINK else 1
-    more = {(hosts, cluster.ranks) for hosts in {*doubling(most), cluster.hosts}}
-    return sorted(one | more)
-
-
 def lengths(length: int) -> list[int]:
     """Return the lengths of a curve: 8,192 times powers of 4 until beyond `length`, and `length`.
 
@@ -103,24 +86,3 @@ def doubling(most: int) -> list[int]:
     [1, 2, 4, 8, 12]
     """
     return sorted({*(1 << n for n in range(most.bit_length())), most})
-
-
-def over_sizes(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
-    """Yield numbers of devices and the schemes there."""
-    for hosts, ranks in sizes(cluster):
-        yield hosts * ranks, best_by_scheme(workload, cluster.sized(hosts, ranks))
-
-
-def over_lengths(workload: Workload, cluster: Cluster) -> Iterator[tuple[int, Schemes]]:
-    """Yield lengths and the schemes there."""
-    for length in lengths(workload.length):
-        yield length, best_by_scheme(replace(workload, length=length), cluster)
-
-
-def curves(points: Iterable[tuple[int, Schemes]]) -> dict[str, list[tuple[int, float]]]:
-    """Return points (x, seconds) by scheme, in the order of `SCHEMES`, without those that do not fit the memory."""
-    found: dict[str, list[tuple[int, float]]] = {name: [] for name in SCHEMES}
-    for at, schemes in points:
-        for name, best in schemes.items():
-            found[name].append((at, best.seconds))
-    return {name: points for name, points in found.items() if points}
