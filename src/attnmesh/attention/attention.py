@@ -14,7 +14,7 @@ from attnmesh.core.mask import FULL, Mask
 from attnmesh.core.partial import Partial, merge_unchecked
 from attnmesh.core.selection import Selection
 from attnmesh.guard.checks import check_most_keys, warn_if_swapped
-from attnmesh.kernels.attend import AttendCall, run_attend
+from attnmesh.kernels.attend import run_attend
 from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
@@ -146,7 +146,7 @@ def attend_shards(
     with without_autocast(q):
         if mesh.shape.ranks == 1:
             kind = plan.problem.mask, plan.logits, plan.kernel
-            out, lse = run_attend(AttendCall(q, k, v, *kind, sinks, key_lengths, selected=selected))
+            out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
             if further is not None:
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
         elif latents is not None:
