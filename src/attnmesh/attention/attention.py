@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.operator import attend, attend_further, attend_latents
+from attnmesh.attention.operator import attend
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import FULL, Mask
@@ -149,10 +149,6 @@ def attend_shards(
             out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
             if further is not None:
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
-        elif latents is not None:
-            out = attend_latents(q, k, v, latents, sinks, indices, plan)
-        elif further is not None:
-            out = attend_further(q, k, v, sinks, further, plan)
         else:
-            out = attend(q, k, v, sinks, key_lengths, indices, plan)
+            out = attend(q, k, v, sinks, key_lengths, indices, plan, latents, further)
     return without_faulty(out, selected, plan.problem.key_length)

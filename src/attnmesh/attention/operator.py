@@ -38,15 +38,26 @@ def attend(
     key_lengths: Tensor | None,
     indices: Tensor | None,
     plan: Plan,
+    latents: Latents | None = None,
+    further: Partial | None = None,
 ) -> Tensor:
-    """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls."""
-    if needs_operator(q, k, v, sinks):
-        out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
-        return out
-    if is_learned(q, k, v, sinks):
-        return _attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
-    task = _task(plan, key_lengths, indices, q.shape[1], q, k, v)
-    return length_major(forward(q, (k, v), task, sinks).out, q.dtype)
+    """Return attention of this rank's queries, by an operator where PyTorch traces or transforms calls.
+
+    `latents` travel instead of keys and values, along a mesh without a heads axis, and are expanded where they are
+    attended. `further` is the partial of keys that do not travel. With either there are no gradients.
+    """
+    if latents is None and further is None:
+        if needs_operator(q, k, v, sinks):
+            out: Tensor = mesh_op(q, k, v, sinks, key_lengths, indices, *plan.pack())[0]
+            return out
+        if is_learned(q, k, v, sinks):
+            return _attend_learned(q, k, v, sinks, key_lengths, indices, plan)[0]
+    with torch.no_grad():
+        task = _task(plan, q.shape[1], (q, k, v), key_lengths, indices, latents)
+        found = forward(q, (k, v) if latents is None else (latents.tokens,), task, sinks)
+        if further is not None:
+            found = merge_unchecked([found, further])
+        return length_major(found.out, q.dtype)
 
 
 def _attend(
@@ -59,7 +70,7 @@ def _attend(
     plan: Plan,
 ) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
-    task = _task(plan, key_lengths, indices, q.shape[1], q, k, v)
+    task = _task(plan, q.shape[1], (q, k, v), key_lengths, indices, None)
     share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, share)
     return length_major(out, q.dtype), lse, *share
@@ -79,16 +90,19 @@ def _backward(
     plan: Plan, key_lengths: Tensor | None, indices: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of this rank's tokens, from q, k, v, out, lse and the gradient of out."""
-    q, k, v, out, lse, dout = tensors
-    task = _task(plan, key_lengths, indices, dout.shape[1], q, k, v)
-    return backward((q, k, v), BackwardInputs(out, lse, dout), task)
+    *qkv, out, lse, dout = tensors
+    task = _task(plan, dout.shape[1], tuple(qkv), key_lengths, indices, None)
+    return backward(tuple(qkv), BackwardInputs(out, lse, dout), task)
 
 
 def _task(
-    plan: Plan, key_lengths: Tensor | None, indices: Tensor | None, q_heads: int, q: Tensor, k: Tensor, v: Tensor
+    plan: Plan, q_heads: int, qkv: Tensors, key_lengths: Tensor | None, indices: Tensor | None, latents: Latents | None
 ) -> Task:
     """Return this rank's task for so many query heads of all ranks, with the keys of each step that sequences see."""
-    task = plan.task(q_heads, q, k, v)
+    q, k, v = qkv
+    task = plan.task(q_heads, q, k, v, None if latents is None else latents.widths)
+    if latents is not None:
+        task = replace(task, projection=latents.projection)
     if indices is not None:
         return replace(task, selected=_selected(plan, task.schedule, key_lengths, indices))
     if key_lengths is None:
@@ -112,27 +126,6 @@ def _are_equal(numbers: Tensor, mesh: Mesh) -> Tensor:
         if axis.group is not None:
             collective(axis, "comparing key_lengths", dist.all_reduce, highest, dist.ReduceOp.MAX)
     return (highest.sum(0) == 0).all()
-
-
-@torch.no_grad()
-def attend_latents(
-    q: Tensor, k: Tensor, v: Tensor, latents: Latents, sinks: Tensor | None, indices: Tensor | None, plan: Plan
-) -> Tensor:
-    """Return attention of this rank's queries, where latents travel and are expanded where they are attended.
-
-    `k` and `v` are this rank's expanded keys and values. The mesh has no heads axis.
-    """
-    task = replace(plan.task(q.shape[1], q, k, v, latents.widths), projection=latents.projection)
-    if indices is not None:
-        task = replace(task, selected=_selected(plan, task.schedule, None, indices))
-    return length_major(forward(q, (latents.tokens,), task, sinks).out, q.dtype)
-
-
-@torch.no_grad()
-def attend_further(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, further: Partial, plan: Plan) -> Tensor:
-    """Return attention of this rank's queries over the keys of all ranks, sinks, and keys that gave a partial."""
-    found = forward(q, (k, v), _task(plan, None, None, q.shape[1], q, k, v), sinks)
-    return length_major(merge_unchecked([found, further]).out, q.dtype)
 
 
 # --- gradients ---
