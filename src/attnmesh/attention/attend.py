@@ -26,7 +26,7 @@ from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 PLANS = Kinds[LocalPlan]()
 """Plans of `attend`."""
@@ -114,4 +114,4 @@ def attend(
     places = {"q_positions": q_positions, "k_positions": k_positions, "key_lengths": key_lengths}
     with without_autocast(q):
         out, lse = run_attend(q, k, v, mask, logits, kernel, **places, selected=selected)
-        return Partial(without_faulty(out, selected), lse)
+        return Partial(out if selected is None else without_faulty(out, selected), lse)

@@ -19,7 +19,7 @@ from attnmesh.kernels.plans import LocalPlan, kind_of
 from attnmesh.kernels.selected import without_faulty
 from attnmesh.kernels.traced import autocast, without_autocast
 from attnmesh.mesh.axes import Mesh, NotGiven, given_mesh
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 ALONE = "each rank attends to its own tokens only. Pass mesh= for attention over the tokens of all ranks"
 
@@ -113,8 +113,8 @@ def attention(
         if mesh is None and key_lengths is distance_bias is None and selected is None and not unsupported:
             any_keys = mask is FULL and length is None and key_length is None
             kind = kind_of(q, k, v, sinks, (*options, checked), any_keys=any_keys, learned=False)
-        if (known := PLANS.find(kind)) is not None:
-            return known.attend(q, k, v, sinks).out
+            if (known := PLANS.find(kind)) is not None:
+                return known.attend(q, k, v, sinks).out
         if kind is None:
             out = attend_shards(call, Mesh.of(mesh), checked)
         else:
@@ -151,4 +151,4 @@ def attend_shards(
                 out = merge_unchecked([Partial(out, lse), further]).out.to(q.dtype)
         else:
             out = attend(q, k, v, sinks, key_lengths, indices, plan, latents, further)
-    return without_faulty(out, selected, plan.problem.key_length)
+    return out if selected is None else without_faulty(out, selected, plan.problem.key_length)

@@ -32,7 +32,7 @@ from attnmesh.kernels.plans import kind_of
 from attnmesh.mesh.axes import Mesh
 from attnmesh.mesh.schedule import Problem, check_exchange
 from attnmesh.mesh.shapes import check_heads_axis
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import cached_per_world
 
 Pair = tuple[int, int]

@@ -17,7 +17,7 @@ from attnmesh.mesh.schedule import EXCHANGES, Exchange, Problem, groups_of_heads
 from attnmesh.mesh.shapes import AXES
 from attnmesh.planner.auto import best_exchange
 from attnmesh.planner.workload import Workload
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import cached_per_world, decode_cached
 
 Widths = tuple[int, int]
@@ -49,7 +49,7 @@ class Plan(NamedTuple):
     def task(self, q_heads: int, q: Tensor, k: Tensor, v: Tensor, latent: Widths | None = None) -> Task:
         """Return this rank's part for so many query heads, of which the tensors may have this rank's share alone."""
         kind = self, q_heads, q.shape, k.shape, v.shape, q.dtype, q.device, latent
-        if (task := _tasks().find(kind)) is None:
+        if (task := _tasks().get(kind)) is None:
             with torch.device("cpu"), torch.inference_mode(False):  # it is kept for later calls, in any mode
                 task = _tasks().keep(kind, self._task(q_heads, q, k, v, latent))
         return task

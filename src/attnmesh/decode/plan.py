@@ -24,7 +24,7 @@ from attnmesh.kernels.merge import copy_into
 from attnmesh.kernels.native.kernel import NativeKind
 from attnmesh.kernels.plans import is_one_launch
 from attnmesh.kernels.traced import are_plain
-from attnmesh.runtime.kinds import Kinds
+from attnmesh.runtime.kept import Kinds
 
 
 def append_known(kinds: Kinds[bool], k: Tensor, v: Tensor | None, shards: Shards) -> bool:
