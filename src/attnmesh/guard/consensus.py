@@ -182,15 +182,6 @@ class CallChecker:
         agree(self.mesh, call)
         return True
 
-    def report(self, error: InputError, poison: Callable[[], object], *, compares: bool) -> None:
-        """Raise this rank's error on all ranks, if the call is new to all and is compared. Else let them get NaN."""
-        if compares:
-            self.ask(error)
-        elif self.last_exchange is not None:
-            self.last_exchange()
-        else:
-            poison()
-
     def learn(self, kind: Hashable, last_exchange: Callable[[], Tensor] | None) -> None:
         """Keep a kind of calls that was served, and how to repeat its exchange if no host looked at it."""
         self.kinds.keep(kind, True)

@@ -78,10 +78,15 @@ class MergeChecker:
             raise_unequal(self.checker.mesh, self.describe(), subject)
 
     def report(self, error: InputError, poison: Callable[[], object]) -> None:
-        """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls."""
+        """Send poison, so that the other ranks detect this error. Raise it on all ranks if they compare their calls.
+
+        Where ranks ask, it is raised if the call is new to all; if not, the others get NaN.
+        """
         compares = self.checked is not False
-        if self.may and self.asks:
-            self.checker.report(error, poison, compares=compares)
+        if self.may and self.asks and compares:
+            self.checker.ask(error)
+        elif self.may and self.asks:
+            (self.checker.last_exchange or poison)()
         elif self.may:
             if self.merge not in COLLECTIVE:
                 poison()

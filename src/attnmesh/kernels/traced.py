@@ -25,11 +25,6 @@ def is_traced() -> bool:
     return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
-def is_seen() -> bool:
-    """Return True where calls are traced, or a mode of PyTorch looks at each of their operators."""
-    return is_traced() or torch._C._len_torch_dispatch_stack() > 0
-
-
 def is_dense(x: Tensor) -> bool:
     """Return True for a tensor whose memory holds its numbers: not sparse, nested or lazily negated."""
     return x.layout is torch.strided and not (x.is_nested or x.is_neg())
@@ -40,7 +35,8 @@ def needs_operator(*tensors: Tensor | None) -> bool:
 
     A mode that looks at operators may keep the results of some, as selective checkpointing does.
     """
-    return is_seen() or not PLAIN_OR_NONE.issuperset(map(type, tensors))
+    seen = is_traced() or torch._C._len_torch_dispatch_stack() > 0
+    return seen or not PLAIN_OR_NONE.issuperset(map(type, tensors))
 
 
 def is_learned(*tensors: Tensor | None) -> bool:
