@@ -38,8 +38,8 @@ from attnmesh.runtime.world import cached_per_world
 Pair = tuple[int, int]
 """A count for the queries and one for the keys."""
 
-Heads = tuple[int, int, int]
-"""Heads of q and of k, and their width."""
+Sizes = tuple[int, int, int, int]
+"""Heads of q and of k, their width, and keys per index of a selection, 0 without one."""
 
 
 class Options(NamedTuple):
@@ -87,19 +87,15 @@ class Call(NamedTuple):
     distance_bias: Tensor | None = None
 
     @property
-    def heads_and_dim(self) -> Heads:
-        """Heads of q and of k, and their width."""
-        return self.q.shape[1], self.k.shape[1], self.q.shape[3]
+    def sizes(self) -> Sizes:
+        """Sizes that all ranks have, but for lengths."""
+        block = 0 if self.selected is None else self.selected.block
+        return self.q.shape[1], self.k.shape[1], self.q.shape[3], block
 
     @property
     def tokens(self) -> Pair:
         """Tokens of q and of k on this rank."""
         return self.q.shape[2], self.k.shape[2]
-
-    @property
-    def block(self) -> int:
-        """Keys per index of the selection; 0 if there is none."""
-        return 0 if self.selected is None else self.selected.block
 
     @property
     def numbers(self) -> tuple[int, int, int]:
@@ -130,7 +126,7 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
-        plan = _make_plan(mesh, options, call.heads_and_dim, (queries * ranks, keys * ranks), block=call.block)
+        plan = _make_plan(mesh, options, call.sizes, (queries * ranks, keys * ranks))
         _check_highest(highest, plan)
         return plan
     device = call.q.device if isinstance(call.q, Tensor) else torch.device(mesh.kind)
@@ -138,14 +134,14 @@ def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
         _, rows = run_agreed_with(mesh, lambda: _checked_text(mesh, call, checked), str, lambda _: call.numbers)
         columns: list[tuple[int, ...]] = list(zip(*rows, strict=True))
         table, tokens = tuple(zip(*columns[:2], strict=True)), (sum(columns[0]), sum(columns[1]))
-        plan = _known_plan(mesh, options, call.heads_and_dim, tokens, table, call.block)
+        plan = _known_plan(mesh, options, call.sizes, tokens, table)
         _check_highest(max(columns[2]), plan)
         return plan
     if call.key_lengths is None:
         _checked_text(mesh, call, checked)
     else:  # a text would have their numbers, which a device may hold
         check_call(mesh, call, checked)
-    plan = _known_plan(mesh, options, call.heads_and_dim, (options.length, options.length), (), call.block)
+    plan = _known_plan(mesh, options, call.sizes, (options.length, options.length))
     _check_highest(call.numbers[2], plan)
     try:
         _check_own_shard(plan.problem, mesh.shard, call.tokens)  # nothing is counted: other shards are not known
@@ -172,14 +168,12 @@ def _checked_text(mesh: Mesh, call: Call, checked: bool | None) -> str:
     return call.describe() if kind is None else texts.keep(kind, call.describe())
 
 
-def _make_plan(
-    mesh: Mesh, options: Options, heads: Heads, tokens: Pair, table: Sequence[Pair] = (), block: int = 0
-) -> Plan:
+def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: Sequence[Pair] = ()) -> Plan:
     """Return the plan, or raise where its mask, lengths and shards do not fit. All ranks pass the same values.
 
     Where keys are selected, in blocks, queries stay on their rank: all ranks are one column, along which keys travel.
     """
-    problem, (q_heads, k_heads, dim) = options.problem(mesh, tokens), heads
+    problem, (q_heads, k_heads, dim, block) = options.problem(mesh, tokens), sizes
     try:
         _check_shards(problem, table)
         check_mask("attention mask", problem.mask, problem.length, problem.key_length)
@@ -222,7 +216,10 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
 
 
 def _check_uncompiled(mesh: Mesh) -> None:
-    """Raise in a graph on several ranks, which may have to make a group of all of them."""
+    """Raise in a graph on several ranks, which may have to make a group of all of them.
+
+    As a function it is traced by itself, also where its caller is not.
+    """
     if mesh.shape.ranks > 1 and torch.compiler.is_compiling():
         fix = "exclude the call with torch.compiler.disable"
         raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)

@@ -60,16 +60,9 @@ def attend(
         return length_major(found.out, q.dtype)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    key_lengths: Tensor | None,
-    indices: Tensor | None,
-    plan: Plan,
-) -> tuple[Tensor, ...]:
+def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
     """Return (out, lse) of this rank's queries, and with a heads axis its heads of q, k and v."""
+    key_lengths, indices, plan = options
     task = _task(plan, q.shape[1], (q, k, v), key_lengths, indices, None)
     share = _blank_share((q, k, v), task.schedule.chunk, plan.mesh.heads)
     out, lse = forward(q, (k, v), task, sinks, share)
