@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.attention.call import Call, Options, agree_on_plan
 from attnmesh.attention.latent import Latents
-from attnmesh.attention.operator import attend
+from attnmesh.attention.plan import attend
 from attnmesh.core.layout import Layout
 from attnmesh.core.logits import with_distance_bias
 from attnmesh.core.mask import FULL, Mask

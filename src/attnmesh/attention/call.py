@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attnmesh.attention.auto_layout import chosen_layout
-from attnmesh.attention.plan import Plan, one_column
+from attnmesh.attention.plan import Plan
+from attnmesh.comm.topology import share_numbers
 from attnmesh.core.layout import Contiguous, Layout, check_layout
 from attnmesh.core.logits import Logits
 from attnmesh.core.mask import FAR, Causal, Mask, check_mask
@@ -29,9 +30,9 @@ from attnmesh.guard.checks import (
 from attnmesh.guard.consensus import describe_call, may_compare, run_agreed_with
 from attnmesh.kernels.driver import check_kernel
 from attnmesh.kernels.plans import kind_of
-from attnmesh.mesh.axes import Mesh
+from attnmesh.mesh.axes import Axis, Mesh, flat_axis
 from attnmesh.mesh.schedule import Problem, check_exchange
-from attnmesh.mesh.shapes import check_heads_axis
+from attnmesh.mesh.shapes import AXES, check_heads_axis
 from attnmesh.runtime.kept import Kinds
 from attnmesh.runtime.world import cached_per_world
 
@@ -182,12 +183,21 @@ def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: 
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if block and options.exchange == "auto" else options.exchange
     if block and mesh.shape.ranks > 1:
-        mesh, order = one_column(mesh)
+        mesh, order = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, order=order)
     return Plan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
 
 
 _known_plan = cached_per_world(1024)(_make_plan)
+
+
+@cached_per_world()
+def _one_column(mesh: Mesh) -> tuple[Mesh, tuple[int, ...]]:
+    """Return all ranks of a mesh as one column, and the shard of each. All ranks make the first call at once."""
+    long = [axis for axis in mesh.axes if axis.size > 1]
+    axis = long[0] if len(long) == 1 else flat_axis(mesh.device_mesh, AXES)
+    places = [place for (place,) in share_numbers([axis.index], mesh)]  # by shard
+    return Mesh(Axis(), axis, Axis()), tuple(sorted(range(len(places)), key=places.__getitem__))
 
 
 def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
