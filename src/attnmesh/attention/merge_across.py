@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.merge import merge_ranks, send_poison
-from attnmesh.comm.merge_messages import chosen_merge
+from attnmesh.comm.merge import chosen_merge, merge_ranks, send_poison
 from attnmesh.comm.message import checksum_of, question_like
 from attnmesh.core.partial import Partial, sum_dtype
 from attnmesh.errors import DeviceError, DtypeError, InputError, KernelError, ShapeError, check_choice, require

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmesh.comm.host_merge import HostMerge, host_merge_for
-from attnmesh.comm.merge_messages import chosen_merge
+from attnmesh.comm.merge import chosen_merge
 from attnmesh.core.band import Band
 from attnmesh.core.mask import Mask
 from attnmesh.core.partial import Partial, merge_unchecked, with_sinks
