@@ -144,7 +144,7 @@ def attend_shards(
     if call.distance_bias is not None:
         q = with_distance_bias(q, call.distance_bias)
     with without_autocast(q):
-        if mesh.shape.ranks == 1:
+        if mesh.ranks == 1:
             kind = plan.problem.mask, plan.logits, plan.kernel
             out, lse = run_attend(q, k, v, *kind, sinks=sinks, key_lengths=key_lengths, selected=selected)
             if further is not None:

@@ -123,7 +123,7 @@ class Call(NamedTuple):
 
 def agree_on_plan(mesh: Mesh, call: Call, checked: bool | None) -> Plan:
     """Return the plan that all ranks follow together. Raise the same error on all ranks if there is none."""
-    options, ranks = call.options, mesh.shape.ranks
+    options, ranks = call.options, mesh.ranks
     if ranks == 1 or torch.compiler.is_compiling():  # ranks are compiled apart: their shards count as even
         check_call(mesh, call, checked)
         queries, keys, highest = call.numbers
@@ -182,7 +182,7 @@ def _make_plan(mesh: Mesh, options: Options, sizes: Sizes, tokens: Pair, table: 
     except (MaskError, ShapeError) as error:
         raise with_swap_hint(error, (q_heads, tokens[0]), (k_heads, tokens[1]), first=True) from None
     exchange = "bulk" if block and options.exchange == "auto" else options.exchange
-    if block and mesh.shape.ranks > 1:
+    if block and mesh.ranks > 1:
         mesh, order = _one_column(mesh)
         problem = replace(problem, shape=mesh.shape, order=order)
     return Plan(mesh, problem, exchange, options.kernel, options.logits(dim), block)
@@ -208,9 +208,9 @@ def check_call(mesh: Mesh, call: Call, checked: bool | None) -> None:
         check_unknown_options("attention", options.unsupported or {})
         check_qkv("attention", q, k, v)
         check_mask("attention mask", options.applied_mask)
-        _check_layouts(options, mesh.shape.ranks)
+        _check_layouts(options, mesh.ranks)
         check_exchange("attention exchange", options.exchange)
-        _check_lengths(call, mesh.shape.ranks)
+        _check_lengths(call, mesh.ranks)
         check_kernel(options.kernel)
         logits = options.logits(q.shape[-1])
         check_sinks("attention sinks", sinks, q)
@@ -230,7 +230,7 @@ def _check_uncompiled(mesh: Mesh) -> None:
 
     As a function it is traced by itself, also where its caller is not.
     """
-    if mesh.shape.ranks > 1 and torch.compiler.is_compiling():
+    if mesh.ranks > 1 and torch.compiler.is_compiling():
         fix = "exclude the call with torch.compiler.disable"
         raise KernelError("attention selected", "a call outside of compiled graphs on several ranks", "one inside", fix)
 

@@ -152,6 +152,11 @@ class Mesh:
         return Shape(self.heads.size, self.queries.size, self.keys.size)
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks of the mesh."""
+        return self.heads.size * self.queries.size * self.keys.size
+
+    @property
     def shard(self) -> int:
         """Number of this rank's shard."""
         return self.shape.shard(self.heads.index, self.queries.index, self.keys.index)
