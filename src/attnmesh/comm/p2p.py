@@ -302,27 +302,27 @@ def post_messages(posts: Sequence[Post], axis: Axis, what: str, *, exact: bool =
     Return their waits, which have a deadline; one wait for all with NCCL. With `exact`, longer messages are cut in up
     to `PIECES` letters, and a letter of another size is one of another call; else its checksum shows that.
     """
-    operations, filled, letters = [], list[tuple[int | None, str]](), list[Letter]()
-    mailboxes = mailboxes_of(axis, posts[0][2].device) if posts else None
-    most = PIECES if exact else 1
+    if not posts:
+        return []
+    device, most = posts[0][2].device, PIECES if exact else 1
+    mailboxes, operations, peers, letters = mailboxes_of(axis, device), [], list[int | None](), list[Letter]()
     for post, peer, x in posts:
         if mailboxes is not None and x.numel() and mailboxes.serves(peer, x.nbytes, most):
-            pieces = x.split(SLOT) if x.nbytes > SLOT else (x,)
-            letters += [Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact) for part in pieces]
+            for part in x.split(SLOT) if x.nbytes > SLOT else (x,):
+                letters.append(Letter(mailboxes, peer, part, sends=post is dist.isend, exact=exact))
         elif x.numel():
             operations.append(dist.P2POp(post, x, group=axis.group, group_peer=peer))
-            filled.append((peer, x.device.type))
+            peers.append(peer)
     waits = list[Wait]()
     if operations:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise failure(axis, what, filled[0][0], error) from error
-        if len(works) < len(filled):
-            filled = [(None, filled[0][1])]
-        waits = [
-            partial(awaited, work, kind, axis, what, peer) for work, (peer, kind) in zip(works, filled, strict=True)
-        ]
+            raise failure(axis, what, peers[0], error) from error
+        if len(works) < len(peers):
+            peers = [None]
+        pairs = zip(works, peers, strict=True)
+        waits = [partial(awaited, work, device.type, axis, what, peer) for work, peer in pairs]
     if letters:
         try:
             begin_letters(letters)
