@@ -1,5 +1,6 @@
 """DTensors in and out: the placement `Shard(2)` is the contiguous layout."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -80,9 +81,7 @@ def _check_nesting(q: DTensor, k: DTensor) -> None:
     sizes = {name: q.device_mesh.size(dim) for name, dim in dims.items() if q.device_mesh.size(dim) > 1}
     if len(sizes) < 2:
         return
-    ranks = 1
-    for size in sizes.values():
-        ranks *= size
+    ranks = math.prod(sizes.values())
     if [*sizes] != [name for name in AXES if name in sizes] or q.shape[2] % ranks or k.shape[2] % ranks:
         given = f"axes {', '.join(sizes)} and lengths {q.shape[2]} and {k.shape[2]}"
         expected = f"axes in the order {', '.join(AXES)} and lengths that {ranks} divides"

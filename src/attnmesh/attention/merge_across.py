@@ -182,14 +182,8 @@ def _nan_like(partial: Partial, axis: Axis, output: str) -> Partial:
 
 def is_plain(partial: object, how: object, output: object, wire: object, base: object, checked: object) -> bool:
     """Return True for a partial in float32 on the CPU, with its lse, and the usual options."""
-    options = (
-        isinstance(how, str),
-        output in OUTPUTS,
-        wire is None,
-        base == "e",
-        type(checked) in (bool, type(None)),
-    )
-    if not all(options):
+    usual = isinstance(how, str) and output in OUTPUTS and wire is None and base == "e"
+    if not usual or type(checked) not in (bool, type(None)):
         return False
     if not isinstance(partial, tuple) or len(partial) != 2 or not are_plain(*partial):
         return False
