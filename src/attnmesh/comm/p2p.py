@@ -177,7 +177,8 @@ def exchange_messages(
         if id(tensors) not in packed:  # the same for several peers is packed once
             packed[id(tensors)] = _pack(tensors)
         message = packed[id(tensors)]
-        waits_its_turn = in_turn and len(sends) > 2 and _is_long(message, peer, axis)
+        is_long = in_turn and len(sends) > 2 and message.nbytes > OUT_OF_TURN
+        waits_its_turn = is_long and _goes_by_gloo(message, peer, axis, PIECES)
         (turns if waits_its_turn else posts).append((dist.isend, peer, message))
     packed.clear()
     turns.sort(key=lambda turn: (turn[1] - axis.index) % axis.size)
@@ -247,22 +248,20 @@ def all_to_all_bytes(messages: Sequence[Tensor], axis: Axis) -> Tensor:
     return rows[:, : len(mine)]
 
 
-def _is_long(message: Tensor, peer: int, axis: Axis) -> bool:
-    """Return whether gloo sends a message, and it is long."""
-    mailboxes, size = mailboxes_of(axis, message.device), message.nbytes
-    far = mailboxes is None or not mailboxes.serves(peer, size, PIECES)
-    return far and message.device.type == "cpu" and size > OUT_OF_TURN
-
-
 def room_for(peer: int, message: Tensor, axis: Axis) -> int:
     """Return the bytes to reserve for a peer's message that should be as long as this rank's.
 
     Gloo accepts any message that fits. With room for a `SLOT`, ranks with messages of different sizes still receive
     each other's first bytes, and compare checksums.
     """
+    return max(len(message), SLOT) if _goes_by_gloo(message, peer, axis) else len(message)
+
+
+def _goes_by_gloo(message: Tensor, peer: int, axis: Axis, letters: int = 1) -> bool:
+    """Return whether gloo sends a message, and not the mailboxes of a host in so many letters."""
     mailboxes = mailboxes_of(axis, message.device)
-    far = mailboxes is None or not mailboxes.serves(peer, len(message))
-    return max(len(message), SLOT) if far and message.device.type == "cpu" else len(message)
+    far = mailboxes is None or not mailboxes.serves(peer, message.nbytes, letters)
+    return far and message.device.type == "cpu"
 
 
 def _pack(tensors: Tensors) -> Tensor:
