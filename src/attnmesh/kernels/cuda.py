@@ -88,11 +88,6 @@ class Efficient:
 
     rows = 32  # lse is padded to whole warps of rows
 
-    def takes_width(self, q: Tensor, width: int) -> bool:
-        """Return True if PyTorch supports q's dtype and device at this width."""
-        few = q.new_zeros(1, 1, ALIGNMENT, width)
-        return bool(can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)))
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor, block: Block, logits: Logits) -> Partial:
         """Return the block's partial."""
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -130,7 +125,8 @@ class CUDA:
             return f"it runs on CUDA, the tensors are on {q.device.type}"
         if capped:
             return "PyTorch's operators have no soft cap"
-        if not EFFICIENT.takes_width(q, _width(q, v)):
+        few = q.new_zeros(1, 1, ALIGNMENT, _width(q, v))
+        if not can_use_efficient_attention(SDPAParams(few, few, few, None, 0.0, False, False)):
             return f"PyTorch's operators do not take {q.dtype} of width {max(q.shape[-1], v.shape[-1])} on this device"
         return None
 
